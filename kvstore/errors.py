@@ -1,0 +1,116 @@
+"""Every error kvstore raises, as one tree.
+
+::
+
+    KVStoreError                     code, retryable
+    ├─ ConfigError                   a key or value of the configuration; names key and source
+    ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
+    ├─ InvalidArgument               a caller's mistake; names the field
+    │  └─ LayoutMismatch             the caller's bytes are not the bytes of this space; names the field
+    ├─ TransferError
+    │  ├─ TransferTimeout  (retry)   a deadline passed
+    │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
+    ├─ TierUnavailable               the memory behind a tier cannot be had
+    └─ ProtocolError                 a message or version that is not understood
+
+A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
+"""
+
+from typing import ClassVar
+
+
+class KVStoreError(Exception):
+    """Root of all errors of this project.
+
+    Attributes:
+        code: stable identifier, ``snake_case``; never changes once released.
+        retryable: the same call may succeed later without anything being changed by the caller.
+    """
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(KVStoreError):
+    """A configuration key is unknown or its value does not fit."""
+
+    code = "config"
+
+
+class CapacityError(KVStoreError):
+    """There is no room now: every slot is pinned, or a session's quota is used up."""
+
+    code = "capacity"
+    retryable = True
+
+
+class InvalidArgument(KVStoreError):
+    """The call cannot be right; ``field`` says which argument is wrong."""
+
+    code = "invalid_argument"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class LayoutMismatch(InvalidArgument):
+    """The caller's page layout is not the one this space holds; ``field`` differs."""
+
+    code = "layout_mismatch"
+
+
+class TransferError(KVStoreError):
+    """Bytes or a message did not arrive."""
+
+    code = "transfer"
+
+
+class TransferTimeout(TransferError):
+    """A deadline passed before the answer came."""
+
+    code = "transfer_timeout"
+    retryable = True
+
+
+class PeerUnreachable(TransferError):
+    """Nobody answers at that address, or the connection broke."""
+
+    code = "peer_unreachable"
+    retryable = True
+
+
+class TierUnavailable(KVStoreError):
+    """The memory or device behind a tier cannot be had."""
+
+    code = "tier_unavailable"
+
+
+class ProtocolError(KVStoreError):
+    """A message or a protocol version is not understood."""
+
+    code = "protocol"
+
+
+def error_from_code(code: str, message: str, field: str = "") -> KVStoreError:
+    """Rebuild the error that the other side of a connection reported."""
+    kind = _BY_CODE.get(code, KVStoreError)
+    if issubclass(kind, InvalidArgument):
+        return kind(field or "request", message.removeprefix(f"{field}: "))
+    return kind(message)
+
+
+_BY_CODE: dict[str, type[KVStoreError]] = {
+    kind.code: kind
+    for kind in (
+        ConfigError,
+        CapacityError,
+        InvalidArgument,
+        LayoutMismatch,
+        TransferError,
+        TransferTimeout,
+        PeerUnreachable,
+        TierUnavailable,
+        ProtocolError,
+    )
+}

@@ -1,0 +1,331 @@
+"""What a page is called and how its bytes are laid out.
+
+A **page** is the KV of ``page_tokens`` tokens as one rank holds it. It is named by three things:
+
+* its **space**: everything besides tokens that decides whether KV may be shared
+  (tenant, model, revision, dtype, page size, scope);
+* its **prefix key**: the chain hash of *all* tokens up to the end of the page;
+* its **shard**: which layers and heads these bytes are, and in which layout.
+
+All three enter the seed of the page's digest, so bytes can only verify under the name they were
+stored under. This module is pure: values in, values out.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Final, NewType, overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument, LayoutMismatch
+
+PrefixKey = NewType("PrefixKey", bytes)
+"""32 bytes: the chain hash of all tokens up to the end of a page."""
+
+KEY_BYTES: Final = 32
+DIGEST_BYTES: Final = 16
+PAGE_TOKENS_MIN_DEFAULT: Final = 64
+
+_ITEM_BYTES: Final = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "uint8": 1,
+}  # fmt: skip
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be equal, besides tokens, for two engines to share KV.
+
+    Attributes:
+        tenant: isolation domain; memory of one tenant is never mapped by another.
+        model: model name as the operator knows it.
+        revision: weights revision or checksum; empty when the name pins the weights.
+        kv_dtype: element type of K and V, one of the keys of the dtype table.
+        page_tokens: tokens in a page, at least 1.
+        scope: empty for shared pages; a name for a private space (hand-offs use one).
+    """
+
+    model: str
+    kv_dtype: str
+    page_tokens: int
+    tenant: str = "default"
+    revision: str = ""
+    scope: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot name anything."""
+        if not self.model:
+            raise InvalidArgument("model", "must not be empty")
+        if self.kv_dtype not in _ITEM_BYTES:
+            known = ", ".join(sorted(_ITEM_BYTES))
+            raise InvalidArgument("kv_dtype", f"{self.kv_dtype!r} is not one of {known}")
+        if not 1 <= self.page_tokens <= 65_536:
+            raise InvalidArgument("page_tokens", f"{self.page_tokens} is outside 1..65536")
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that are equal exactly when every field is."""
+        return _fingerprint("space", self)
+
+
+class CanonicalLayout(msgspec.Struct, frozen=True, tag="canonical", forbid_unknown_fields=True):
+    """``[layer][k|v][token][kv_head][head_dim]``: the layout engines can share and re-shard.
+
+    Attributes:
+        head_dim: elements of one head.
+    """
+
+    head_dim: int
+
+
+class OpaqueLayout(msgspec.Struct, frozen=True, tag="opaque", forbid_unknown_fields=True):
+    """``[layer][block][the engine's own bytes]``: shared only by engines that agree on every field.
+
+    Attributes:
+        engine: for example ``vllm``.
+        version: version of the engine's block format.
+        isa: instruction set the bytes are packed for; empty when they do not depend on one.
+        block_tokens: tokens in one of the engine's blocks; divides ``page_tokens``.
+        block_bytes: bytes of one block of one layer.
+    """
+
+    engine: str
+    version: str
+    isa: str
+    block_tokens: int
+    block_bytes: int
+
+
+Layout = CanonicalLayout | OpaqueLayout
+
+
+class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of every page of a space that one rank holds.
+
+    Attributes:
+        layout: how its bytes are arranged.
+        layers: half-open range ``(start, stop)`` of the model's layers.
+        heads: half-open range ``(start, stop)`` of the model's KV heads.
+        group: KV group; layers of one group have the same need.
+        window_pages: what a hit of n pages needs of this group: 0 = every page; w = the last w
+            pages (sliding window; 1 = only the last, as for a Mamba state).
+    """
+
+    layout: Layout
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    group: str = "attention"
+    window_pages: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse empty or reversed ranges."""
+        for name, (start, stop) in (("layers", self.layers), ("heads", self.heads)):
+            if not 0 <= start < stop:
+                raise InvalidArgument(name, f"({start}, {stop}) is not a non-empty range")
+        if self.window_pages < 0:
+            raise InvalidArgument("window_pages", f"{self.window_pages} is negative")
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of this shard."""
+        return self.layers[1] - self.layers[0]
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that are equal exactly when every field is."""
+        return _fingerprint("shard", self)
+
+    def page_bytes(self, space: SpaceIdentity) -> int:
+        """Bytes of one page of this shard.
+
+        Raises:
+            LayoutMismatch: the layout does not fit the space; names the field.
+        """
+        match self.layout:
+            case CanonicalLayout(head_dim=head_dim):
+                if head_dim < 1:
+                    raise LayoutMismatch("head_dim", f"{head_dim} is not positive")
+                heads = self.heads[1] - self.heads[0]
+                token_bytes = heads * head_dim * _ITEM_BYTES[space.kv_dtype]
+                return self.layer_count * 2 * space.page_tokens * token_bytes
+            case OpaqueLayout(block_tokens=block_tokens, block_bytes=block_bytes):
+                if block_tokens < 1 or space.page_tokens % block_tokens:
+                    raise LayoutMismatch(
+                        "block_tokens",
+                        f"{block_tokens} does not divide page_tokens={space.page_tokens}",
+                    )
+                if block_bytes < 1:
+                    raise LayoutMismatch("block_bytes", f"{block_bytes} is not positive")
+                return self.layer_count * (space.page_tokens // block_tokens) * block_bytes
+
+
+def digest_seed(space: SpaceIdentity, shard: ShardSpec) -> int:
+    """64 bits of H(space, shard); :func:`page_seeds` adds the key."""
+    return int.from_bytes(hashlib.sha256(space.digest + shard.digest).digest()[:8], "little")
+
+
+def page_seeds(packed_keys: bytes, seed: int) -> npt.NDArray[np.uint64]:
+    """The xxh3_128 seed of each page: H(space, shard) xor the first 8 bytes of its prefix key.
+
+    Both sides are uniformly distributed hashes, so two different (space, key, shard) share a seed
+    with probability 2**-64, at no cost per page.
+
+    Args:
+        packed_keys: n keys of 32 bytes.
+        seed: what :func:`digest_seed` gave.
+
+    Returns:
+        shape (n,), uint64.
+    """
+    words = np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+    return words[:, 0] ^ np.uint64(seed)
+
+
+class PrefixKeys(Sequence[PrefixKey]):
+    """A run of consecutive prefix keys of one chain; slices know what precedes them.
+
+    Attributes:
+        packed: the keys, 32 bytes each, in chain order.
+        parent: the key before the first; empty when the run starts its chain.
+        tokens: uint32, the tokens of exactly these pages, or None when only keys are known.
+        page_tokens: tokens in a page; 0 when unknown.
+        seed: what the chain was started with (salt, LoRA or multimodal identity); may be empty.
+    """
+
+    __slots__ = ("packed", "page_tokens", "parent", "seed", "tokens")
+
+    def __init__(
+        self,
+        packed: bytes,
+        parent: bytes = b"",
+        tokens: npt.NDArray[np.uint32] | None = None,
+        page_tokens: int = 0,
+        seed: bytes = b"",
+    ) -> None:
+        """Wrap keys that exist; :func:`page_keys` makes new ones."""
+        if len(packed) % KEY_BYTES:
+            raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
+        if parent and len(parent) != KEY_BYTES:
+            raise InvalidArgument("parent", f"{len(parent)} bytes are no 32-byte key")
+        if tokens is not None and len(tokens) * KEY_BYTES != len(packed) * page_tokens:
+            raise InvalidArgument("tokens", f"{len(tokens)} tokens do not fill these pages")
+        self.packed = packed
+        self.parent = parent
+        self.tokens = tokens
+        self.page_tokens = page_tokens
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.packed) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> PrefixKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> "PrefixKeys": ...
+    def __getitem__(self, index: int | slice) -> "PrefixKey | PrefixKeys":
+        if isinstance(index, int):
+            position = range(len(self))[index]
+            return PrefixKey(self.packed[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise InvalidArgument("keys", "a run of keys cannot be sliced with a step")
+        stop = max(start, stop)
+        before = self.packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else self.parent
+        tokens = self.tokens
+        if tokens is not None:
+            tokens = tokens[start * self.page_tokens : stop * self.page_tokens]
+        packed = self.packed[start * KEY_BYTES : stop * KEY_BYTES]
+        return PrefixKeys(packed, before, tokens, self.page_tokens, self.seed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixKeys) and (
+            (self.packed, self.parent) == (other.packed, other.parent)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.packed, self.parent))
+
+    def __repr__(self) -> str:
+        head = self.packed[:4].hex()
+        return f"PrefixKeys({len(self)} pages, first {head}…)" if self.packed else "PrefixKeys(0)"
+
+
+def page_keys(
+    tokens: Tokens,
+    page_tokens: int,
+    *,
+    seed: bytes = b"",
+    known: PrefixKeys | None = None,
+) -> PrefixKeys:
+    """Hash every full page of ``tokens``; the unfilled tail has no key.
+
+    ``digest[i] = sha256(digest[i-1] ‖ little-endian uint32 tokens of page i)``, 32 bytes; page 0
+    has no predecessor (SGLang's documented page hash, so HiCache's own hashes are our keys) unless
+    ``seed`` is given: then a hash of it precedes, so that no seed can pass for another's key.
+
+    Args:
+        tokens: token ids in 0..2**32-1; a numpy integer array is the fastest input.
+        page_tokens: tokens in a page.
+        seed: salt, LoRA or multimodal identity; empty for none.
+        known: keys of an earlier, shorter form of this prompt: only new pages are hashed. Keys
+            whose tokens are not a prefix of ``tokens`` (or that carry no tokens) are not used.
+
+    Raises:
+        InvalidArgument: a token id does not fit 32 bits.
+    """
+    ids = _as_uint32(tokens)
+    count = len(ids) // page_tokens
+    ids = ids[: count * page_tokens]
+    packed = bytearray()
+    if known is not None and _is_prefix(known, ids, page_tokens, seed):
+        packed += known.packed
+    digest = bytes(packed[-KEY_BYTES:]) or _chain_start(seed)
+    raw = memoryview(ids).cast("B")
+    step = page_tokens * 4
+    sha256 = hashlib.sha256
+    for start in range(len(packed) // KEY_BYTES * step, count * step, step):
+        chain = sha256(digest)
+        chain.update(raw[start : start + step])
+        digest = chain.digest()
+        packed += digest
+    return PrefixKeys(bytes(packed), b"", ids, page_tokens, seed)
+
+
+def _chain_start(seed: bytes) -> bytes:
+    return hashlib.sha256(b"kvstore chain seed\0" + seed).digest() if seed else b""
+
+
+def _is_prefix(
+    known: PrefixKeys, ids: npt.NDArray[np.uint32], page_tokens: int, seed: bytes
+) -> bool:
+    return (
+        known.tokens is not None
+        and not known.parent
+        and (known.page_tokens, known.seed) == (page_tokens, seed)
+        and len(known.tokens) <= len(ids)
+        and bool(np.array_equal(known.tokens, ids[: len(known.tokens)]))
+    )
+
+
+def _as_uint32(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """A private, contiguous little-endian uint32 copy of ``tokens``."""
+    try:
+        if isinstance(tokens, np.ndarray):
+            if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < 2**32):
+                raise InvalidArgument("tokens", "a token id is outside 0..2**32-1")
+            return np.array(tokens, dtype="<u4", order="C").reshape(-1)
+        return np.frombuffer(array("I", tokens), dtype="<u4") if len(tokens) else _NO_TOKENS
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument("tokens", f"not a token id in 0..2**32-1 ({error})") from error
+
+
+_NO_TOKENS: Final[npt.NDArray[np.uint32]] = np.empty(0, dtype="<u4")
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def _fingerprint(kind: str, value: msgspec.Struct) -> bytes:
+    """sha256 over the kind and the value's fields in sorted order (msgpack, so unambiguous)."""
+    return hashlib.sha256(_ENCODER.encode((kind, value))).digest()
