@@ -1,0 +1,1 @@
+"""The node's state, pure: batches of events in, actions out; no I/O, clock or randomness."""

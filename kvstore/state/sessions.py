@@ -1,0 +1,124 @@
+"""Sessions: who holds what, for how long, and what becomes of it when they vanish.
+
+A **session** is one engine with all its processes; a **process** is one connection of it. Leases
+(reads) and puts (writes) belong to a process, their bytes count against the session's quota.
+
+::
+
+    lease:  OPEN ──deadline──► EXPIRED (pins became holds) ──release / settled / dead──► gone
+    put:    OPEN ──commit──► gone
+            OPEN ──connection lost──► LOST (its slots in LIMBO) ──settled / dead──► gone
+
+"Settled" is the process's own word that nothing it began on earlier connections touches bytes any
+more; "dead" is the kernel's (a pidfd).
+"""
+
+from dataclasses import dataclass, field
+
+from kvstore.state.slots import Slot
+from kvstore.state.tree import Node
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pages one process reads.
+
+    Attributes:
+        pages: (node, shard number, slot) of each page.
+        bytes: slot bytes, counted against the quota until the lease is gone.
+        expired: its pins have become holds.
+    """
+
+    pages: list[tuple[Node, int, Slot]]
+    bytes: int
+    deadline_ns: int
+    expired: bool = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its pages."""
+        return [slot for _, _, slot in self.pages]
+
+
+@dataclass(slots=True)
+class Put:
+    """Pages one process writes.
+
+    Attributes:
+        pages: (node, slot) of each granted page, in chain order.
+        shard: the shard number they are all of.
+        bytes: slot bytes, counted against the quota until the put is gone.
+        tokens: uint32 little-endian tokens of the granted pages, or empty.
+        lost: its writer may still write, its slots are in LIMBO.
+    """
+
+    pages: list[tuple[Node, Slot]]
+    shard: int
+    bytes: int
+    tokens: bytes = b""
+    lost: bool = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its pages."""
+        return [slot for _, slot in self.pages]
+
+
+@dataclass(slots=True)
+class Process:
+    """One connection of one process of an engine.
+
+    Attributes:
+        connection: names it on this node.
+        pid: its process id as the kernel told it; 0 when it could not be told.
+        lost: its connection broke, but the process was not seen to end.
+    """
+
+    connection: int
+    pid: int
+    session: "Session"
+    leases: dict[int, Lease] = field(default_factory=dict)
+    puts: dict[int, Put] = field(default_factory=dict)
+    lost: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing."""
+        return not self.leases and not self.puts
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine as this node knows it.
+
+    Attributes:
+        token: what its processes show to belong to it; also its right to map extents.
+        domain: its tenant; empty until it opened its first space.
+        used_bytes: bytes of all its leases and puts, expired and lost ones included.
+        quota_bytes: the most that ``used_bytes`` may reach.
+        prefill_s_per_token: what the engine reported; 0 until it did.
+    """
+
+    token: bytes
+    name: str
+    quota_bytes: int
+    domain: str = ""
+    used_bytes: int = 0
+    prefill_s_per_token: float = 0.0
+    processes: dict[int, Process] = field(default_factory=dict)
+
+    def admits(self, extra_bytes: int) -> bool:
+        """Whether the quota leaves room for ``extra_bytes`` more."""
+        return self.used_bytes + extra_bytes <= self.quota_bytes
+
+    def check(self) -> None:
+        """Assert that the bytes add up."""
+        used = sum(
+            item.bytes
+            for process in self.processes.values()
+            for item in (*process.leases.values(), *process.puts.values())
+        )
+        assert used == self.used_bytes
+        for connection, process in self.processes.items():
+            assert process.connection == connection
+            assert process.session is self

@@ -1,0 +1,339 @@
+"""Slots: the places for pages in one tier, and who may touch the bytes in them.
+
+::
+
+             allocate            commit             release
+      FREE ───────────► WRITING ────────► READY ──────────────► FREE
+        ▲                  │                │ pins or holds left   ▲
+        │ abort            │ lose           ▼                      │ the last one goes
+        └──────────────────┴─────────────► LIMBO ──────────────────┘
+
+A **pin** forbids eviction while bytes move. A **hold** is a reader or writer that may still touch
+the bytes although it no longer has a right to (its lease ran out, its connection broke): it does
+not forbid that the page leaves the index, but the slot is not used again before the hold is
+dropped, so a late write or a late read never meets another page.
+
+Slots of one size are carved from **extents**. An extent belongs to one domain (tenant) at a time,
+because whoever maps it can read all of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final, NewType
+
+Slot = NewType("Slot", int)
+"""``extent position << 20 | index within the extent``."""
+
+SLOT_ALIGNMENT: Final = 4096
+_INDEX_BITS: Final = 20
+_INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
+
+
+class SlotState(IntEnum):
+    """Where a slot is in its life; see the picture above."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    LIMBO = 3
+
+
+@dataclass(slots=True)
+class Extent:
+    """A piece of the tier's memory that holds slots of one size for one domain.
+
+    Attributes:
+        number: names its memory on the wire; a new number is new memory.
+        domain: who may map it; None while unassigned.
+        slot_bytes: bytes of each slot; 0 while unassigned.
+        free: all and only the indexes of FREE slots.
+        used_at: tick of the last commit or pin of any of its slots.
+        generation: allocations so far; each slot remembers the one that made it WRITING.
+    """
+
+    number: int
+    domain: str | None = None
+    slot_bytes: int = 0
+    count: int = 0
+    states: bytearray = field(default_factory=bytearray)
+    pins: list[int] = field(default_factory=list)
+    holds: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    used_at: int = 0
+    generation: int = 0
+
+    def carve(self, domain: str, slot_bytes: int, extent_bytes: int) -> None:
+        """Cut the whole extent into FREE slots of ``slot_bytes``."""
+        assert len(self.free) == self.count, "only an empty extent may change"
+        self.domain, self.slot_bytes = domain, slot_bytes
+        self.count = count = extent_bytes // slot_bytes
+        self.states = bytearray(count)
+        self.pins = [0] * count
+        self.holds = [0] * count
+        self.generations = [0] * count
+        self.free = list(range(count - 1, -1, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStats:
+    """One snapshot of a :class:`SlotTable`; bytes are slot bytes."""
+
+    capacity_bytes: int
+    withheld_bytes: int
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    pinned_bytes: int
+    limbo_bytes: int
+
+
+class SlotTable:
+    """All slots of one tier of one node.
+
+    Args:
+        extent_bytes: bytes of each extent.
+        extent_count: extents in use from the start.
+        withheld: further extents whose memory is not to be had yet (see :meth:`provide`).
+    """
+
+    def __init__(self, extent_bytes: int, extent_count: int, withheld: int = 0) -> None:
+        """Start with every extent unassigned."""
+        assert extent_bytes % SLOT_ALIGNMENT == 0
+        self.extent_bytes = extent_bytes
+        self.extents = [Extent(number) for number in range(extent_count)]
+        self.withheld = withheld
+        #: Memory that must be replaced before use: (old extent number, new extent number).
+        self.replaced: list[tuple[int, int]] = []
+        self._next_number = extent_count
+        #: All and only the positions of unassigned extents.
+        self._unassigned = list(range(extent_count - 1, -1, -1))
+        #: Per class all positions of extents with a FREE slot (and, lazily, some without).
+        self._open: dict[tuple[str, int], list[int]] = {}
+
+    def provide(self, count: int) -> list[int]:
+        """Put ``count`` withheld extents to use; returns their numbers."""
+        count = min(count, self.withheld)
+        self.withheld -= count
+        numbers = list(range(self._next_number, self._next_number + count))
+        for number in numbers:
+            self._unassigned.insert(0, len(self.extents))
+            self.extents.append(Extent(number))
+        self._next_number += count
+        return numbers
+
+    # ---- life of a slot ---------------------------------------------------------------------
+
+    def allocate(self, count: int, domain: str, slot_bytes: int) -> list[Slot]:
+        """Make up to ``count`` FREE slots of a class WRITING; fewer when there are fewer."""
+        assert slot_bytes % SLOT_ALIGNMENT == 0
+        assert slot_bytes <= self.extent_bytes
+        open_positions = self._open.setdefault((domain, slot_bytes), [])
+        taken: list[Slot] = []
+        while len(taken) < count:
+            if not open_positions and not self._claim(domain, slot_bytes):
+                break
+            position = open_positions[-1]
+            extent = self.extents[position]
+            if not extent.free or (extent.domain, extent.slot_bytes) != (domain, slot_bytes):
+                open_positions.pop()
+                continue
+            index = extent.free.pop()
+            assert extent.states[index] == SlotState.FREE
+            extent.states[index] = SlotState.WRITING
+            extent.generation += 1
+            extent.generations[index] = extent.generation
+            taken.append(Slot(position << _INDEX_BITS | index))
+        return taken
+
+    def commit(self, slots: Iterable[Slot], tick: int) -> None:
+        """WRITING → READY: the bytes are there and nobody writes them any more."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.states[index] == SlotState.WRITING
+            extent.states[index] = SlotState.READY
+            extent.used_at = tick
+
+    def abort(self, slots: Iterable[Slot]) -> None:
+        """WRITING → FREE: the writer is known to have stopped."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.states[index] == SlotState.WRITING
+            self._free(slot, extent, index)
+
+    def lose(self, slots: Iterable[Slot]) -> None:
+        """WRITING → LIMBO with one hold: the writer may still write; see :meth:`unhold`."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.states[index] == SlotState.WRITING
+            extent.states[index] = SlotState.LIMBO
+            extent.holds[index] += 1
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """READY → FREE, or → LIMBO while someone may still read it: its page left the index."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.states[index] == SlotState.READY
+            if extent.pins[index] or extent.holds[index]:
+                extent.states[index] = SlotState.LIMBO
+            else:
+                self._free(slot, extent, index)
+
+    def pin(self, slots: Iterable[Slot], tick: int) -> None:
+        """Forbid the eviction of READY slots; one call, one pin each."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.states[index] == SlotState.READY
+            extent.pins[index] += 1
+            extent.used_at = tick
+
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """Take one pin from each; a LIMBO slot without pins and holds becomes FREE."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.pins[index] > 0
+            extent.pins[index] -= 1
+            self._settle(slot, extent, index)
+
+    def pin_to_hold(self, slots: Iterable[Slot]) -> None:
+        """A reader's right ran out, but it may still read: eviction is allowed, re-use is not."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.pins[index] > 0
+            extent.pins[index] -= 1
+            extent.holds[index] += 1
+
+    def unhold(self, slots: Iterable[Slot]) -> None:
+        """The reader or writer behind one hold of each is known to have stopped."""
+        for slot in slots:
+            extent, index = self._locate(slot)
+            assert extent.holds[index] > 0
+            extent.holds[index] -= 1
+            self._settle(slot, extent, index)
+
+    # ---- questions --------------------------------------------------------------------------
+
+    def address(self, slot: Slot) -> tuple[int, int, int]:
+        """``(extent number, generation, byte offset)`` of a slot: what goes on the wire."""
+        extent, index = self._locate(slot)
+        return extent.number, extent.generations[index], index * extent.slot_bytes
+
+    def state(self, slot: Slot) -> SlotState:
+        """The slot's state."""
+        extent, index = self._locate(slot)
+        return SlotState(extent.states[index])
+
+    def pinned(self, slot: Slot) -> bool:
+        """Whether any pin forbids the slot's eviction."""
+        extent, index = self._locate(slot)
+        return extent.pins[index] > 0
+
+    def in_use(self, slot: Slot) -> bool:
+        """Whether anyone reads the slot or may still do so."""
+        extent, index = self._locate(slot)
+        return extent.pins[index] > 0 or extent.holds[index] > 0
+
+    def position(self, slot: Slot) -> int:
+        """Which entry of ``extents`` holds the slot."""
+        return slot >> _INDEX_BITS
+
+    def colder_extent(self, domain: str, slot_bytes: int, tick: int) -> int | None:
+        """The least recently used extent of any other class, if not used since ``tick``."""
+        candidates = [
+            (extent.used_at, position)
+            for position, extent in enumerate(self.extents)
+            if extent.domain is not None
+            and extent.used_at < tick
+            and (extent.domain, extent.slot_bytes) != (domain, slot_bytes)
+        ]
+        return min(candidates)[1] if candidates else None
+
+    def slots_in_use(self, position: int) -> list[Slot]:
+        """All slots of one extent that are not FREE."""
+        states = self.extents[position].states
+        return [Slot(position << _INDEX_BITS | at) for at, state in enumerate(states) if state]
+
+    def stats(self) -> SlotStats:
+        """Sizes by state, all read at one moment."""
+        by_state = [0, 0, 0, 0]
+        pinned = unassigned = 0
+        for extent in self.extents:
+            if extent.domain is None:
+                unassigned += self.extent_bytes
+                continue
+            for state in SlotState:
+                by_state[state] += extent.states.count(state) * extent.slot_bytes
+            pinned += sum(1 for pins in extent.pins if pins) * extent.slot_bytes
+        return SlotStats(
+            capacity_bytes=len(self.extents) * self.extent_bytes,
+            withheld_bytes=self.withheld * self.extent_bytes,
+            free_bytes=unassigned + by_state[SlotState.FREE],
+            writing_bytes=by_state[SlotState.WRITING],
+            ready_bytes=by_state[SlotState.READY],
+            pinned_bytes=pinned,
+            limbo_bytes=by_state[SlotState.LIMBO],
+        )
+
+    def check(self) -> None:
+        """Assert every invariant that spans fields."""
+        for position, extent in enumerate(self.extents):
+            assert (extent.domain is None) == (position in self._unassigned)
+            assert len(set(extent.free)) == len(extent.free)
+            for index in range(extent.count):
+                state = extent.states[index]
+                assert (state == SlotState.FREE) == (index in extent.free)
+                used = extent.pins[index] + extent.holds[index]
+                assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
+                assert state != SlotState.LIMBO or used > 0
+            if extent.free and extent.domain is not None:
+                assert position in self._open[extent.domain, extent.slot_bytes]
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _locate(self, slot: Slot) -> tuple[Extent, int]:
+        return self.extents[slot >> _INDEX_BITS], slot & _INDEX_MASK
+
+    def _settle(self, slot: Slot, extent: Extent, index: int) -> None:
+        if (
+            extent.states[index] == SlotState.LIMBO
+            and not extent.pins[index]
+            and not extent.holds[index]
+        ):
+            self._free(slot, extent, index)
+
+    def _free(self, slot: Slot, extent: Extent, index: int) -> None:
+        extent.states[index] = SlotState.FREE
+        if not extent.free:
+            assert extent.domain is not None
+            open_positions = self._open[extent.domain, extent.slot_bytes]
+            position = self.position(slot)
+            if position not in open_positions:
+                open_positions.append(position)
+        extent.free.append(index)
+
+    def _claim(self, domain: str, slot_bytes: int) -> bool:
+        """Give the class one more extent: an unassigned one, else any that is empty."""
+        if self._unassigned:
+            position = self._unassigned.pop()
+        else:
+            empty = [
+                position
+                for position, extent in enumerate(self.extents)
+                if len(extent.free) == extent.count
+                and (extent.domain, extent.slot_bytes) != (domain, slot_bytes)
+            ]
+            if not empty:
+                return False
+            # Memory of the same domain may be cut anew; another domain must get new memory.
+            position = min(empty, key=lambda at: self.extents[at].domain != domain)
+        extent = self.extents[position]
+        if extent.domain is not None:
+            self._open[extent.domain, extent.slot_bytes].remove(position)
+            if extent.domain != domain:
+                self.replaced.append((extent.number, self._next_number))
+                extent.number = self._next_number
+                self._next_number += 1
+        extent.carve(domain, slot_bytes, self.extent_bytes)
+        self._open[domain, slot_bytes].append(position)
+        return True

@@ -1,0 +1,181 @@
+"""The prefix tree: which pages exist, what precedes them, and which one to evict next.
+
+A **node** stands for one prefix key of one space; its pages are the shards that ranks stored under
+that key. Nodes hang under the node of the key before them, so that
+
+* a page is evicted only when nothing that continues it is stored (leaf-first), hence the tail of a
+  prompt never outlives its head unnoticed;
+* using a page uses all that precede it: a touch marks only the deepest node, and an evicted leaf
+  hands its mark to its parent. The order is exactly the one of least recent use.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.slots import Slot
+
+DIGEST_UNKNOWN: Final = b""
+
+
+class Node:
+    """One prefix key of one space.
+
+    Attributes:
+        parent: the node of the key before this one; the space's root for the first page.
+        children: nodes that continue this one.
+        slots: shard number → slot, for every page of this node that is WRITING or READY.
+        digests: shard number → digest, for all and only the READY pages.
+        ready: bit i set = the page of shard i is READY.
+        access: tick of the last use of this node or of a descendant that is gone.
+        expires_ns: when its pages leave the index by themselves; 0 = never.
+        read_once: its pages leave the index when their first reader is done.
+        queued: an entry of the eviction queue stands for this node.
+    """
+
+    __slots__ = (
+        "access", "children", "digests", "expires_ns", "key", "parent", "queued", "read_once",
+        "ready", "slots", "space",
+    )  # fmt: skip
+
+    def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
+        """Make a node without pages and hang it under its parent."""
+        self.space = space
+        self.key = key
+        self.parent = parent
+        self.children: dict[PrefixKey, Node] = {}
+        self.slots: dict[int, Slot] = {}
+        self.digests: dict[int, bytes] = {}
+        self.ready = 0
+        self.access = 0
+        self.expires_ns = 0
+        self.read_once = False
+        self.queued = False
+        if parent is not None:
+            parent.children[key] = self
+
+
+@dataclass(slots=True)
+class Shard:
+    """One shard of a space, as the node knows it."""
+
+    spec: ShardSpec
+    page_bytes: int
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class Space:
+    """One space: its identity, the shards that sessions declared and its pages.
+
+    Attributes:
+        number: names the space on this node's wire.
+        nodes: all and only the nodes below ``root``.
+    """
+
+    number: int
+    identity: SpaceIdentity
+    shards: list[Shard] = field(default_factory=list)
+    nodes: dict[PrefixKey, Node] = field(default_factory=dict)
+    root: Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.root = Node(self, PrefixKey(b""), None)
+
+    def node(self, key: PrefixKey, parent_key: PrefixKey) -> Node:
+        """The node of ``key``, made if need be; an unknown parent is made as a bare node.
+
+        A bare node whose own parent was unknown is moved to its place once that is told.
+        """
+        found = self.nodes.get(key)
+        parent = self.root
+        if parent_key:
+            parent = self.nodes.get(parent_key) or self._add(parent_key, self.root)
+        if found is None:
+            return self._add(key, parent)
+        if found.parent is self.root and parent is not self.root and not self._above(found, parent):
+            del self.root.children[key]
+            found.parent = parent
+            parent.children[key] = found
+        return found
+
+    def prune(self, node: Node) -> Node:
+        """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
+
+        Returns:
+            the deepest ancestor that stays (the root at last).
+        """
+        while node is not self.root and not node.slots and not node.children:
+            parent = node.parent
+            assert parent is not None
+            del self.nodes[node.key]
+            del parent.children[node.key]
+            parent.access = max(parent.access, node.access)
+            node.parent = None
+            node = parent
+        return node
+
+    def check(self) -> None:
+        """Assert every invariant of the tree."""
+        for key, node in self.nodes.items():
+            assert node.key == key
+            assert node.parent is not None
+            assert node.parent is self.root or self.nodes[node.parent.key] is node.parent
+            assert node.parent.children[key] is node
+            assert node.slots or node.children, "a bare leaf should have been pruned"
+            assert set(node.digests) == {i for i in node.slots if node.ready >> i & 1}
+            assert node.ready >> len(self.shards) == 0
+
+    def _add(self, key: PrefixKey, parent: Node) -> Node:
+        node = self.nodes[key] = Node(self, key, parent)
+        return node
+
+    def _above(self, node: Node, other: Node) -> bool:
+        """Whether ``node`` is ``other`` or an ancestor of it (a forged parent could make a ring)."""
+        at: Node | None = other
+        while at is not None:
+            if at is node:
+                return True
+            at = at.parent
+        return False
+
+
+def is_live(node: Node) -> bool:
+    """Whether the node is still in its tree (the root always is)."""
+    return node.parent is not None or node is node.space.root
+
+
+class EvictionQueue:
+    """Leaves in order of least recent use, for one class of slots.
+
+    Every node that may be evictable is in the queue once; a node that turns out to be in use when
+    its turn comes leaves it, and is offered again when that use ends.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def offer(self, node: Node) -> None:
+        """Tell that ``node`` may be evictable now."""
+        if not node.queued:
+            node.queued = True
+            self._sequence += 1
+            heapq.heappush(self._heap, (node.access, self._sequence, node))
+
+    def pop(self) -> Node | None:
+        """The least recently used node offered, or None; it leaves the queue."""
+        while self._heap:
+            access, _, node = heapq.heappop(self._heap)
+            if is_live(node) and node.access > access:
+                self._sequence += 1
+                heapq.heappush(self._heap, (node.access, self._sequence, node))
+                continue
+            node.queued = False
+            if is_live(node):
+                return node
+        return None

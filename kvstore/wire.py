@@ -1,0 +1,297 @@
+"""The messages of the node's Unix socket, and how they are framed.
+
+A frame is a little-endian uint32 length and that many bytes: one msgpack array whose first element
+is the message's tag. Keys, addresses and digests of a batch travel packed in one bytes field each.
+``id`` numbers the requests of one connection; the answer repeats it. Requests without ``id`` get
+no answer. Leases and puts are named by the client, so that it can take back one whose answer never
+came. ``docs/internals/wire.md`` describes every message.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.errors import ProtocolError
+from kvstore.page import ShardSpec, SpaceIdentity
+
+PROTOCOL_MAJOR: Final = 1
+PROTOCOL_MINOR: Final = 0
+FRAME_BYTES_MAX: Final = 16 << 20
+BATCH_KEYS_MAX: Final = 65_536
+
+ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
+"""Where a slot is: extent number, the allocation that filled it, byte offset in the extent."""
+_ADDRESS: Final = struct.Struct("<IIQ")
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, array_like=True, tag=1):
+    """First message of a connection. ``session`` empty = a new session."""
+
+    id: int
+    major: int
+    minor: int
+    name: str
+    session: bytes = b""
+    boot: bytes = b""
+    """Boot id this client was connected to before; empty for none."""
+
+
+class Welcome(msgspec.Struct, array_like=True, tag=2):
+    """Answer to Hello. ``session`` differs from the one asked for when that one is not known."""
+
+    id: int
+    major: int
+    minor: int
+    boot: bytes
+    node: str
+    session: bytes
+    extent_bytes: int
+
+
+class OpenSpace(msgspec.Struct, array_like=True, tag=3):
+    """Find or make a space and shards in it."""
+
+    id: int
+    identity: SpaceIdentity
+    shards: list[ShardSpec]
+
+
+class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
+    """Answer to OpenSpace: numbers to use on this connection."""
+
+    id: int
+    space: int
+    shards: list[int]
+
+
+class Lookup(msgspec.Struct, array_like=True, tag=5):
+    """How long a prefix is there? Waits up to ``wait_ms`` while more of it is being written."""
+
+    id: int
+    space: int
+    shards: list[int]
+    keys: bytes
+    wait_ms: int = 0
+
+
+class Found(msgspec.Struct, array_like=True, tag=6):
+    """Answer to Lookup."""
+
+    id: int
+    pages: int
+    pending: int
+
+
+class Acquire(msgspec.Struct, array_like=True, tag=7):
+    """Lease the leading run of READY pages among ``keys``."""
+
+    id: int
+    lease: int
+    space: int
+    shard: int
+    keys: bytes
+    lease_ms: int
+
+
+class Acquired(msgspec.Struct, array_like=True, tag=8):
+    """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased."""
+
+    id: int
+    addresses: bytes
+    digests: bytes
+
+
+class Release(msgspec.Struct, array_like=True, tag=9):
+    """The reader of a lease is done. No answer."""
+
+    lease: int
+
+
+class BeginPut(msgspec.Struct, array_like=True, tag=10):
+    """Ask for slots for pages; ``parent`` is the key before the first, empty at a chain's start."""
+
+    id: int
+    put: int
+    space: int
+    shard: int
+    keys: bytes
+    parent: bytes
+    tokens: bytes = b""
+
+
+class PutGranted(msgspec.Struct, array_like=True, tag=11):
+    """Answer to BeginPut: a status byte a key, and the addresses of the granted ones."""
+
+    id: int
+    statuses: bytes
+    addresses: bytes
+
+
+class CommitPut(msgspec.Struct, array_like=True, tag=12):
+    """The granted pages are written; 16 bytes of digest each. ``ttl_ms`` 0 = no expiry."""
+
+    id: int
+    put: int
+    digests: bytes
+    ttl_ms: int = 0
+    read_once: bool = False
+
+
+class Committed(msgspec.Struct, array_like=True, tag=13):
+    """Answer to CommitPut: a status byte for each granted page."""
+
+    id: int
+    statuses: bytes
+
+
+class AbortPut(msgspec.Struct, array_like=True, tag=14):
+    """The writer has stopped and takes its put back. No answer."""
+
+    put: int
+
+
+class Corrupt(msgspec.Struct, array_like=True, tag=15):
+    """A page's bytes did not match its digest. No answer."""
+
+    space: int
+    shard: int
+    key: bytes
+    generation: int
+
+
+class Settled(msgspec.Struct, array_like=True, tag=16):
+    """Nothing that this process began on earlier connections touches bytes any more. No answer."""
+
+
+class ReportPrefill(msgspec.Struct, array_like=True, tag=17):
+    """What computing a token costs this engine. No answer."""
+
+    seconds_per_token: float
+
+
+class Stats(msgspec.Struct, array_like=True, tag=18):
+    """Ask for the node's statistics."""
+
+    id: int
+
+
+class StatsReply(msgspec.Struct, array_like=True, tag=19):
+    """Answer to Stats: a JSON object."""
+
+    id: int
+    json: bytes
+
+
+class FetchExtents(msgspec.Struct, array_like=True, tag=20):
+    """First and only message of a short connection: send me the descriptors of these extents."""
+
+    session: bytes
+    extents: list[int]
+
+
+class ExtentsFollow(msgspec.Struct, array_like=True, tag=21):
+    """Answer to FetchExtents, sent with one descriptor for each of ``extents``."""
+
+    extents: list[int]
+
+
+class Failure(msgspec.Struct, array_like=True, tag=22):
+    """Answer to a request that failed; ``field`` names the wrong argument, if one is."""
+
+    id: int
+    code: str
+    message: str
+    field: str = ""
+
+
+Request = (
+    Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
+    | Settled | ReportPrefill | Stats | FetchExtents
+)  # fmt: skip
+Answer = (
+    Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
+    | Failure
+)  # fmt: skip
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """One frame, length included."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes | memoryview) -> Request:
+    """The request in a frame's body.
+
+    Raises:
+        ProtocolError: it is no message of this protocol; says where it is wrong.
+    """
+    try:
+        return _REQUESTS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a request of protocol {PROTOCOL_MAJOR}: {error}") from error
+
+
+def decode_answer(body: bytes | memoryview) -> Answer:
+    """The answer in a frame's body.
+
+    Raises:
+        ProtocolError: it is no message of this protocol.
+    """
+    try:
+        return _ANSWERS.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not an answer of protocol {PROTOCOL_MAJOR}: {error}") from error
+
+
+def pack_address(extent: int, generation: int, offset: int) -> bytes:
+    """One :data:`ADDRESS` as bytes."""
+    return _ADDRESS.pack(extent, generation & 0xFFFFFFFF, offset)
+
+
+def frame_length(prefix: bytes | bytearray | memoryview) -> int:
+    """The body length that a frame's first four bytes announce.
+
+    Raises:
+        ProtocolError: more than FRAME_BYTES_MAX; the stream cannot be followed any further.
+    """
+    (length,) = _LENGTH.unpack_from(prefix)
+    if length > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+    return int(length)
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        """Start with nothing received."""
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take received bytes; give the bodies that are complete now.
+
+        Raises:
+            ProtocolError: a frame is too long.
+        """
+        buffer = self._buffer
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            length = frame_length(memoryview(buffer)[start:])
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            bodies.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        return bodies
