@@ -46,6 +46,8 @@ _SEND_BURST: Final = 256
 """Batches sent before replay requests are looked at again."""
 _POLL_MS: Final = 1_000
 """Every wait has a deadline; the wake-up descriptor normally ends this one at once."""
+_CLOSE_GRACE_S: Final = 1.0
+"""What the thread gets beyond the timeout of ``close`` to give its sockets back."""
 _REPLAY_REQUESTS_MAX: Final = 64
 """Replay requests of one client that may wait in its socket."""
 _REQUEST_BYTES_MAX: Final = 1_024
@@ -287,7 +289,7 @@ class EventPublisher:
                 self._closing = True
                 self._close_deadline = time.monotonic() + timeout_s
                 os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(timeout_s + 1.0)
+        self._thread.join(timeout_s + _CLOSE_GRACE_S)
         if self._thread.is_alive():
             raise TransferTimeout(f"the event publisher did not end within {timeout_s} s")
 

@@ -1,0 +1,243 @@
+"""Configuration: one frozen tree, read once at start-up and passed down in sections.
+
+Sources, later ones win: the built-in default, a TOML file, environment variables
+(``KVSTORE__HOST__CAPACITY_BYTES``), ``--set host.capacity_bytes=8GiB``. An unknown key or a value
+that does not fit is refused with the key and the source that named it.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Generic, TypeVar, get_args
+
+import msgspec
+
+from kvstore.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE: Final = re.compile(r"^\s*(\d+)\s*([A-Za-z]*)\s*$")
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, keyword-only, unknown keys refused."""
+
+
+class NodeConfig(Section, frozen=True):
+    """Who this node is.
+
+    Attributes:
+        name: names the node in events, metrics and routing decisions.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
+
+
+class SocketConfig(Section, frozen=True):
+    """The Unix socket that engines on this machine connect to.
+
+    Attributes:
+        path: where the socket is; its directory is made if need be.
+        group_access: mode 0660 instead of 0600, and peers of the socket's group are let in.
+        connections_max: further connections are refused.
+    """
+
+    path: str = "/run/kvstore/kvstore.sock"
+    group_access: bool = False
+    connections_max: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1024
+
+
+class HostConfig(Section, frozen=True):
+    """L2: host memory that engines map.
+
+    Attributes:
+        capacity_bytes: all of it; rounded down to whole extents.
+        extent_bytes: memory is shared, moved between models and mapped by clients in these pieces;
+            no page may be larger.
+        session_quota_bytes: what one engine may have pinned, reserved or left behind at a time;
+            0 = half of the capacity.
+        lease_s_max: the longest lease a client may ask for.
+        prefault: touch all memory in the background at start (a first touch is 5-40 times as slow
+            as a copy).
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 4 << 30
+    extent_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 32, multiple_of=4096)] = 256 << 20
+    session_quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    lease_s_max: Positive = 300.0
+    prefault: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a capacity that holds no extent."""
+        if self.capacity_bytes < self.extent_bytes:
+            raise ValueError(
+                f"host.capacity_bytes={self.capacity_bytes} is smaller than"
+                f" host.extent_bytes={self.extent_bytes}"
+            )
+
+
+class HttpConfig(Section, frozen=True):
+    """Health, metrics and statistics over HTTP.
+
+    Attributes:
+        host: address to listen on; there is no authentication yet, so keep it on loopback.
+        port: 0 = any free port; the ready line says which.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 7780
+
+
+class EventsConfig(Section, frozen=True):
+    """KV events over ZeroMQ.
+
+    Attributes:
+        endpoint: where to publish; ``tcp://127.0.0.1:*`` takes a free port, empty = no events.
+        replay_endpoint: where missed events are asked for again; empty = nowhere.
+        queue_max: event batches that may wait for the publisher before they are dropped.
+        replay_max: event batches kept for replay.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:*"
+    replay_endpoint: str = "tcp://127.0.0.1:*"
+    queue_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    replay_max: Annotated[int, msgspec.Meta(ge=0)] = 10_000
+
+
+class ServerConfig(Section, frozen=True):
+    """Everything that ``kvstore-server`` can be told."""
+
+    node: NodeConfig = NodeConfig()
+    socket: SocketConfig = SocketConfig()
+    host: HostConfig = HostConfig()
+    http: HttpConfig = HttpConfig()
+    events: EventsConfig = EventsConfig()
+
+
+class Loaded(msgspec.Struct, Generic[T], frozen=True):
+    """A configuration and where each value that is no default came from (dotted key → source)."""
+
+    config: T
+    sources: dict[str, str]
+
+
+def load(
+    kind: type[T],
+    path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    overrides: Iterable[str] = (),
+    env_prefix: str = "KVSTORE__",
+) -> Loaded[T]:
+    """Read the tree once, at start-up.
+
+    Args:
+        kind: the tree's root type.
+        path: a TOML file, or None.
+        environ: environment; keys that start with ``env_prefix`` count.
+        overrides: ``section.key=value`` each.
+        env_prefix: what distinguishes this program's environment variables.
+
+    Raises:
+        ConfigError: a key is unknown, or a value does not fit; names the key and its source.
+    """
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, key, value in _entries(path, environ, overrides, env_prefix):
+        _check_known(kind, key, source)
+        _put(tree, key, value, source)
+        sources[".".join(key)] = source
+    try:
+        return Loaded(msgspec.convert(tree, kind, strict=False), sources)
+    except msgspec.ValidationError as error:
+        at = re.search(r"at `\$\.([\w.]+)`", str(error))
+        key_name = at.group(1) if at else ""
+        source = next((s for k, s in sources.items() if k.startswith(key_name)), "configuration")
+        raise ConfigError(f"{source}: {key_name}: {str(error).split(' - at ')[0]}") from error
+
+
+def show(loaded: Loaded[T]) -> str:
+    """The effective tree as TOML, each value that is no default followed by its source."""
+    lines: list[str] = []
+    for section, values in msgspec.to_builtins(loaded.config).items():
+        if not isinstance(values, dict):
+            lines.insert(0, _line(section, values, loaded.sources.get(section)))
+            continue
+        lines.append(f"\n[{section}]")
+        for name, value in values.items():
+            lines.append(_line(name, value, loaded.sources.get(f"{section}.{name}")))
+    return "\n".join(lines).strip() + "\n"
+
+
+def _line(name: str, value: object, source: str | None) -> str:
+    text = msgspec.json.encode(value).decode()
+    return f"{name} = {text}" + (f"  # {source}" if source else "")
+
+
+def _entries(
+    path: Path | None, environ: Mapping[str, str], overrides: Iterable[str], env_prefix: str
+) -> Iterable[tuple[str, list[str], Any]]:
+    if path is not None:
+        try:
+            content = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        yield from ((str(path), key, value) for key, value in _leaves(content, []))
+    for name, text in sorted(environ.items()):
+        if name.startswith(env_prefix):
+            yield name, name.removeprefix(env_prefix).lower().split("__"), text
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: expected key=value")
+        yield f"--set {key}", key.strip().split("."), text
+
+
+def _leaves(tree: dict[str, Any], above: list[str]) -> Iterable[tuple[list[str], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and len(above) == 0:
+            yield from _leaves(value, [*above, name])
+        else:
+            yield [*above, name], value
+
+
+def _check_known(kind: type[Any], key: list[str], source: str) -> None:
+    at: Any = kind
+    for depth, name in enumerate(key):
+        fields = {field.name: field.type for field in _fields(at)}
+        if name not in fields:
+            dotted = ".".join(key[: depth + 1])
+            near = difflib.get_close_matches(name, list(fields), n=1)
+            hint = f"; did you mean {'.'.join([*key[:depth], near[0]])}?" if near else ""
+            raise ConfigError(f"{source}: unknown key {dotted}{hint}")
+        at = fields[name]
+    if _fields(at):
+        raise ConfigError(f"{source}: {'.'.join(key)} is a section, not a value")
+
+
+def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    base = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    is_struct = isinstance(base, type) and issubclass(base, msgspec.Struct)
+    return msgspec.structs.fields(base) if is_struct else ()
+
+
+def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
+    *parents, leaf = key
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = _bytes(value, source, key) if leaf.endswith("_bytes") else value
+
+
+def _bytes(value: Any, source: str, key: list[str]) -> Any:
+    """Sizes may be written with a unit: ``8GiB``."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is no size (such as 8GiB)")
+    return int(match.group(1)) * _UNITS[match.group(2).upper()]
