@@ -189,7 +189,8 @@ class EventPublisher:
 
         Args:
             endpoint: where the PUB socket binds: ``tcp://127.0.0.1:*`` or ``ipc:///path``; a
-                wildcard or port 0 is resolved, see :attr:`bound_endpoint`.
+                wildcard or port 0 is resolved, see :attr:`bound_endpoint`. The file of an
+                ``ipc`` endpoint stays; the next publisher there replaces it.
             replay_endpoint: where the ROUTER for replay binds; None for no replay.
             topic: first frame of every message.
             queue_max: batches that may wait for the thread, at least 1; and messages that may
@@ -275,7 +276,7 @@ class EventPublisher:
                 replays_cut=self._counts["cut"],
             )
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 2.0) -> None:
         """Send what is queued, close the sockets, end the thread; a second call only waits.
 
         Args:
@@ -331,7 +332,10 @@ class EventPublisher:
             self._queue.clear()
             os.close(self._wake_fd)
         linger_s = max(0.0, self._close_deadline - time.monotonic())
-        self._context.destroy(linger=int(linger_s * 1_000))
+        self._pub.close(linger=int(linger_s * 1_000))
+        if self._router is not None:
+            self._router.close(linger=0)  # who has not read its replay asks the next publisher
+        self._context.term()
 
     def _send_burst(self) -> bool:
         """Send up to ``_SEND_BURST`` batches; True when there are more."""
@@ -342,9 +346,8 @@ class EventPublisher:
                 queued = self._queue.popleft()
             payload = _encode(queued.batch)
             if payload is not None:
-                self._pub.send_multipart(
-                    (self._topic, queued.sequence.to_bytes(8, "big"), payload), copy=False
-                )
+                number = queued.sequence.to_bytes(8, "big")
+                self._pub.send_multipart((self._topic, number, payload))
                 self._keep(_Sent(queued.sequence, payload))
             with self._lock:
                 self._counts["sent" if payload is not None else "dropped"] += 1
@@ -372,7 +375,7 @@ class EventPublisher:
                         self._reply(router, client, sequence.to_bytes(8, "big"), payload)
             self._reply(router, client, END_OF_REPLAY, b"")
         except zmq.ZMQError as error:  # EAGAIN: it does not read. EHOSTUNREACH: it is gone.
-            _log.warning("replay to a subscriber was cut: %s", error)
+            _log.info("replay to a subscriber was cut: %s", error)
             outcome = "cut"
         with self._lock:
             self._counts[outcome] += 1
@@ -380,9 +383,8 @@ class EventPublisher:
     def _reply(
         self, router: "zmq.Socket[bytes]", client: bytes, sequence: bytes, payload: bytes
     ) -> None:
-        router.send_multipart(
-            (client, b"", self._topic, sequence, payload), zmq.NOBLOCK, copy=False
-        )
+        # Copied: pyzmq's zero-copy sends start a thread of its own that never ends.
+        router.send_multipart((client, b"", self._topic, sequence, payload), zmq.NOBLOCK)
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
