@@ -142,7 +142,9 @@ def test_a_grown_prompt_without_a_new_full_page_hashes_nothing(hashed):
         pytest.param(page_keys(range(40), 10), id="longer than the prompt"),
         pytest.param(page_keys(range(20), 5), id="other page size"),
         pytest.param(page_keys(range(20), 10, seed=b"salt"), id="other seed"),
-        pytest.param(page_keys(range(20), 10)[1:], id="not from the start"),
+        pytest.param(
+            page_keys([7] * 10 + [*range(20)], 10)[1:], id="same tokens, not from the start"
+        ),
         pytest.param(PrefixKeys(page_keys(range(20), 10).packed), id="no tokens"),
     ],
 )
