@@ -1,0 +1,118 @@
+"""``python -m engine_adapters.reference``: one engine as a process."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import uuid
+
+import torch
+
+from engine_adapters.reference.engine import Engine, EngineOptions
+from engine_adapters.reference.kv_events import EngineEvents
+from engine_adapters.reference.model import MODELS
+from engine_adapters.reference.scheduler import Limits
+from engine_adapters.reference.server import Identity, Server, serve
+from engine_adapters.reference.store_client import Store
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """The command line; an unknown option ends the process with a message."""
+    parser = argparse.ArgumentParser(prog="python -m engine_adapters.reference", allow_abbrev=False)
+    add = parser.add_argument
+    add("--mode", choices=("mono", "prefill", "decode"), default="mono")
+    add("--model", choices=sorted(MODELS), default="tiny")
+    add("--host-port", "--port", dest="port", type=int, default=0, help="0: any free port")
+    add("--id", default=f"engine-{uuid.uuid4().hex[:8]}", help="name of this engine")
+    add("--store", metavar="URL", help="unix:///path of the node's socket; none: no store")
+    add("--node", metavar="NAME", help="id of the node behind --store, told to the Conductor")
+    add("--conductor", metavar="URL", help="register there, again and again")
+    add("--prefix-cache", choices=("on", "off"), default="on")
+    add("--kv-hashes", choices=("on", "off"), default="on")
+    add("--threads", type=int, default=2, help="of torch")
+    add("--kv-blocks", type=int, default=2048, help="blocks of 16 tokens in the pool")
+    add("--token-budget", type=int, default=512, help="tokens computed in one step")
+    add("--max-running", type=int, default=8)
+    add("--max-waiting", type=int, default=256)
+    add("--events", metavar="ENDPOINT", help="publish the local prefix cache's KV events there")
+    add("--events-replay", metavar="ENDPOINT", help="answer replay requests there")
+    args = parser.parse_args(argv)
+    for name in ("threads", "kv_blocks", "token_budget", "max_running", "max_waiting"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Build, serve until SIGTERM or SIGINT, and end.
+
+    Returns:
+        exit status; 1 when something did not end in time.
+    """
+    options = EngineOptions(
+        model=args.model,
+        mode=args.mode,
+        blocks=args.kv_blocks,
+        prefix_cache=args.prefix_cache == "on",
+        kv_hashes=args.kv_hashes == "on",
+        limits=Limits(
+            token_budget=args.token_budget,
+            running_max=args.max_running,
+            waiting_max=args.max_waiting,
+        ),
+    )
+    engine = Engine(options, _connect(args.store, args.id) if args.store else None)
+    events: EngineEvents | None = None
+    if args.events:
+        events = EngineEvents(args.id, engine.identity, args.events, args.events_replay)
+        engine.on_change = events.publish
+    identity = Identity(
+        id=args.id,
+        events=events.endpoint if events else None,
+        events_replay=events.replay_endpoint if events else None,
+        node=args.node,
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    engine.start()
+    ended = await serve(
+        Server(engine, identity),
+        engine,
+        port=args.port,
+        conductor=args.conductor,
+        stop=stop,
+        ready=_announce,
+        engine_id=args.id,
+    )
+    if events is not None:
+        events.close()
+    return 0 if ended else 1
+
+
+def _connect(url: str, name: str) -> Store:
+    from kvstore.client import KVStore
+
+    return KVStore.connect(url, name=name)
+
+
+def _announce(url: str) -> None:
+    sys.stdout.write(f"listening on {url}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run one engine; the process ends here, whatever a job of a lost store still holds."""
+    args = parse_args(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    torch.set_num_threads(args.threads)
+    status = asyncio.run(run(args))
+    if status:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The engine's paged K/V memory and the table that says where a request's tokens lie in it.
+
+Two mappings lead from a token to its bytes: the request table gives the token's *slot*, and the
+slot is an index into every layer's K and V. A slot belongs to a block::
+
+    position p of a request  ->  block = blocks[p // block_tokens]
+                             ->  slot  = block * block_tokens + p % block_tokens
+                             ->  row   = keys[layer].view(-1, kv_heads, head_dim)[slot]
+
+A block of all layers is what the allocator hands out; ``page_tokens / block_tokens`` blocks in a
+row of the table are a page, the unit of the prefix tree and of the store.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from engine_adapters.reference.model import ModelConfig
+
+
+class LayerHash(NamedTuple):
+    """xxh3_128 (hex) of one layer's K rows and V rows of one request."""
+
+    k: str
+    v: str
+
+
+class PagedPool:
+    """K and V of every layer, as blocks.
+
+    Attributes:
+        keys: one tensor a layer, shape (blocks, block_tokens, kv_heads, head_dim), float32.
+        values: as ``keys``.
+        block_tokens: tokens in a block.
+    """
+
+    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int) -> None:
+        shape = (blocks, block_tokens, config.kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked row still enters a product as 0 * value, and 0 * NaN is NaN.
+        self.keys = [torch.zeros(shape) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape) for _ in range(config.layers)]
+        self.block_tokens = block_tokens
+        self.block_count = blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one plane (K or V of one layer)."""
+        return self.keys[0][0].numel() * self.keys[0].element_size()
+
+    def planes(self) -> list[int]:
+        """Addresses of layer 0 K, layer 0 V, layer 1 K, ...; valid as long as this pool lives."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return [plane.data_ptr() for pair in pairs for plane in pair]
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        """Slots of the positions ``start..stop-1`` of a request with this block table, int64."""
+        positions = torch.arange(start, stop)
+        table = torch.tensor(blocks, dtype=torch.int64)
+        return table[positions // self.block_tokens] * self.block_tokens + (
+            positions % self.block_tokens
+        )
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Forget what is in ``blocks``: for blocks whose bytes nobody vouches for."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for plane in (*self.keys, *self.values):
+            plane[index] = 0.0
+
+    def zero_slots(self, slots: torch.Tensor) -> None:
+        """Forget single tokens."""
+        for plane in (*self.keys, *self.values):
+            plane.view(-1, *plane.shape[2:])[slots] = 0.0
+
+    def hashes(self, blocks: Sequence[int], tokens: int) -> list[LayerHash]:
+        """Hash each layer's K and V rows of the positions ``0..tokens-1`` of a request."""
+        slots = self.slots(blocks, 0, tokens)
+
+        def digest(plane: torch.Tensor) -> str:
+            rows = plane.view(-1, *plane.shape[2:])[slots]
+            return xxhash.xxh3_128_hexdigest(rows.numpy().data)
+
+        pairs = zip(self.keys, self.values, strict=True)
+        return [LayerHash(digest(keys), digest(values)) for keys, values in pairs]

@@ -1,0 +1,177 @@
+"""Blocks and who refers to them, and the pages whose K/V this engine still has.
+
+Pure: no torch, no clock. A block is free exactly while its reference count is 0. Requests, the
+prefix tree and store jobs each hold references, so "may these bytes be overwritten?" has one answer
+in one place, and ending a request never takes memory away from a job that still moves bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.page import PrefixKey, PrefixKeys
+
+
+class BlockAllocator:
+    """Hands out the blocks ``0..count-1`` of a pool."""
+
+    def __init__(self, count: int) -> None:
+        self._references = [0] * count
+        self._free = list(range(count - 1, -1, -1))  # all and only blocks with no reference
+
+    @property
+    def count(self) -> int:
+        """All blocks."""
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        """Blocks nobody refers to."""
+        return len(self._free)
+
+    def references(self, block: int) -> int:
+        """How many holders ``block`` has."""
+        return self._references[block]
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Give ``count`` free blocks with one reference each; None (and nothing) if too few."""
+        if count > len(self._free):
+            return None
+        blocks = [self._free.pop() for _ in range(count)]
+        self.retain(blocks)
+        return blocks
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop a reference of each block; the last one frees it."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is released more than it is held"
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Assert that free and used blocks are all blocks, each exactly once."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        used = {block for block, count in enumerate(self._references) if count > 0}
+        assert not free & used, f"free and in use: {free & used}"
+        assert len(free) + len(used) == self.count, "a block is neither free nor in use"
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    key: PrefixKey
+    parent: PrefixKey | None
+    blocks: tuple[int, ...]
+    children: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChange:
+    """Pages that appeared in (``stored``) or left the tree.
+
+    Attributes:
+        keys: the pages; of an appearance a run of one chain.
+    """
+
+    stored: bool
+    keys: PrefixKeys
+
+
+class PrefixTree:
+    """Which full pages are in the pool, by prefix key; holds one reference to each of their blocks.
+
+    A page is only there together with all pages before it: eviction takes the least recently used
+    page that has no successor and that nobody else refers to.
+    """
+
+    def __init__(self, allocator: BlockAllocator, page_blocks: int) -> None:
+        self._allocator = allocator
+        self._page_blocks = page_blocks
+        self._nodes: dict[PrefixKey, _Node] = {}
+        self._uses = 0
+        self._changes: list[TreeChange] = []
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, keys: PrefixKeys) -> list[int]:
+        """Blocks of the longest prefix that is here, with a reference for the caller."""
+        blocks: list[int] = []
+        self._uses += 1
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            node.used = self._uses
+            blocks += node.blocks
+        self._allocator.retain(blocks)
+        return blocks
+
+    def insert(self, keys: PrefixKeys, blocks: Sequence[int]) -> None:
+        """Keep pages that are completely computed.
+
+        Args:
+            keys: from the start of the chain; pages that are here already keep their blocks.
+            blocks: of these pages in order; the caller has a reference to each.
+        """
+        assert len(blocks) == len(keys) * self._page_blocks, "blocks are not these pages"
+        self._uses += 1
+        parent: _Node | None = None
+        first_new = len(keys)
+        for index, key in enumerate(keys):
+            node = self._nodes.get(key)
+            if node is None:
+                first_new = min(first_new, index)
+                own = tuple(blocks[index * self._page_blocks : (index + 1) * self._page_blocks])
+                node = _Node(key, parent.key if parent else None, own)
+                self._nodes[key] = node
+                self._allocator.retain(own)
+                if parent is not None:
+                    parent.children += 1
+            node.used = self._uses
+            parent = node
+        if first_new < len(keys):
+            self._changes.append(TreeChange(stored=True, keys=keys[first_new:]))
+
+    def evict(self) -> bool:
+        """Drop the least recently used page that may go; False when none may."""
+        candidates = [node for node in self._nodes.values() if self._is_evictable(node)]
+        if not candidates:
+            return False
+        node = min(candidates, key=lambda candidate: candidate.used)
+        del self._nodes[node.key]
+        if node.parent is not None:
+            self._nodes[node.parent].children -= 1
+        self._allocator.release(node.blocks)
+        self._changes.append(TreeChange(stored=False, keys=PrefixKeys(bytes(node.key))))
+        return True
+
+    def take_changes(self) -> list[TreeChange]:
+        """What happened since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _is_evictable(self, node: _Node) -> bool:
+        return not node.children and all(
+            self._allocator.references(block) == 1 for block in node.blocks
+        )
+
+    def check(self) -> None:
+        """Assert the cross-field invariants."""
+        children = dict.fromkeys(self._nodes, 0)
+        for node in self._nodes.values():
+            assert len(node.blocks) == self._page_blocks, "a page has the wrong number of blocks"
+            assert all(self._allocator.references(block) for block in node.blocks)
+            if node.parent is not None:
+                assert node.parent in self._nodes, "a page without its predecessor"
+                children[node.parent] += 1
+        for key, node in self._nodes.items():
+            assert node.children == children[key], "a page miscounts its successors"
+        held = [block for node in self._nodes.values() for block in node.blocks]
+        assert len(held) == len(set(held)), "two pages share a block"

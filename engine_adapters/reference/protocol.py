@@ -1,0 +1,205 @@
+"""The JSON of the HTTP face: what comes in is checked here, field by field."""
+
+import secrets
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.request import Handoff, Output, Request, Timings
+from engine_adapters.reference.sampler import SEED_MAX, Sampling
+from engine_adapters.reference.tokenizer import VOCAB_SIZE, TextStream, encode
+
+_STOPS_MAX: Final = 8
+_STOP_CHARS_MAX: Final = 256
+
+
+class BadRequestError(Exception):
+    """The client's mistake; the message begins with the name of the field."""
+
+
+class TokenizeBody(msgspec.Struct):
+    """``POST /tokenize``."""
+
+    prompt: str
+
+
+class TransferParams(msgspec.Struct):
+    """``kv_transfer_params``: ``do_remote_decode`` wants a hand-off, ``do_remote_prefill`` is one.
+
+    The other fields are those of :class:`Handoff`.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    handoff_id: str = ""
+    first_token: int = -1
+    prompt_tokens: int = -1
+    position: int = -1
+    tail_key: str | None = None
+    tail_tokens: int = 0
+    seed: int | None = None
+
+
+class CompletionBody(msgspec.Struct):
+    """``POST /v1/completions``; fields that OpenAI knows and we do not are ignored."""
+
+    prompt: str | list[int]
+    model: str | None = None
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stream: bool = False
+    stop: str | list[str] | None = None
+    return_token_ids: bool = False
+    kv_transfer_params: TransferParams | None = None
+    request_id: str | None = None
+
+
+class Choice(msgspec.Struct, omit_defaults=True):
+    """One piece of output."""
+
+    text: str
+    index: int
+    finish_reason: str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CachedTokens(msgspec.Struct):
+    """Prompt tokens that were not computed."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Counts, as OpenAI has them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Completion(msgspec.Struct):
+    """The answer, or one chunk of a stream; only the last chunk has the later fields."""
+
+    id: str
+    object: str
+    model: str
+    choices: list[Choice]
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: Handoff | msgspec.UnsetType = msgspec.UNSET
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse(raw: bytes, kind: type[Body]) -> Body:
+    """Read a JSON body.
+
+    Raises:
+        BadRequestError: it is no JSON, or a field has the wrong type.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        raise BadRequestError(f"{path.rstrip('`') or 'body'}: {what}") from error
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"body: {error}") from error
+
+
+def to_request(
+    body: CompletionBody, request_id: str, engine: Engine, emit: Callable[[Output], None]
+) -> Request:
+    """Check a completion request and make it the engine's.
+
+    Raises:
+        BadRequestError: names the field.
+    """
+    tokens = encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    transfer = body.kv_transfer_params or TransferParams()
+    max_tokens = 1 if transfer.do_remote_decode else body.max_tokens
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    checks = (
+        (bool(tokens), "prompt", "must not be empty"),
+        (all(0 <= t < VOCAB_SIZE for t in tokens), "prompt", f"tokens are 0..{VOCAB_SIZE - 1}"),
+        (max_tokens >= 1, "max_tokens", "must be at least 1"),
+        (0.0 <= body.temperature <= 100.0, "temperature", "must be in 0..100"),
+        (0.0 < body.top_p <= 1.0, "top_p", "must be in (0, 1]"),
+        (body.seed is None or 0 <= body.seed <= SEED_MAX, "seed", f"must be in 0..{SEED_MAX}"),
+        (len(stops) <= _STOPS_MAX, "stop", f"at most {_STOPS_MAX} strings"),
+        (all(0 < len(s) <= _STOP_CHARS_MAX for s in stops), "stop", "an empty or too long string"),
+        (body.model in (None, engine.model_name), "model", f"this is {engine.model_name}"),
+        (
+            engine.fits(len(tokens) + max_tokens),
+            "max_tokens",
+            f"prompt ({len(tokens)}) and output together exceed what this engine can hold",
+        ),
+    )
+    for right, field, message in checks:
+        if not right:
+            raise BadRequestError(f"{field}: {message}")
+    handoff = _handoff(transfer, len(tokens)) if transfer.do_remote_prefill else None
+    seed = body.seed if handoff is None or handoff.seed is None else handoff.seed
+    return Request(
+        id=request_id,
+        tokens=list(tokens),
+        prompt_tokens=len(tokens),
+        max_tokens=max_tokens,
+        emit=emit,
+        sampling=Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=secrets.randbelow(SEED_MAX) if seed is None else seed,
+        ),
+        text=TextStream(stops),
+        to_handoff=transfer.do_remote_decode,
+        from_handoff=handoff,
+    )
+
+
+def _handoff(transfer: TransferParams, prompt_tokens: int) -> Handoff:
+    """The prefill engine's half of the request.
+
+    Raises:
+        BadRequestError: names the field.
+    """
+    try:
+        key = bytes.fromhex(transfer.tail_key or "")
+    except ValueError as error:
+        raise BadRequestError(f"kv_transfer_params.tail_key: {error}") from error
+    checks = (
+        (0 <= transfer.first_token < VOCAB_SIZE, "first_token", "is no token"),
+        (transfer.prompt_tokens == prompt_tokens, "prompt_tokens", f"is {prompt_tokens} here"),
+        (transfer.position == prompt_tokens, "position", f"must be {prompt_tokens}"),
+        (len(key) in (0, 32), "tail_key", "must be 32 bytes in hex"),
+        (0 <= transfer.tail_tokens < prompt_tokens + 1, "tail_tokens", "exceeds the prompt"),
+        (transfer.seed is None or 0 <= transfer.seed <= SEED_MAX, "seed", "is out of range"),
+    )
+    for right, field, message in checks:
+        if not right:
+            raise BadRequestError(f"kv_transfer_params.{field}: {message}")
+    return Handoff(
+        handoff_id=transfer.handoff_id,
+        first_token=transfer.first_token,
+        prompt_tokens=transfer.prompt_tokens,
+        position=transfer.position,
+        tail_key=transfer.tail_key,
+        tail_tokens=transfer.tail_tokens,
+        seed=transfer.seed,
+    )
+
+
+def usage(request: Request) -> Usage:
+    """Counts of a request that has ended."""
+    cached = request.timings.cached_tokens + request.timings.restored_tokens
+    return Usage(
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.output_tokens,
+        total_tokens=len(request.tokens),
+        prompt_tokens_details=CachedTokens(min(cached, request.prompt_tokens)),
+    )

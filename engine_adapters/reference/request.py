@@ -1,0 +1,143 @@
+"""One request, from arrival to answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.tokenizer import TextStream
+from kvstore.page import PrefixKeys
+
+
+class State(StrEnum):
+    """Where a request is. WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
+
+    WAITING = "waiting"
+    """Holds no blocks."""
+    RESTORING = "restoring"
+    """Holds blocks; a lookup or a restore decides how much of the prompt need not be computed."""
+    RUNNING = "running"
+    FLUSHING = "flushing"
+    """Computed; the answer waits until the store has the pages that a hand-off promises."""
+    FINISHED = "finished"
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prefill engine tells the decode engine (``kv_transfer_params`` on the wire).
+
+    Attributes:
+        handoff_id: random name of this hand-off.
+        first_token: the token that the prefill engine sampled for ``position``.
+        prompt_tokens: tokens of the prompt; both engines must agree.
+        tail_key: hex key of the prompt's unfilled last page; None when the store has none.
+        tail_tokens: tokens in it, 0..page_tokens-1.
+        seed: of the sampling; None when greedy.
+        position: absolute position of ``first_token``; the next draw is for the one after.
+    """
+
+    handoff_id: str
+    first_token: int
+    prompt_tokens: int
+    position: int
+    tail_key: str | None = None
+    tail_tokens: int = 0
+    seed: int | None = None
+    do_remote_prefill: bool = True
+
+
+class Timings(msgspec.Struct):
+    """Where the time of a request went, seconds; and what it did not have to compute.
+
+    Attributes:
+        queue_s: arrival to admission.
+        restore_s: admission to the end of lookup and restore.
+        compute_s: from there to the last token.
+        flush_s: a prefill engine's wait for the store at the end.
+        cached_tokens: found in this engine's own prefix tree.
+        restored_tokens: restored from the store.
+        restored_bytes: as ``restored_tokens``.
+    """
+
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    compute_s: float = 0.0
+    flush_s: float = 0.0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+
+
+class Output(NamedTuple):
+    """New output of a request.
+
+    Attributes:
+        tokens: since the last one.
+        text: likewise; may lag behind the tokens.
+        finish_reason: ``stop``, ``length``, or ``overloaded`` / ``shutdown`` when it was not
+            served to its end; None while it goes on.
+        handoff: with the last output of a prefill for another engine.
+    """
+
+    tokens: list[int]
+    text: str
+    finish_reason: str | None = None
+    handoff: Handoff | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """All that the engine knows of a request; after submission only the engine thread changes it.
+
+    Attributes:
+        tokens: prompt and output so far; the K/V of the last one are not computed yet.
+        prompt_tokens: how many of them are the prompt.
+        keys: of the full pages of ``tokens``; may lag behind them.
+        blocks: block table; covers whole pages; this request holds a reference to each.
+        computed: K/V of the positions ``0..computed-1`` are in the pool.
+        stored_pages: pages from the start that the store has or is being given.
+        to_handoff: answer with a :class:`Handoff` once the store has the pages.
+        from_handoff: what another engine's prefill left for this request.
+        handoff_id: of a request to hand off, once its tail page is with the store (or has none).
+        tail_key: hex key of that tail page when the store has it.
+        hashed: the prompt's K/V hashes are on record.
+        emit: called in the engine thread with each :class:`Output`; must not block.
+    """
+
+    id: str
+    tokens: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    emit: Callable[[Output], None]
+    sampling: Sampling = field(default_factory=Sampling)
+    text: TextStream = field(default_factory=TextStream)
+    to_handoff: bool = False
+    from_handoff: Handoff | None = None
+    arrived: float = 0.0
+    state: State = State.WAITING
+    keys: PrefixKeys = field(default_factory=lambda: PrefixKeys(b""))
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    stored_pages: int = 0
+    handoff_id: str = ""
+    tail_key: str | None = None
+    hashed: bool = False
+    timings: Timings = field(default_factory=Timings)
+    phase_began: float = 0.0
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of output so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose K/V are still to be computed: 1 for a request that decodes."""
+        return len(self.tokens) - self.computed
+
+    def end_phase(self, now: float) -> float:
+        """Seconds since the last phase ended; the next one begins now."""
+        spent, self.phase_began = now - self.phase_began, now
+        return spent

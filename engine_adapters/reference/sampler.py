@@ -1,0 +1,56 @@
+"""Choosing the next token, so that another engine can go on exactly where this one stopped.
+
+The random number for a position depends on nothing but (seed, position): there is no state to hand
+over, and a request that is preempted, moved or restarted draws the same numbers again.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: at least 0; 0 is greedy.
+        top_p: 0 < top_p <= 1: sample from the smallest set of tokens with this probability.
+        seed: 0..SEED_MAX.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number of a position: 0 <= u < 1, 53 bits."""
+    word = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, position))
+    return float(word >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """Choose the token at ``position``.
+
+    Args:
+        logits: shape (vocab,), float32; -inf forbids a token.
+        sampling: of this request.
+        position: absolute position of the token that is chosen.
+    """
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scaled = logits.double().numpy() / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    order = np.argsort(-weights, kind="stable")
+    cumulative = np.cumsum(weights[order])
+    # The nucleus ends with the token that reaches top_p; the draw is within its weight.
+    size = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
+    size = min(size, len(order))
+    drawn = uniform(sampling.seed, position) * cumulative[size - 1]
+    return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), size - 1)])

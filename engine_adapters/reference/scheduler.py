@@ -1,0 +1,239 @@
+"""Which tokens to compute next. Pure: no torch, no clock, no I/O; calls are the events.
+
+A step computes at most ``token_budget`` tokens: first one token of every request that decodes (so
+that a long prompt never delays the others' next token by more than one step), then pieces of
+prompts in order of admission. When blocks run out the youngest request gives its blocks back and
+starts again later; recomputing yields bit-equal K/V, so nobody notices but the clock.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
+from engine_adapters.reference.request import Request, State
+from kvstore.page import page_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The bounds of a scheduler.
+
+    Attributes:
+        token_budget: tokens computed in one step, at least 1; running_max of them may be decodes.
+        running_max: requests that hold blocks.
+        waiting_max: requests that wait for admission.
+    """
+
+    token_budget: int = 512
+    running_max: int = 8
+    waiting_max: int = 256
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to compute in one step.
+
+    Attributes:
+        work: request and number of its next tokens; at least 1 each.
+        preempted: requests that lost their blocks and wait again.
+    """
+
+    work: list[tuple[Request, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Queues, block tables and the plan of each step."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: BlockAllocator,
+        tree: PrefixTree | None,
+        *,
+        page_tokens: int,
+        block_tokens: int,
+    ) -> None:
+        """Make empty queues.
+
+        Args:
+            limits: bounds.
+            allocator: of the pool; shared with the tree and the store adapter.
+            tree: local prefix cache; None to compute every prompt.
+            page_tokens: a multiple of ``block_tokens``.
+            block_tokens: tokens in a block.
+        """
+        self._limits = limits
+        self._allocator = allocator
+        self._tree = tree
+        self._page_tokens = page_tokens
+        self._page_blocks = page_tokens // block_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in order of admission; RESTORING, RUNNING or FLUSHING
+
+    @property
+    def waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests with blocks."""
+        return len(self._running)
+
+    def requests(self) -> Iterator[Request]:
+        """Every request that is not finished."""
+        yield from self._running
+        yield from self._waiting
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens, prompt and output, could run all alone."""
+        return self._pages(tokens) * self._page_blocks <= self._allocator.count
+
+    def add(self, request: Request) -> bool:
+        """Queue a request; False when the queue is full."""
+        if len(self._waiting) >= self._limits.waiting_max:
+            return False
+        self._waiting.append(request)
+        return True
+
+    def admit(self) -> list[Request]:
+        """Move waiting requests to the running ones, in order, while there is room.
+
+        Each gets blocks for all its tokens; what the prefix tree has of them is shared and counts
+        as computed, but at least one token is always left to compute.
+        """
+        admitted: list[Request] = []
+        while self._waiting and len(self._running) < self._limits.running_max:
+            request = self._waiting[0]
+            self.extend_keys(request)
+            reusable = request.keys[: (len(request.tokens) - 1) // self._page_tokens]
+            shared = self._tree.match(reusable) if self._tree is not None else []
+            missing = self._pages(len(request.tokens)) * self._page_blocks - len(shared)
+            fresh = self._allocate(missing)
+            if fresh is None:
+                self._allocator.release(shared)
+                break
+            self._waiting.popleft()
+            request.blocks = shared + fresh
+            request.computed = len(shared) // self._page_blocks * self._page_tokens
+            request.state = State.RUNNING
+            self._running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def restored(self, request: Request, tokens: int) -> None:
+        """K/V of the positions ``0..tokens-1`` of a RESTORING request are there now."""
+        assert request.state is State.RESTORING
+        assert request.computed <= tokens < len(request.tokens), "one token must be left to compute"
+        request.state = State.RUNNING
+        self.computed(request, tokens - request.computed)
+
+    def plan(self) -> Plan:
+        """Choose the work of the next step; whoever has no block for its next token may lose all.
+
+        The chosen work must be computed and reported with :meth:`computed`.
+        """
+        plan = Plan()
+        budget = self._limits.token_budget
+        runnable = [request for request in self._running if request.state is State.RUNNING]
+        for request in runnable:
+            if request.state is not State.RUNNING or request.uncomputed != 1 or not budget:
+                continue  # preempted by an older one just now, or still in its prompt
+            if self._make_room(request, plan):
+                plan.work.append((request, 1))
+                budget -= 1
+        for request in runnable:
+            if request.state is State.RUNNING and request.uncomputed > 1 and budget:
+                count = self._piece(request, budget)
+                plan.work.append((request, count))
+                budget -= count
+        return plan
+
+    def computed(self, request: Request, count: int) -> None:
+        """The K/V of the next ``count`` tokens of ``request`` are in the pool."""
+        before = request.computed // self._page_tokens
+        request.computed += count
+        pages = request.computed // self._page_tokens
+        if self._tree is not None and pages > before:
+            self.extend_keys(request)
+            self._tree.insert(request.keys[:pages], request.blocks[: pages * self._page_blocks])
+
+    def finish(self, request: Request) -> None:
+        """Forget a request in whatever state; its references to blocks are dropped."""
+        if request.state is State.FINISHED:
+            return
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+        self._drop_blocks(request)
+        request.state = State.FINISHED
+
+    def extend_keys(self, request: Request) -> None:
+        """Bring ``request.keys`` up to its full pages; only new pages are hashed."""
+        if len(request.keys) < len(request.tokens) // self._page_tokens:
+            known = request.keys if len(request.keys) else None
+            request.keys = page_keys(request.tokens, self._page_tokens, known=known)
+
+    def check(self) -> None:
+        """Assert the cross-field invariants."""
+        self._allocator.check()
+        if self._tree is not None:
+            self._tree.check()
+        assert len(self._running) <= self._limits.running_max
+        for request in self._waiting:
+            assert request.state is State.WAITING, "a request without blocks is not waiting"
+            assert not request.blocks, "a waiting request holds blocks"
+            assert request.computed == 0
+        for request in self._running:
+            assert request.state in (State.RESTORING, State.RUNNING, State.FLUSHING)
+            assert len(request.blocks) * self._page_tokens >= request.computed * self._page_blocks
+            assert request.computed < len(request.tokens)
+            assert all(self._allocator.references(block) for block in request.blocks)
+
+    def _pages(self, tokens: int) -> int:
+        """Pages that hold so many tokens. The last one is allocated whole: it may be handed off."""
+        return -(-tokens // self._page_tokens)
+
+    def _piece(self, request: Request, budget: int) -> int:
+        """How much of a prompt to compute: all of it, or up to a page boundary, or the budget."""
+        if request.uncomputed <= budget:
+            return request.uncomputed
+        aligned = (request.computed + budget) // self._page_tokens * self._page_tokens
+        return aligned - request.computed if aligned > request.computed else budget
+
+    def _make_room(self, request: Request, plan: Plan) -> bool:
+        """Give a decoding request the page of its next token, at the cost of younger requests."""
+        missing = self._pages(len(request.tokens)) * self._page_blocks - len(request.blocks)
+        while missing > 0:
+            fresh = self._allocate(missing)
+            if fresh is not None:
+                request.blocks += fresh
+                break
+            place = self._running.index(request)
+            victim = next(r for r in reversed(self._running[place:]) if r.state is State.RUNNING)
+            self._preempt(victim)
+            plan.preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._drop_blocks(request)
+        request.state = State.WAITING
+        self._waiting.appendleft(request)
+
+    def _drop_blocks(self, request: Request) -> None:
+        self._allocator.release(request.blocks)
+        request.blocks = []
+        request.computed = 0
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Blocks for the caller, taken from the prefix tree when none are free."""
+        while self._allocator.free < count:
+            if self._tree is None or not self._tree.evict():
+                return None
+        return self._allocator.allocate(count)

@@ -1,0 +1,334 @@
+"""The HTTP face of an engine: OpenAI completions, and what the Conductor and tests ask.
+
+The asyncio loop runs in the main thread; outputs come from the step thread, one
+``call_soon_threadsafe`` each, into a queue that can never hold more than a request's tokens.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from engine_adapters.reference import tokenizer
+from engine_adapters.reference.engine import Engine, EngineBusyError, EngineClosedError
+from engine_adapters.reference.protocol import (
+    BadRequestError,
+    Choice,
+    Completion,
+    CompletionBody,
+    TokenizeBody,
+    parse,
+    to_request,
+    usage,
+)
+from engine_adapters.reference.request import Output, Request
+
+_log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX: Final = 8 << 20
+_OUTPUT_WAIT_S: Final = 600.0  # for one more token; a longer silence ends the request
+_REGISTER_EVERY_S: Final = 3.0
+_REGISTER_TIMEOUT_S: Final = 2.0
+_ERROR_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What ``GET /v1/engine`` tells besides the engine's own options.
+
+    Attributes:
+        events: endpoint of this engine's KV events; ``events_replay`` of their replay.
+        node: id of the kvstore node on this machine.
+    """
+
+    id: str
+    events: str | None = None
+    events_replay: str | None = None
+    node: str | None = None
+
+
+class Server:
+    """Handlers over one engine."""
+
+    def __init__(self, engine: Engine, identity: Identity) -> None:
+        self._engine = engine
+        self._identity = identity
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self.app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors])
+        self.app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._models),
+                web.get("/v1/engine", self._describe),
+                web.get("/v1/requests/{id}/kv-hashes", self._kv_hashes),
+                web.post("/tokenize", self._tokenize),
+                web.post("/v1/completions", self._completions),
+            ]
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests and wait for those that run, at most ``timeout_s``."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self._closing or not self._engine.alive:
+            return _error(503, "shutting_down", "the engine is shutting down")
+        return web.json_response({"status": "ok"})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._engine.metrics.text(), content_type="text/plain")
+
+    async def _models(self, _: web.Request) -> web.Response:
+        data = [{"id": self._engine.model_name, "object": "model"}]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        engine, identity = self._engine, self._identity
+        return web.json_response(
+            {
+                "id": identity.id,
+                "role": engine.options.mode,
+                "model": engine.model_name,
+                "page_tokens": engine.options.page_tokens,
+                "space": engine.identity.digest.hex(),
+                "events": identity.events,
+                "events_replay": identity.events_replay,
+                "node": identity.node,
+                "max_running": engine.options.limits.running_max,
+            }
+        )
+
+    async def _kv_hashes(self, request: web.Request) -> web.Response:
+        hashes = self._engine.kv_hashes(request.match_info["id"])
+        if hashes is None:
+            return _error(404, "unknown_request", "no hashes of such a request are kept")
+        layers = [{"k": layer.k, "v": layer.v} for layer in hashes.layers]
+        return web.json_response({"prompt_tokens": hashes.prompt_tokens, "layers": layers})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = tokenizer.encode(parse(await request.read(), TokenizeBody).prompt)
+        return web.json_response(
+            {
+                "tokens": tokens,
+                "count": len(tokens),
+                "max_model_len": self._engine.config.max_model_len,
+            }
+        )
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        if self._closing:
+            return _error(503, "shutting_down", "the engine is shutting down")
+        body = parse(await http.read(), CompletionBody)
+        request_id = http.headers.get("X-Request-Id") or body.request_id or uuid.uuid4().hex
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Output] = asyncio.Queue()  # holds at most the request's tokens
+
+        def emit(output: Output) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        request = to_request(body, request_id, self._engine, emit)
+        answer = _Answer(request, outputs, self._engine.model_name, with_ids=body.return_token_ids)
+        self._active += 1
+        self._idle.clear()
+        try:
+            self._engine.submit(request)
+            first = await answer.next()
+            if first.finish_reason in ("overloaded", "shutdown"):
+                return _error(503, first.finish_reason, "the engine cannot serve this now")
+            return await (answer.stream(http, first) if body.stream else answer.whole(first))
+        except (EngineBusyError, EngineClosedError) as error:
+            code = "overloaded" if isinstance(error, EngineBusyError) else "shutting_down"
+            return _error(503, code, str(error))
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+            if not answer.ended:  # the client has gone, or waited too long
+                self._engine.abort(request)
+
+
+class _Answer:
+    """Turns one request's outputs into one response."""
+
+    def __init__(
+        self, request: Request, outputs: asyncio.Queue[Output], model: str, *, with_ids: bool
+    ) -> None:
+        self._request = request
+        self._outputs = outputs
+        self._model = model
+        self._with_ids = with_ids
+        self.ended = False
+
+    async def next(self) -> Output:
+        """The next output.
+
+        Raises:
+            TimeoutError: the engine was silent for too long.
+        """
+        async with asyncio.timeout(_OUTPUT_WAIT_S):
+            output = await self._outputs.get()
+        self.ended = output.finish_reason is not None
+        return output
+
+    async def whole(self, first: Output) -> web.Response:
+        """One JSON answer with everything."""
+        outputs = [first]
+        while not self.ended:
+            outputs.append(await self.next())
+        last = outputs[-1]
+        if last.finish_reason in ("overloaded", "shutdown"):
+            return _error(503, last.finish_reason, "the engine is shutting down")
+        merged = last._replace(
+            tokens=[token for output in outputs for token in output.tokens],
+            text="".join(output.text for output in outputs),
+        )
+        body = msgspec.json.encode(self._completion(merged))
+        headers = {"X-Request-Id": self._request.id}
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def stream(self, http: web.Request, first: Output) -> web.StreamResponse:
+        """Server-sent events, one a token."""
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Request-Id": self._request.id,
+            }
+        )
+        await response.prepare(http)
+        output = first
+        while True:
+            await response.write(
+                b"data: " + msgspec.json.encode(self._completion(output)) + b"\n\n"
+            )
+            if self.ended:
+                break
+            output = await self.next()
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _completion(self, output: Output) -> Completion:
+        choice = Choice(text=output.text, index=0, finish_reason=output.finish_reason)
+        if self._with_ids or output.handoff is not None:
+            choice.token_ids = output.tokens
+        completion = Completion(
+            id=self._request.id, object="text_completion", model=self._model, choices=[choice]
+        )
+        if output.finish_reason is not None:
+            completion.usage = usage(self._request)
+            completion.timings = self._request.timings
+            if output.handoff is not None:
+                completion.kv_transfer_params = output.handoff
+        return completion
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in OpenAI's form."""
+    try:
+        return await handler(request)
+    except BadRequestError as error:
+        return _error(400, "invalid_value", str(error))
+    except web.HTTPException as error:
+        return _error(error.status, "http", error.text or error.reason)
+    except TimeoutError:
+        return _error(504, "timeout", "the engine gave no token in time")
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    kind = _ERROR_TYPES.get(status, "server_error")
+    body = {"error": {"message": message, "type": kind, "code": code}}
+    return web.json_response(body, status=status)
+
+
+async def keep_registered(conductor: str, engine_id: str, role: str, url: str) -> None:
+    """Tell the Conductor about this engine, again and again, so that a restarted one learns it.
+
+    Ends when cancelled; then says good-bye, once, without insisting.
+    """
+    body = {"id": engine_id, "role": "mixed" if role == "mono" else role, "url": url}
+    timeout = aiohttp.ClientTimeout(total=_REGISTER_TIMEOUT_S)
+    known = False
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        try:
+            while True:
+                was_known, known = known, False
+                try:
+                    async with session.post(f"{conductor}/v1/engines", json=body) as response:
+                        known = response.status < 300
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    if was_known:
+                        _log.warning("the conductor does not answer: %s", error)
+                await asyncio.sleep(_REGISTER_EVERY_S)
+        finally:
+            try:
+                async with session.delete(f"{conductor}/v1/engines/{engine_id}"):
+                    pass
+            except (aiohttp.ClientError, TimeoutError):
+                _log.info("the conductor was not there to be told good-bye")
+
+
+async def serve(
+    server: Server,
+    engine: Engine,
+    *,
+    port: int,
+    conductor: str | None,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+    drain_s: float = 5.0,
+    engine_id: str = "engine",
+) -> bool:
+    """Serve on 127.0.0.1 until ``stop`` is set, then end within about ``3 * drain_s``.
+
+    Args:
+        server: its engine has been started.
+        engine: closed at the end.
+        port: 0 for any.
+        conductor: URL to register at, or None.
+        stop: ends the service.
+        ready: called with our URL once it answers.
+        drain_s: for requests that run.
+        engine_id: name to register under.
+
+    Returns:
+        whether the engine ended in time.
+    """
+    runner = web.AppRunner(
+        server.app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        ready(url)
+        async with asyncio.TaskGroup() as tasks:
+            registered: asyncio.Task[None] | None = None
+            if conductor is not None:
+                role = engine.options.mode
+                registered = tasks.create_task(keep_registered(conductor, engine_id, role, url))
+            await stop.wait()
+            if registered is not None:
+                registered.cancel()
+        await server.drain(drain_s)
+        return await asyncio.to_thread(engine.close, drain_s)
+    finally:
+        await runner.cleanup()

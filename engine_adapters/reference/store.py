@@ -1,0 +1,472 @@
+"""How an engine uses kvstore: everything the engine does with the store is in this file.
+
+The engine calls, always from its step thread, and nothing here blocks longer than one lookup:
+
+* :meth:`StoreAdapter.begin` when a request is admitted: lookup, then a restore in the background;
+* :meth:`StoreAdapter.poll` in each step: which restores have ended, which puts;
+* :meth:`StoreAdapter.offer` when pages are full: a put in the background;
+* :meth:`StoreAdapter.flush` before a hand-off is answered.
+
+Two rules keep bytes safe. A job holds references to its blocks until it has *ended*, whatever
+happens to its request. And blocks whose restore did not verify are zeroed before anyone else gets
+them, since a failed copy may have left anything in them.
+
+One rule keeps the engine safe: every :class:`KVStoreError` ends here, as a miss or a skipped page,
+and is counted; it is logged once a kind.
+"""
+
+import hashlib
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine_adapters.reference.metrics import Metrics
+from engine_adapters.reference.pool import PagedPool
+from engine_adapters.reference.prefix_tree import BlockAllocator
+from engine_adapters.reference.request import Request, State
+from engine_adapters.reference.store_client import RestoreJob, Space, Store, StoreJob
+from kvstore.errors import KVStoreError
+from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
+
+_log = logging.getLogger(__name__)
+
+HANDOFF_SCOPE: Final = "handoff"
+TAIL_TTL_S: Final = 60.0
+_REOPEN_S: Final = 1.0  # between attempts to open the spaces of a store that refused
+_PENDING_POLL_S: Final = 0.005
+_REPORT_S: Final = 1.0  # between reports of the prefill speed
+
+
+class _Spaces(NamedTuple):
+    shared: Space
+    handoff: Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Bounds of the adapter.
+
+    Attributes:
+        jobs_max: puts in flight; pages that find no place wait for one until their request ends.
+        restore_timeout_s: after this a restore is cancelled.
+        pending_wait_max_s: longest wait for pages that somebody else is writing; never longer
+            than recomputing them would take.
+        flush_timeout_s: longest wait of a hand-off for its puts.
+    """
+
+    jobs_max: int = 16
+    restore_timeout_s: float = 5.0
+    pending_wait_max_s: float = 2.0
+    flush_timeout_s: float = 10.0
+
+
+class Ready(NamedTuple):
+    """A request whose lookup and restore are over: ``tokens`` of its K/V are in the pool."""
+
+    request: Request
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that waits for pages somebody else is writing."""
+
+    deadline: float
+    ask_again: float
+
+
+@dataclass(slots=True)
+class _Restore:
+    """A request's restore in flight; ``blocks`` and ``tail_blocks`` are referenced for it."""
+
+    request: Request
+    first_page: int
+    pages: int
+    job: RestoreJob | None
+    blocks: list[int]
+    tail_job: RestoreJob | None
+    tail_blocks: list[int]
+    tail_tokens: int
+    deadline: float
+    cancelled: bool = False
+
+    def jobs(self) -> list[RestoreJob]:
+        return [job for job in (self.job, self.tail_job) if job is not None]
+
+
+class _Put(NamedTuple):
+    """A put in flight; ``blocks`` are referenced for it."""
+
+    request: Request
+    job: StoreJob
+    blocks: list[int]
+    pages: int
+    began: float
+    tail_key: str | None = None
+
+
+class StoreAdapter:
+    """One engine's use of one store. All calls come from the engine's step thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        identity: SpaceIdentity,
+        shard: ShardSpec,
+        pool: PagedPool,
+        allocator: BlockAllocator,
+        metrics: Metrics,
+        limits: StoreLimits | None = None,
+    ) -> None:
+        """Prepare; the store need not be there yet, or ever.
+
+        Args:
+            store: closed by :meth:`close`.
+            identity: of the shared pages; hand-offs use the same with their own scope.
+            shard: this engine's part of each page.
+            pool: its addresses are given to jobs; must outlive them.
+            allocator: of the pool.
+            metrics: counts go there.
+            limits: bounds.
+        """
+        from kvstore.kvpool import KVPool
+
+        self._store = store
+        self._identity = identity
+        self._shards = [shard]
+        self._page_bytes = shard.page_bytes(identity)
+        self._page_tokens = identity.page_tokens
+        self._page_blocks = identity.page_tokens // pool.block_tokens
+        self._pool = pool
+        self._kvpool = KVPool(
+            planes=tuple(pool.planes()),
+            block_stride_bytes=pool.block_bytes,
+            block_bytes=pool.block_bytes,
+            block_count=pool.block_count,
+            planes_per_layer=2,
+        )
+        self._allocator = allocator
+        self._metrics = metrics
+        self._limits = limits if limits is not None else StoreLimits()
+        self._spaces: _Spaces | None = None
+        self._open_after = 0.0
+        self._pending: dict[Request, _Pending] = {}
+        self._restores: list[_Restore] = []
+        self._puts: list[_Put] = []
+        self._logged: set[str] = set()
+        self._seconds_per_token = 0.0  # 0 until measured
+        self._report_after = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to poll for."""
+        return bool(self._pending or self._restores or self._puts)
+
+    # Store to engine
+
+    def begin(self, request: Request, now: float) -> bool:
+        """Look for a longer prefix than the local one.
+
+        Returns:
+            True when the request must wait until :meth:`poll` names it; its blocks stay its own.
+        """
+        pages, pending = self._lookup(request, now)
+        if pending and pages + pending > request.computed // self._page_tokens:
+            wait_s = min(self._limits.pending_wait_max_s, self._recompute_s(pending))
+            self._pending[request] = _Pending(now + wait_s, now + _PENDING_POLL_S)
+            return True
+        return self._start_restore(request, pages, now)
+
+    def poll(self, now: float) -> list[Ready]:
+        """Advance everything in flight; never blocks.
+
+        Returns:
+            requests that need not wait any more, each once.
+        """
+        ready = self._poll_pending(now)
+        for restore in [r for r in self._restores if self._has_ended(r, now)]:
+            self._restores.remove(restore)
+            tokens = self._end_restore(restore, now)
+            if restore.request.state is State.RESTORING:
+                ready.append(Ready(restore.request, tokens))
+        for put in [put for put in self._puts if put.job.wait(0.0)]:
+            self._puts.remove(put)
+            self._end_put(put, now)
+        return ready
+
+    def abort(self, request: Request) -> None:
+        """Nobody waits for this request any more; jobs keep their blocks until they have ended."""
+        self._pending.pop(request, None)
+        for restore in self._restores:
+            if restore.request is request:
+                self._cancel(restore)
+
+    def _lookup(self, request: Request, now: float) -> tuple[int, int]:
+        """Pages of the request that are ready in the store, and that are being written."""
+        spaces = self._open(now)
+        if spaces is None or not len(request.keys):
+            return 0, 0
+        try:
+            hit = spaces.shared.lookup(request.keys)
+        except KVStoreError as error:
+            self._trouble("lookup", error)
+            return 0, 0
+        request.stored_pages = hit.pages
+        new_pages = hit.pages - request.computed // self._page_tokens
+        if self._seconds_per_token and hit.load_seconds > self._recompute_s(new_pages) > 0:
+            return 0, 0  # computing is faster than loading
+        return hit.pages, hit.pending
+
+    def _poll_pending(self, now: float) -> list[Ready]:
+        ready: list[Ready] = []
+        for request, pending in list(self._pending.items()):
+            if now < pending.ask_again:
+                continue
+            pages, writing = self._lookup(request, now)
+            if writing and now < pending.deadline:
+                pending.ask_again = now + _PENDING_POLL_S
+                continue
+            del self._pending[request]
+            if not self._start_restore(request, pages, now):
+                ready.append(Ready(request, request.computed))
+        return ready
+
+    def _start_restore(self, request: Request, pages: int, now: float) -> bool:
+        """Restore what the store has beyond the local prefix; False when there is nothing."""
+        first = request.computed // self._page_tokens
+        pages = max(first, min(pages, (len(request.tokens) - 1) // self._page_tokens))
+        handoff, request.from_handoff = request.from_handoff, None  # a tail can be read once
+        restore = _Restore(
+            request=request,
+            first_page=first,
+            pages=pages - first,
+            job=None,
+            blocks=request.blocks[first * self._page_blocks : pages * self._page_blocks],
+            tail_job=None,
+            tail_blocks=[],
+            tail_tokens=0,
+            deadline=now + self._limits.restore_timeout_s,
+        )
+        spaces = self._spaces
+        if spaces is None:
+            return False
+        if restore.pages:
+            keys = request.keys[first:pages]
+            restore.job = self._submit_restore(spaces.shared, keys, restore.blocks)
+        # The tail is of use only behind all full pages of the prompt.
+        complete = pages == request.prompt_tokens // self._page_tokens
+        if handoff is not None and handoff.tail_key and complete:
+            tail = request.blocks[pages * self._page_blocks : (pages + 1) * self._page_blocks]
+            keys = PrefixKeys(bytes.fromhex(handoff.tail_key))
+            restore.tail_job = self._submit_restore(spaces.handoff, keys, tail)
+            restore.tail_blocks, restore.tail_tokens = tail, handoff.tail_tokens
+        if not restore.jobs():
+            return False
+        self._allocator.retain(restore.blocks + restore.tail_blocks)
+        self._restores.append(restore)
+        return True
+
+    def _submit_restore(
+        self, space: Space, keys: PrefixKeys, blocks: list[int]
+    ) -> RestoreJob | None:
+        try:
+            return space.restore_to_kvpool(keys, self._kvpool, np.array(blocks, dtype=np.int64))
+        except KVStoreError as error:
+            self._trouble("restore", error)
+            return None
+
+    def _has_ended(self, restore: _Restore, now: float) -> bool:
+        if all(job.wait(0.0) for job in restore.jobs()):
+            return True
+        if now >= restore.deadline:
+            self._cancel(restore)
+        return False
+
+    def _cancel(self, restore: _Restore) -> None:
+        if not restore.cancelled:
+            restore.cancelled = True
+            for job in restore.jobs():
+                job.cancel()
+
+    def _end_restore(self, restore: _Restore, now: float) -> int:
+        """Account for a restore that has ended; returns the tokens whose K/V are in the pool."""
+        pages, copied = self._restore_outcome(restore.job)
+        tail_pages, tail_bytes = self._restore_outcome(restore.tail_job)
+        pages = min(pages, restore.pages)
+        unverified = restore.blocks[pages * self._page_blocks :]
+        if not tail_pages:
+            unverified += restore.tail_blocks
+        if unverified:
+            self._pool.zero(unverified)
+        self._allocator.release(restore.blocks + restore.tail_blocks)
+        tokens = pages * self._page_tokens
+        if tail_pages and pages == restore.pages:
+            tokens += restore.tail_tokens
+        timings = restore.request.timings
+        timings.restored_tokens += tokens
+        timings.restored_bytes += copied + tail_bytes
+        began = restore.deadline - self._limits.restore_timeout_s
+        self._metrics.restore_bytes.inc(copied + tail_bytes)
+        self._metrics.restore_seconds.inc(now - began)
+        return restore.first_page * self._page_tokens + tokens
+
+    def _restore_outcome(self, job: RestoreJob | None) -> tuple[int, int]:
+        if job is None:
+            return 0, 0
+        try:
+            result = job.result(0.0)
+        except KVStoreError as error:
+            self._trouble("restore", error)
+            return 0, 0
+        return result.pages, result.size_bytes
+
+    # Engine to store
+
+    def offer(self, request: Request, now: float, *, final: bool = False) -> None:
+        """Put the full pages that the store does not have yet, in the background.
+
+        Args:
+            request: its K/V up to ``computed`` are in the pool and will not change.
+            now: monotonic seconds.
+            final: also pages with output tokens; what finds no place now is skipped for good.
+        """
+        limit = request.computed if final else min(request.computed, request.prompt_tokens)
+        first, pages = request.stored_pages, limit // self._page_tokens
+        if pages <= first:
+            return
+        spaces = self._open(now)
+        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+            if final:
+                self._metrics.store_pages.labels("skipped").inc(pages - first)
+            return
+        blocks = request.blocks[first * self._page_blocks : pages * self._page_blocks]
+        request.stored_pages = pages
+        self._submit_put(spaces.shared, request, request.keys[first:pages], blocks, now)
+
+    def flush(self, request: Request, now: float) -> bool:
+        """Give the store all that a hand-off of ``request`` needs.
+
+        Returns:
+            True when the answer may go out: every put has ended, or it takes too long.
+        """
+        self.offer(request, now)
+        if not request.handoff_id:
+            self._offer_tail(request, now)
+        sent = bool(request.handoff_id) and (
+            request.stored_pages >= request.prompt_tokens // self._page_tokens
+        )
+        if sent and all(put.request is not request for put in self._puts):
+            return True
+        refused = self._open(now) is None
+        return refused or now - request.phase_began > self._limits.flush_timeout_s
+
+    def _offer_tail(self, request: Request, now: float) -> None:
+        """Put the prompt's unfilled last page under a random key that only the answer tells."""
+        spaces = self._open(now)
+        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+            return
+        request.handoff_id = uuid.uuid4().hex
+        full, tokens = divmod(request.prompt_tokens, self._page_tokens)
+        if not tokens:
+            return
+        blocks = request.blocks[full * self._page_blocks : (full + 1) * self._page_blocks]
+        end = (full + 1) * self._page_tokens
+        self._pool.zero_slots(self._pool.slots(request.blocks, request.prompt_tokens, end))
+        key = hashlib.sha256(request.handoff_id.encode()).digest()
+        self._submit_put(spaces.handoff, request, PrefixKeys(key), blocks, now, tail_key=key.hex())
+
+    def _submit_put(
+        self,
+        space: Space,
+        request: Request,
+        keys: PrefixKeys,
+        blocks: list[int],
+        now: float,
+        tail_key: str | None = None,
+    ) -> None:
+        try:
+            job = space.extract_from_kvpool(
+                self._kvpool,
+                np.array(blocks, dtype=np.int64),
+                keys,
+                ttl_s=TAIL_TTL_S if tail_key else 0.0,
+                read_once=tail_key is not None,
+            )
+        except KVStoreError as error:
+            self._trouble("store", error)
+            self._metrics.store_pages.labels("failed").inc(len(keys))
+            return
+        self._allocator.retain(blocks)
+        self._puts.append(_Put(request, job, blocks, len(keys), now, tail_key))
+
+    def _end_put(self, put: _Put, now: float) -> None:
+        self._allocator.release(put.blocks)
+        self._metrics.store_seconds.inc(now - put.began)
+        try:
+            result = put.job.result(0.0)
+        except KVStoreError as error:
+            self._trouble("store", error)
+            self._metrics.store_pages.labels("failed").inc(put.pages)
+            return
+        if put.tail_key:
+            put.request.tail_key = put.tail_key
+        self._metrics.store_bytes.inc(result.stored * self._page_bytes)
+        self._metrics.store_pages.labels("stored").inc(result.stored)
+        self._metrics.store_pages.labels("existing").inc(result.existing + result.pending)
+
+    # The rest
+
+    def observe_prefill(self, tokens: int, seconds: float, now: float) -> None:
+        """Learn what computing a prompt token costs, and tell the store once in a while."""
+        measured = seconds / tokens
+        known = self._seconds_per_token
+        self._seconds_per_token = 0.8 * known + 0.2 * measured if known else measured
+        if now >= self._report_after:
+            self._report_after = now + _REPORT_S
+            try:
+                self._store.report_prefill(self._seconds_per_token)
+            except KVStoreError as error:
+                self._trouble("report", error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancel restores, wait for the end of all that is in flight, then close the store.
+
+        Returns:
+            False when a job still runs: the pool's memory must stay then.
+        """
+        for restore in self._restores:
+            self._cancel(restore)
+        jobs = [job for r in self._restores for job in r.jobs()] + [put.job for put in self._puts]
+        share = timeout_s / max(len(jobs), 1)
+        ended = [job.wait(share) for job in jobs]
+        self._store.close()
+        return all(ended)
+
+    def _recompute_s(self, pages: int) -> float:
+        if not self._seconds_per_token:
+            return self._limits.pending_wait_max_s
+        return pages * self._page_tokens * self._seconds_per_token
+
+    def _open(self, now: float) -> _Spaces | None:
+        """The two spaces; None while the store refuses them."""
+        if self._spaces is None and now >= self._open_after:
+            self._open_after = now + _REOPEN_S
+            private = msgspec.structs.replace(self._identity, scope=HANDOFF_SCOPE)
+            try:
+                self._spaces = _Spaces(
+                    self._store.space(self._identity, self._shards),
+                    self._store.space(private, self._shards),
+                )
+            except KVStoreError as error:
+                self._trouble("space", error)
+        return self._spaces
+
+    def _trouble(self, doing: str, error: KVStoreError) -> None:
+        self._metrics.store_errors.labels(error.code).inc()
+        if error.code not in self._logged:
+            self._logged.add(error.code)
+            _log.warning("store, %s: %s (%s; logged once)", doing, error, error.code)
