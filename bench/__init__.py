@@ -1,0 +1,1 @@
+"""What this project measures about itself: ``python -m bench GROUP --json``."""

@@ -1,0 +1,59 @@
+"""``python -m bench GROUP [--json] [...]``: measure one thing, as ``bench/measure.py`` says how.
+
+A group is a module with a docstring (its question), ``add_arguments(parser)`` and
+``run(options) -> int``. It is imported only when it is asked for: some need torch.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final, Protocol, cast
+
+from bench import measure
+
+GROUPS: Final = {
+    "demo": "bench.demo",
+    "host": "bench.host",
+    "kvpool": "bench.kvpool",
+    "replay": "bench.replay",
+}
+
+_HELP: Final = "Measure one thing; `python -m bench GROUP --help` says which and how."
+
+
+class Group(Protocol):
+    """What a module of :data:`GROUPS` offers."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the group's own options; ``--json`` is there already."""
+        ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Measure, print, and return the exit status."""
+        ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one group and return the exit status of the process."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    chooser = argparse.ArgumentParser(prog="python -m bench", description=_HELP, add_help=False)
+    chooser.add_argument("group", choices=sorted(GROUPS))
+    if not given or given[0] in {"-h", "--help"}:
+        chooser.print_help(sys.stderr)
+        return 0 if given else 2
+    name = chooser.parse_args(given[:1]).group
+    group = cast("Group", importlib.import_module(GROUPS[name]))
+    question = (group.__doc__ or "").strip().split("\n", 1)[0]
+    parser = argparse.ArgumentParser(prog=f"python -m bench {name}", description=question)
+    measure.add_arguments(parser)
+    group.add_arguments(parser)
+    options = parser.parse_args(given[1:])
+    sys.stderr.write(f"{measure.machine_line()}\n")
+    return group.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
