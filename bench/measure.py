@@ -29,6 +29,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from kvstore import mover
+
 Measured = Callable[[], float]
 """Does a piece of work once and returns the seconds it took; :func:`timed` makes one."""
 
@@ -332,8 +334,6 @@ class Progress:
 
 def machine_line() -> str:
     """Where this run's figures come from, without which they mean nothing, in one line."""
-    from kvstore import mover
-
     facts = (
         _cpu_model(Path("/proc/cpuinfo").read_text()),
         f"{len(os.sched_getaffinity(0))} cores",

@@ -172,14 +172,14 @@ def test_a_latency_is_bound_over_value():
 
 
 def test_json_lines_have_exactly_the_fields_of_the_contract_and_come_at_once():
-    stream = io.StringIO()
-    report = Report(json=True, stream=stream)
-    report.add(Result("a", 1.23456789, "GB/s", "memcpy", 19.7, 0.062668))
-    first = stream.getvalue()
-    report.add(Result("b", 3.0, "us"))
-    report.close()
-
-    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    arrived = io.BytesIO()
+    with io.TextIOWrapper(arrived) as buffered:  # gives on only what is flushed
+        report = Report(json=True, stream=buffered)
+        report.add(Result("a", 1.23456789, "GB/s", "memcpy", 19.7, 0.062668))
+        first = arrived.getvalue()
+        report.add(Result("b", 3.0, "us"))
+        report.close()
+        lines = [json.loads(line) for line in arrived.getvalue().splitlines()]
 
     assert json.loads(first) == lines[0]
     assert [list(line) for line in lines] == [FIELDS, FIELDS]
