@@ -260,7 +260,9 @@ def test_nothing_mentions_the_place_it_was_written_in():
 
 
 LINK = re.compile(
-    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*<?(\S+?)>?\s*$", re.MULTILINE
+    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)"  # [text](target "title")
+    r"|^\[[^\]]+\]:\s*<?(\S+?)>?\s*$",  # [name]: target
+    re.MULTILINE,
 )
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
