@@ -162,6 +162,8 @@ class Engine:
             self._inbox.put_nowait(("submit", request))
         except queue.Full as error:
             raise EngineBusyError("the engine's queue is full") from error
+        if self._closing.is_set():  # perhaps nobody looks into the inbox any more
+            raise EngineClosedError("the engine is shutting down")
 
     def abort(self, request: Request) -> None:
         """Nobody wants this request's output any more; safe for one that has ended."""

@@ -13,8 +13,10 @@ from kvstore.page import PrefixKeys
 
 
 class State(StrEnum):
-    """Where a request is. WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
+    """Where a request is. NEW → WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
 
+    NEW = "new"
+    """The scheduler does not know it yet."""
     WAITING = "waiting"
     """Holds no blocks."""
     RESTORING = "restoring"
@@ -116,7 +118,7 @@ class Request:
     to_handoff: bool = False
     from_handoff: Handoff | None = None
     arrived: float = 0.0
-    state: State = State.WAITING
+    state: State = State.NEW
     keys: PrefixKeys = field(default_factory=lambda: PrefixKeys(b""))
     blocks: list[int] = field(default_factory=list)
     computed: int = 0

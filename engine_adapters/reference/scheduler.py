@@ -95,6 +95,7 @@ class Scheduler:
         """Queue a request; False when the queue is full."""
         if len(self._waiting) >= self._limits.waiting_max:
             return False
+        request.state = State.WAITING
         self._waiting.append(request)
         return True
 
@@ -162,11 +163,9 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Forget a request in whatever state; its references to blocks are dropped."""
-        if request.state is State.FINISHED:
-            return
         if request.state is State.WAITING:
             self._waiting.remove(request)
-        else:
+        elif request.state not in (State.NEW, State.FINISHED):
             self._running.remove(request)
         self._drop_blocks(request)
         request.state = State.FINISHED

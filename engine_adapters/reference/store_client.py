@@ -4,15 +4,13 @@
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
-
-if TYPE_CHECKING:
-    from kvstore.kvpool import KVPool
 
 
 class Hit(Protocol):
@@ -89,13 +87,13 @@ class Space(Protocol):
         """Longest ready prefix."""
 
     def restore_to_kvpool(
-        self, keys: PrefixKeys, pool: "KVPool", blocks: npt.NDArray[np.int64]
+        self, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64]
     ) -> RestoreJob:
         """Store to pool."""
 
     def extract_from_kvpool(
         self,
-        pool: "KVPool",
+        pool: KVPool,
         blocks: npt.NDArray[np.int64],
         keys: PrefixKeys,
         *,

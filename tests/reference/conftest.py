@@ -1,0 +1,109 @@
+"""Engines for tests, and a client that waits for whole answers."""
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from engine_adapters.reference.engine import Engine, EngineOptions
+from engine_adapters.reference.request import Handoff, Output, Request
+from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.tokenizer import encode
+
+ANSWER_WAIT_S = 20.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """The tiny model is faster alone, and two engines do not fight for cores."""
+    torch.set_num_threads(1)
+
+
+@dataclass
+class Answer:
+    """A request on its way; ``wait`` for the end."""
+
+    request: Request
+    outputs: "queue.Queue[Output]" = field(default_factory=queue.Queue)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    handoff: Handoff | None = None
+
+    def next(self) -> Output:
+        output = self.outputs.get(timeout=ANSWER_WAIT_S)
+        self.tokens += output.tokens
+        self.text += output.text
+        self.finish_reason = output.finish_reason
+        self.handoff = output.handoff
+        return output
+
+    def wait(self) -> "Answer":
+        while self.finish_reason is None:
+            self.next()
+        return self
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """``ask(engine, prompt, max_tokens=8, ...) -> Answer``: submit without waiting."""
+
+    def submit(
+        engine: Engine,
+        prompt: str | list[int],
+        max_tokens: int = 8,
+        sampling: Sampling | None = None,
+        **fields: Any,
+    ) -> Answer:
+        tokens = encode(prompt) if isinstance(prompt, str) else list(prompt)
+        fields.setdefault("id", "request")
+        if fields.get("to_handoff"):
+            max_tokens = 1
+        outputs: queue.Queue[Output] = queue.Queue()
+        request = Request(
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=max_tokens,
+            emit=outputs.put,
+            sampling=sampling or Sampling(),
+            **fields,
+        )
+        engine.submit(request)
+        return Answer(request, outputs)
+
+    return submit
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """``make_engine(store=None, **options)``: a started engine, closed and checked later."""
+    made: list[Engine] = []
+
+    def make(store: Any = None, **options: Any) -> Engine:
+        options.setdefault("blocks", 256)
+        engine = Engine(EngineOptions(model="tiny", **options), store)
+        engine.start()
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        assert engine.close(10.0), "an engine did not end in time"
+        check_idle(engine)
+
+
+def check_idle(engine: Engine) -> None:
+    """No request is left, and every block is free or in the prefix tree."""
+    engine._scheduler.check()
+    assert not list(engine._scheduler.requests())
+    kept = 0 if engine._tree is None else len(engine._tree) * 4
+    assert engine._allocator.free + kept == engine._allocator.count, "blocks leaked"

@@ -1,0 +1,248 @@
+"""Goal: with a store tokens stay the same, less is computed, and its troubles stay its own."""
+
+import threading
+from itertools import cycle
+
+import pytest
+
+from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.request import State
+from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.scheduler import Limits
+from kvstore.errors import PeerUnreachable
+from tests.reference.conftest import Ask, MakeEngine
+from tests.reference.fake_store import FakeNode, FakeStore
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
+SAMPLINGS = (Sampling(), SEEDED)
+
+
+def counted(engine: Engine, source: str) -> float:
+    return engine.metrics.prompt_tokens.labels(source)._value.get()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 200])
+def test_prefill_then_decode_equals_mono(
+    make_engine: MakeEngine, ask: Ask, length: int, sampling: Sampling
+) -> None:
+    node = FakeNode()
+    prompt = TEXT[:length]
+    mono = make_engine()
+    expected = ask(mono, prompt, 20, sampling).wait()
+    prefill = make_engine(FakeStore(node), mode="prefill")
+    first = ask(prefill, prompt, 20, sampling, to_handoff=True).wait()
+    assert first.handoff is not None
+    assert first.tokens == expected.tokens[:1]
+    assert first.handoff.tail_tokens == length % 64
+    decode = make_engine(FakeStore(node), mode="decode")
+    answer = ask(decode, prompt, 20, sampling, from_handoff=first.handoff).wait()
+    assert answer.tokens == expected.tokens
+    assert answer.text == expected.text
+    assert counted(decode, "computed") == 0, "D computed a part of the prompt"
+    assert answer.request.timings.restored_tokens == length
+    hashes = [engine.kv_hashes("request") for engine in (mono, prefill, decode)]
+    assert hashes[0] is not None
+    assert hashes[0] == hashes[1] == hashes[2]
+
+
+def test_the_tail_is_private_read_once_and_short_lived(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    prefill = make_engine(FakeStore(node), mode="prefill")
+    ask(prefill, TEXT[:100], to_handoff=True).wait()
+    assert node.puts == [(1, 0.0, False), (1, 60.0, True)]
+    assert len(node.pages) == 2, "the tail has a space of its own"
+    assert node.reported, "the speed of prefill was not reported"
+
+
+@pytest.mark.parametrize("lost", ["everything", "tail", "head", "second page"])
+def test_what_cannot_be_restored_is_computed(make_engine: MakeEngine, ask: Ask, lost: str) -> None:
+    node = FakeNode()
+    prompt = TEXT[:200]
+    expected = ask(make_engine(), prompt, 12, SEEDED).wait()
+    prefill = make_engine(FakeStore(node), mode="prefill")
+    handoff = ask(prefill, prompt, sampling=SEEDED, to_handoff=True).wait().handoff
+    shared = next(pages for name, pages in node.pages.items() if not name.endswith(b"handoff"))
+    tails = next(pages for name, pages in node.pages.items() if name.endswith(b"handoff"))
+    keys = list(prefill._scheduler._tree._nodes)  # type: ignore[union-attr]
+    computed = {"everything": 200, "tail": 8, "head": 200, "second page": 136}[lost]
+    if lost in ("everything", "tail"):
+        tails.clear()
+    if lost in ("everything", "head"):
+        del shared[keys[0]]
+    if lost == "second page":
+        del shared[keys[1]]
+    decode = make_engine(FakeStore(node), mode="decode")
+    answer = ask(decode, prompt, 12, SEEDED, from_handoff=handoff).wait()
+    assert answer.tokens == expected.tokens
+    assert counted(decode, "computed") == computed
+    assert counted(decode, "restored") == 200 - computed
+
+
+def test_a_handoff_is_answered_only_when_the_store_has_its_pages(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    node.gate.clear()
+    prefill = make_engine(FakeStore(node), mode="prefill")
+    answer = ask(prefill, TEXT[:100], to_handoff=True)
+    assert node.arrived.acquire(timeout=10.0)
+    assert node.arrived.acquire(timeout=10.0)
+    other = ask(prefill, "others go on meanwhile", 3).wait()
+    assert len(other.tokens) == 3
+    assert answer.request.state is State.FLUSHING
+    assert answer.outputs.empty(), "answered before the pages were stored"
+    node.gate.set()
+    assert answer.wait().handoff is not None
+
+
+def test_when_the_store_takes_nothing_the_handoff_says_so(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode(full=True)
+    prefill = make_engine(FakeStore(node), mode="prefill")
+    handoff = ask(prefill, TEXT[:100], to_handoff=True).wait().handoff
+    assert handoff is not None
+    assert (handoff.tail_key, handoff.tail_tokens) == (None, 0)
+    assert prefill.metrics.store_errors.labels("capacity")._value.get() == 2
+    expected = ask(make_engine(), TEXT[:100], 9).wait()
+    decode = make_engine(FakeStore(node), mode="decode")
+    assert ask(decode, TEXT[:100], 9, from_handoff=handoff).wait().tokens == expected.tokens
+
+
+def test_a_handoff_of_a_single_token_needs_no_computing(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    handoff = ask(make_engine(FakeStore(node)), TEXT[:80], to_handoff=True).wait().handoff
+    decode = make_engine(FakeStore(node))
+    answer = ask(decode, TEXT[:80], 1, from_handoff=handoff).wait()
+    assert handoff is not None
+    assert (answer.tokens, answer.finish_reason) == ([handoff.first_token], "length")
+
+
+def test_an_aborted_restore_keeps_its_blocks_until_the_job_has_ended(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    ask(make_engine(FakeStore(node), mode="prefill"), TEXT[:200], to_handoff=True).wait()
+    decode = make_engine(FakeStore(node), mode="decode", prefix_cache=False)
+    for _ in range(node.arrived._value):
+        node.arrived.acquire()
+    node.gate.clear()
+    answer = ask(decode, TEXT[:200], 5)
+    assert node.arrived.acquire(timeout=10.0), "no restore was started"
+    decode.abort(answer.request)
+    ask(decode, "something else", 2).wait()
+    assert answer.request.state is State.FINISHED
+    assert decode._allocator.free == decode._allocator.count - 12, "blocks of a running job"
+    node.gate.set()
+    ask(decode, "one more", 2).wait()
+    assert_all_free(decode)
+
+
+def assert_all_free(engine: Engine) -> None:
+    assert engine.close(10.0)
+    assert engine._allocator.free == engine._allocator.count
+
+
+def test_garbage_of_a_failed_restore_poisons_nobody(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(), TEXT[:200], 8).wait()
+    ask(make_engine(FakeStore(node), mode="prefill"), TEXT[:200], to_handoff=True).wait()
+    node.spoil = True  # 0xff bytes are NaNs
+    engine = make_engine(FakeStore(node))
+    for _ in range(2):
+        assert ask(engine, TEXT[:200], 8).wait().tokens == expected.tokens
+    assert counted(engine, "restored") == 0
+
+
+def test_pending_pages_are_waited_for_instead_of_computed(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    ask(make_engine(FakeStore(node)), TEXT[:200], to_handoff=True).wait()
+    node.pending_lookups = 5
+    engine = make_engine(FakeStore(node))
+    ask(engine, TEXT[:200], 8).wait()
+    assert node.pending_lookups == 0
+    assert counted(engine, "restored") == 192
+
+
+def test_waiting_for_pending_pages_has_an_end(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode(pending_lookups=1_000_000)
+    engine = make_engine(FakeStore(node))
+    answer = ask(engine, TEXT[:200], 8).wait()
+    assert 0.0 < answer.request.timings.restore_s < 5.0
+    assert counted(engine, "computed") == 200
+
+
+def test_an_engine_with_a_dead_store_serves_as_if_it_had_none(
+    make_engine: MakeEngine, ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = FakeNode(error=PeerUnreachable("nobody listens"))
+    engine = make_engine(FakeStore(node))
+    expected = ask(make_engine(), TEXT, 8).wait()
+    for _ in range(2):
+        assert ask(engine, TEXT, 8).wait().tokens == expected.tokens
+    assert ask(engine, TEXT, 8, to_handoff=True).wait().handoff is not None
+    assert engine.metrics.store_errors.labels("peer_unreachable")._value.get() >= 1
+    assert len([r for r in caplog.records if "peer_unreachable" in r.getMessage()]) == 1
+
+
+def test_what_was_evicted_here_comes_back_from_the_store(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    engine = make_engine(FakeStore(node), blocks=40)
+    texts = [TEXT[shift : shift + 300] for shift in range(3)]
+    answers = [ask(engine, text, 30).wait().tokens for text in texts]
+    again = [ask(engine, text, 30).wait() for text in texts]
+    assert [answer.tokens for answer in again] == answers
+    assert counted(engine, "restored") >= 256
+    assert sum(len(pages) for pages in node.pages.values()) == 3 * 5, "330 tokens are 5 full pages"
+
+
+def test_requests_survive_preemption_with_the_same_tokens(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    roomy, tight = make_engine(), make_engine(blocks=24, prefix_cache=False)
+    prompts = [TEXT[index : index + 100] for index in range(4)]
+    expected = [ask(roomy, p, 90, SEEDED).wait().tokens for p in prompts]
+    answers = [ask(tight, p, 90, SEEDED) for p in prompts]
+    assert [answer.wait().tokens for answer in answers] == expected
+    assert tight.metrics.preemptions._value.get() > 0
+
+
+def test_puts_are_bounded_and_what_finds_no_place_is_counted(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    node.gate.clear()
+    engine = make_engine(FakeStore(node), limits=Limits(running_max=32))
+    answers = [ask(engine, f"{index:03d}" + TEXT[:70], 2) for index in range(20)]
+    for answer in answers:
+        answer.wait()
+    assert len(engine._store._puts) == 16  # type: ignore[union-attr]
+    assert engine.metrics.store_pages.labels("skipped")._value.get() == 4
+    node.gate.set()
+
+
+def test_closing_ends_unfinished_requests(make_engine: MakeEngine, ask: Ask) -> None:
+    engine = make_engine()
+    answers = [ask(engine, TEXT, 1500) for _ in range(3)]
+    answers[0].next()
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    assert {answer.wait().finish_reason for answer in answers} == {"shutdown"}
+    closer.join(10.0)
+    assert not closer.is_alive()
+
+
+def test_requests_in_one_batch_get_the_tokens_they_get_alone(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    alone, together = make_engine(prefix_cache=False), make_engine()
+    prompts = [TEXT[: 20 * n + 1] for n in range(8)]
+    expected = [
+        ask(alone, p, 10, s).wait().tokens for p, s in zip(prompts, cycle(SAMPLINGS), strict=False)
+    ]
+    answers = [ask(together, p, 10, s) for p, s in zip(prompts, cycle(SAMPLINGS), strict=False)]
+    assert [answer.wait().tokens for answer in answers] == expected
