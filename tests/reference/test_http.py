@@ -15,6 +15,7 @@ from aiohttp import web
 from engine_adapters.reference.engine import Engine, EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import Identity, Server, serve
+from tests.conftest import wait_for
 from tests.reference.fake_store import FakeNode, FakeStore
 
 PROMPT = "Tell me about pages, slots and leases. " * 4
@@ -44,9 +45,7 @@ class Service:
         return answer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110  (the state is another thread's)
-                await asyncio.sleep(0.005)
+        assert await asyncio.to_thread(wait_for, condition, WAIT_S), "it never came true"
 
 
 @asynccontextmanager

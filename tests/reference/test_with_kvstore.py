@@ -1,0 +1,111 @@
+"""Goal: the same as with the fake store, with the real one between two engines of one process."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_adapters.reference.sampler import Sampling
+from kvstore.client import KVStore
+from tests.reference.conftest import Ask, MakeEngine
+
+WORDS = [
+    "page",
+    "slot",
+    "lease",
+    "tier",
+    "node",
+    "peer",
+    "engine",
+    "prefix",
+    "key",
+    "digest",
+    "shard",
+    "space",
+    "pin",
+    "job",
+]
+
+
+class Borrowed:
+    """A store that several engines use: none of them closes it."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        """The owner does."""
+
+
+@pytest.fixture
+def store() -> Iterator[Borrowed]:
+    with KVStore.open(capacity_bytes=64 << 20) as opened:
+        yield Borrowed(opened)
+
+
+def prompts(count: int) -> list[str]:
+    """Of 1..600 bytes; about half continue a common beginning."""
+    chance = random.Random(11)
+    common = " ".join(chance.choices(WORDS, k=60))
+    lengths = [1, 63, 64, 65, 128, 256, *(chance.randrange(2, 600) for _ in range(count - 6))]
+    made = []
+    for number, length in enumerate(lengths):
+        own = " ".join(chance.choices(WORDS, k=150))
+        made.append(((common[: length // 2] if number % 2 else "") + own)[:length])
+    return made
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=99)],
+    ids=["greedy", "seeded"],
+)
+def test_prefill_to_decode_through_the_store_equals_mono(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed, sampling: Sampling
+) -> None:
+    mono = make_engine(prefix_cache=False)
+    prefill = make_engine(store, mode="prefill", blocks=512)
+    decode = make_engine(store, mode="decode", blocks=512, prefix_cache=False)
+    texts = prompts(20)
+    names = [f"r{number}" for number in range(len(texts))]
+    asked = list(zip(names, texts, strict=True))
+    expected = [ask(mono, text, 16, sampling, id=name) for name, text in asked]
+    first = [ask(prefill, text, 1, sampling, id=name, to_handoff=True) for name, text in asked]
+    answers = [
+        ask(decode, text, 16, sampling, id=name, from_handoff=one.wait().handoff)
+        for (name, text), one in zip(asked, first, strict=True)
+    ]
+    for name, text, want, have in zip(names, texts, expected, answers, strict=True):
+        assert have.wait().tokens == want.wait().tokens, text
+        assert have.request.timings.restored_tokens == len(text), f"{text!r} was computed again"
+        hashes = mono.kv_hashes(name)
+        assert hashes is not None
+        assert prefill.kv_hashes(name) == hashes
+        assert decode.kv_hashes(name) == hashes
+
+
+def test_a_second_engine_does_not_compute_what_the_first_has_stored(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed
+) -> None:
+    text = prompts(7)[5] + " and then something else."
+    one, two = make_engine(store), make_engine(store)
+    expected = ask(one, text, 80).wait().tokens
+    assert one.close(10.0)  # its puts have ended then
+    answer = ask(two, text, 80).wait()
+    assert answer.tokens == expected
+    assert answer.request.timings.restored_tokens == len(text) // 64 * 64
+
+
+def test_an_engine_whose_node_is_not_there_serves(
+    make_engine: MakeEngine, ask: Ask, tmp_path: Path
+) -> None:
+    store = KVStore.connect(f"unix://{tmp_path}/nobody.sock", name="P1", timeout_s=0.2)
+    engine = make_engine(store)
+    expected = ask(make_engine(), "hello " * 30, 8).wait().tokens
+    assert ask(engine, "hello " * 30, 8).wait().tokens == expected
+    assert ask(engine, "hello " * 31, 8, to_handoff=True).wait().handoff is not None
