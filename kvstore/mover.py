@@ -28,6 +28,9 @@ from kvstore.errors import InvalidArgument, TierUnavailable
 Addresses = npt.NDArray[np.uint64]
 Digests = npt.NDArray[np.uint8]
 
+Order = Literal["page", "segment"]
+"""What a scatter makes ready first."""
+
 DIGEST_BYTES: Final = 16
 VERSION: Final = 1
 """Of the calls in ``_mover.c``; a library of another version is not used."""
@@ -84,6 +87,23 @@ class Pieces(NamedTuple):
         count = len(addresses)
         length = np.full(count, page_bytes, dtype=np.uint64)
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)
+
+    def pages(self, start: int, stop: int) -> "Pieces":
+        """The pieces of pages ``start`` to ``stop``, without copying them."""
+        first, last = start * self.segments, stop * self.segments
+        begin = int(self.end[first - 1]) if first else 0
+        end = int(self.end[last - 1]) if last else 0
+        ends = self.end[first:last] - begin if begin else self.end[first:last]
+        return Pieces(self.address[begin:end], self.length[begin:end], ends, self.segments)
+
+    def choose(self, wanted: npt.NDArray[np.intp]) -> "Pieces":
+        """The pieces of the pages numbered in ``wanted``, rising."""
+        counts = np.diff(self.end, prepend=0).reshape(-1, self.segments)
+        chosen = np.zeros(len(counts), dtype=bool)
+        chosen[wanted] = True
+        kept = np.repeat(chosen, counts.sum(axis=1))
+        ends = np.cumsum(counts[chosen].reshape(-1), dtype=np.int64)
+        return Pieces(self.address[kept], self.length[kept], ends, self.segments)
 
 
 class Progress:
@@ -150,22 +170,15 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Somebody called :meth:`finish`."""
+        """The job's owner called :meth:`finish`."""
         return bool(self.words[Word.FINISHED])
 
 
 class Job(NamedTuple):
-    """One job as both implementations take it: shapes are checked, contents are not.
+    """One job as both implementations take it: shapes are checked, what pieces say is not.
 
-    Attributes:
-        mode: what to do.
-        page_bytes: of every page, at least 1.
-        pages: shape (n,), uint64, n at least 1.
-        seeds: shape (n,), uint64.
-        digests: shape (n, 16), uint8, C-contiguous: written, or (scatter) compared with.
-        pieces: None for a digest.
-        ok: shape (n,), bool, C-contiguous: written by a scatter.
-        progress: where to look for cancellation and to count segments.
+    Shapes and dtypes are those of the public functions, with n at least 1. ``digests`` is written,
+    or compared with by a scatter, which writes ``ok``; both are C-contiguous and writable.
     """
 
     mode: Mode
@@ -389,7 +402,7 @@ def scatter(
     seeds: npt.NDArray[np.uint64],
     target: Pieces,
     progress: Progress | None = None,
-    order: Literal["page", "segment"] = "page",
+    order: Order = "page",
 ) -> npt.NDArray[np.bool_]:
     """Verify pages and copy them into pieces.
 
@@ -401,7 +414,7 @@ def scatter(
         source_pages: shape (n,), uint64: where each page begins.
         page_bytes: bytes of each page.
         digests: shape (n, 16), uint8: what the pages must digest to.
-        seeds: shape (n,), uint64: seed of each page's digest.
+        seeds: as for :func:`gather`.
         target: pieces that the pages fill exactly.
         progress: to cancel it and to wait for segments.
         order: what is ready first.
@@ -473,21 +486,17 @@ def _run(
         return
     finished = _chosen.move(Job(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
     if finished < 0:
-        raise InvalidArgument(
-            "pieces", f"those of page {-1 - finished} do not fill its {page_bytes} bytes"
-        )
+        raise InvalidArgument("pieces", f"page {-1 - finished} is not filled exactly by its own")
 
 
 def _check_shapes(pieces: Pieces, pages: int) -> None:
-    if pieces.segments < 1 or len(pieces.end) != pages * pieces.segments:
-        raise InvalidArgument(
-            "end", f"{len(pieces.end)} for {pages} pages of {pieces.segments} segments"
-        )
+    addresses, lengths, ends = (len(array) for array in pieces[:3])
+    if pieces.segments < 1 or ends != pages * pieces.segments:
+        raise InvalidArgument("end", f"{ends} for {pages} pages of {pieces.segments} segments")
     count = int(pieces.end[-1]) if pages else 0
-    if not len(pieces.address) == len(pieces.length) == count:
+    if not addresses == lengths == count:
         raise InvalidArgument(
-            "pieces",
-            f"{len(pieces.address)} addresses, {len(pieces.length)} lengths, the last end {count}",
+            "pieces", f"{addresses} addresses, {lengths} lengths, the last end {count}"
         )
 
 

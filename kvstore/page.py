@@ -207,7 +207,9 @@ class PrefixKeys(Sequence[PrefixKey]):
     ) -> None:
         """Wrap keys that exist; :func:`page_keys` makes new ones."""
         if len(packed) % KEY_BYTES:
-            raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
+            raise InvalidArgument(
+                "keys", f"{len(packed)} bytes are no whole number of 32-byte keys"
+            )
         if parent and len(parent) != KEY_BYTES:
             raise InvalidArgument("parent", f"{len(parent)} bytes are no 32-byte key")
         if tokens is not None and len(tokens) * KEY_BYTES != len(packed) * page_tokens:
@@ -276,6 +278,8 @@ def page_keys(
     Raises:
         InvalidArgument: a token id does not fit 32 bits.
     """
+    if page_tokens < 1:
+        raise InvalidArgument("page_tokens", f"{page_tokens} is not positive")
     ids = _as_uint32(tokens)
     count = len(ids) // page_tokens
     ids = ids[: count * page_tokens]
@@ -283,7 +287,7 @@ def page_keys(
     if known is not None and _is_prefix(known, ids, page_tokens, seed):
         packed += known.packed
     digest = bytes(packed[-KEY_BYTES:]) or _chain_start(seed)
-    raw = memoryview(ids).cast("B")
+    raw = ids.data.cast("B")
     step = page_tokens * 4
     sha256 = hashlib.sha256
     for start in range(len(packed) // KEY_BYTES * step, count * step, step):
@@ -313,8 +317,13 @@ def _is_prefix(
 def _as_uint32(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """A private, contiguous little-endian uint32 copy of ``tokens``."""
     try:
+        if isinstance(tokens, bytes | bytearray | memoryview):
+            raise InvalidArgument("tokens", "bytes are no token ids")
         if isinstance(tokens, np.ndarray):
-            if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < 2**32):
+            if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+                what = f"{tokens.ndim}-dimensional array of {tokens.dtype}"
+                raise InvalidArgument("tokens", f"a {what} is no run of token ids")
+            if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
                 raise InvalidArgument("tokens", "a token id is outside 0..2**32-1")
             return np.array(tokens, dtype="<u4", order="C").reshape(-1)
         return np.frombuffer(array("I", tokens), dtype="<u4") if len(tokens) else _NO_TOKENS

@@ -59,7 +59,15 @@ class Removed:
     cause: str
 
 
-Action = Stored | Removed
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Action: a page that was being written will not come from that writer; who waits may stop."""
+
+    space: Space
+    keys: list[PrefixKey]
+
+
+Action = Stored | Removed | Abandoned
 
 
 class PageTable:
@@ -118,8 +126,7 @@ class PageTable:
             self._by_digest[identity.digest] = space
         session.domain = identity.tenant
         return space, [
-            self._shard_number(space, spec, size)
-            for spec, size in zip(shards, sizes, strict=True)
+            self._shard_number(space, spec, size) for spec, size in zip(shards, sizes, strict=True)
         ]
 
     def space(self, number: int, session: Session) -> Space:
@@ -188,14 +195,14 @@ class PageTable:
                 break
             pages.append((node, shard, node.slots[shard]))
         lease = Lease(pages, len(pages) * space.shards[shard].slot_bytes, deadline_ns)
-        if not process.session.admits(lease.bytes):
+        if not process.session.admits(lease.size_bytes):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         if pages:
             self.slots.pin(lease.slots, self._tick)
             pages[-1][0].access = self._tick
-            self._hold(process, lease.bytes)
+            self._hold(process, lease.size_bytes)
             process.leases[lease_id] = lease
             entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
             heapq.heappush(self._lease_deadlines, entry)
@@ -206,7 +213,7 @@ class PageTable:
         lease = process.leases.pop(lease_id, None)
         if lease is None:
             return
-        self._hold(process, -lease.bytes)
+        self._hold(process, -lease.size_bytes)
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
@@ -264,7 +271,7 @@ class PageTable:
         if size * len(put.pages) != len(digests) or size != 16:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {len(put.pages)} pages")
         del process.puts[put_id]
-        self._hold(process, -put.bytes)
+        self._hold(process, -put.size_bytes)
         self._tick += 1
         statuses: list[PageStatus] = []
         stored: list[Node] = []
@@ -299,7 +306,7 @@ class PageTable:
             return
         for node, slot in reversed(put.pages):
             if self._owns(node, put.shard, slot):
-                self._forget(node, put.shard)
+                self._abandon(node, put.shard)
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
         if writing:
@@ -339,12 +346,8 @@ class PageTable:
         self._remove(node, shard, cause)
         self._tidy(node)
 
-    def expire(self, now_ns: int) -> int:
-        """Apply every deadline up to ``now_ns``.
-
-        Returns:
-            the next deadline, or 0 when there is none.
-        """
+    def expire(self, now_ns: int) -> None:
+        """Apply every deadline up to ``now_ns``."""
         leases, pages = self._lease_deadlines, self._page_deadlines
         while leases and leases[0][0] <= now_ns:
             _, _, process, lease_id, lease = heapq.heappop(leases)
@@ -359,8 +362,11 @@ class PageTable:
             if is_live(node) and 0 < node.expires_ns <= now_ns:
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
-        due = [queue[0][0] for queue in (leases, pages) if queue]
-        return min(due, default=0)
+
+    def next_deadline_ns(self) -> int:
+        """The earliest deadline that :meth:`expire` would apply; 0 = none."""
+        queues = (self._lease_deadlines, self._page_deadlines)
+        return min((queue[0][0] for queue in queues if queue), default=0)
 
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
@@ -395,9 +401,7 @@ class PageTable:
                 assert run[0].parent is not None
                 keys = [member.key for member in run]
                 told = b"".join(tokens[id(member)] for member in run)
-                self.actions.append(
-                    Stored(run[0].space, put.shard, keys, run[0].parent.key, told)
-                )
+                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
                 run = []
             if node is not None:
                 run.append(node)
@@ -428,7 +432,7 @@ class PageTable:
         node.slots[shard] = slot
         self._owners[slot] = node
         put.pages.append((node, slot))
-        put.bytes += of.slot_bytes
+        put.size_bytes += of.slot_bytes
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
 
@@ -487,7 +491,7 @@ class PageTable:
             if below.ready >> shard & 1:
                 self._remove(below, shard, cause)
             elif shard in below.slots:
-                self._forget(below, shard)  # its writer will find it DROPPED
+                self._abandon(below, shard)  # its writer will find it DROPPED
             self._tidy(below)
 
     def _remove(self, node: Node, shard: int, cause: str) -> None:
@@ -497,6 +501,10 @@ class PageTable:
         self.actions.append(Removed(node.space, shard, [node.key], cause))
         self.counts[f"removed_{cause}"] += 1
         self.slots.release([slot])
+
+    def _abandon(self, node: Node, shard: int) -> None:
+        self._forget(node, shard)
+        self.actions.append(Abandoned(node.space, [node.key]))
 
     def _forget(self, node: Node, shard: int) -> Slot:
         slot = node.slots.pop(shard)
@@ -543,7 +551,7 @@ class PageTable:
 
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
-        self._hold(process, -put.bytes)
+        self._hold(process, -put.size_bytes)
 
 
 def _longest(have: list[int], windows: dict[int, int]) -> int:

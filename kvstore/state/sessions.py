@@ -25,12 +25,12 @@ class Lease:
 
     Attributes:
         pages: (node, shard number, slot) of each page.
-        bytes: slot bytes, counted against the quota until the lease is gone.
+        size_bytes: slot bytes, counted against the quota until the lease is gone.
         expired: its pins have become holds.
     """
 
     pages: list[tuple[Node, int, Slot]]
-    bytes: int
+    size_bytes: int
     deadline_ns: int
     expired: bool = False
 
@@ -47,14 +47,14 @@ class Put:
     Attributes:
         pages: (node, slot) of each granted page, in chain order.
         shard: the shard number they are all of.
-        bytes: slot bytes, counted against the quota until the put is gone.
+        size_bytes: slot bytes, counted against the quota until the put is gone.
         tokens: uint32 little-endian tokens of the granted pages, or empty.
         lost: its writer may still write, its slots are in LIMBO.
     """
 
     pages: list[tuple[Node, Slot]]
     shard: int
-    bytes: int
+    size_bytes: int
     tokens: bytes = b""
     lost: bool = False
 
@@ -114,7 +114,7 @@ class Session:
     def check(self) -> None:
         """Assert that the bytes add up."""
         used = sum(
-            item.bytes
+            item.size_bytes
             for process in self.processes.values()
             for item in (*process.leases.values(), *process.puts.values())
         )

@@ -72,6 +72,7 @@ class Space:
     Attributes:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
+        label: hex digest of the identity: the space's name in events and statistics.
     """
 
     number: int
@@ -79,8 +80,10 @@ class Space:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
     root: Node = field(init=False)
+    label: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.label = self.identity.digest.hex()
         self.root = Node(self, PrefixKey(b""), None)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> Node:

@@ -1,0 +1,151 @@
+"""The client: what engine adapters, tools and tests hold of a store.
+
+Two rules for whoever calls this from inside an engine:
+
+* Reading never raises for a store in trouble: a node that is away, slow, full or wrong is a miss
+  (``troubles`` counts why). Storing says what it could not do by raising a ``KVStoreError``.
+* Nothing waits without a deadline, and bytes move in native calls that hold no interpreter lock.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from kvstore import wire
+from kvstore.config import HostConfig
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError
+from kvstore.link import Link, NodeLink
+from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.space import Services, Space
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S: Final = 1.0
+
+
+class KVStore:
+    """A node as an engine uses it. Make one with :meth:`connect` or :meth:`open`; thread-safe."""
+
+    def __init__(self, link: NodeLink, timeout_s: float = TIMEOUT_S) -> None:
+        """Use :meth:`connect` or :meth:`open`."""
+        self._link = link
+        self._waiting: Link | None = None
+        self._timeout_s = timeout_s
+        self._services = Services(link, self._waiting_link, timeout_s)
+
+    @property
+    def troubles(self) -> Counter[str]:
+        """Error code → how often a read became a miss because of it."""
+        return self._services.troubles
+
+    @classmethod
+    def connect(
+        cls,
+        address: str = "unix:///run/kvstore/kvstore.sock",
+        *,
+        name: str = "client",
+        session: bytes = b"",
+        timeout_s: float = TIMEOUT_S,
+    ) -> "KVStore":
+        """Connect to the node at ``address``; with nobody there, everything misses until there is.
+
+        Args:
+            address: ``unix://`` and the socket's path.
+            name: what the node calls this engine in its statistics.
+            session: ``session_token`` of the engine's first process, to join its session.
+            timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
+
+        Raises:
+            InvalidArgument: the address is malformed.
+        """
+        scheme, _, path = address.partition("://")
+        if scheme != "unix" or not path.startswith("/"):
+            raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
+        return cls(Link(path, name, session), timeout_s)
+
+    @classmethod
+    def open(
+        cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False
+    ) -> "KVStore":
+        """Run a node of ``capacity_bytes`` in this process, for it alone."""
+        from kvstore.embedded import Embedded  # noqa: PLC0415  (engines with a daemon need no node)
+
+        host = HostConfig(
+            capacity_bytes=capacity_bytes,
+            extent_bytes=min(extent_bytes, capacity_bytes // 4096 * 4096),
+            prefault=prefault,
+        )
+        return cls(Embedded(host, "embedded"))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node answers, as far as is known."""
+        return self._link.connected
+
+    @property
+    def session_token(self) -> bytes:
+        """What other processes of the same engine pass to :meth:`connect`; empty when embedded."""
+        return self._link.session if isinstance(self._link, Link) else b""
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """How fast loads have been (moving average)."""
+        return self._services.load_bytes_per_s
+
+    def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> "Space":
+        """The pages of one model, as the ranks of one engine hold them.
+
+        Raises:
+            InvalidArgument, LayoutMismatch: the node refuses; names the field. A node that is away
+                is asked when it is back, and a refusal then makes everything miss.
+        """
+        space = Space(self._services, identity, shards)
+        try:
+            space.numbers()
+        except TransferError as error:
+            log.debug("space of %s opens later: %s", identity.model, error)
+        return space
+
+    def report_prefill(self, seconds_per_token: float) -> None:
+        """Tell the node what computing a token costs this engine."""
+        self._link.send(wire.ReportPrefill(seconds_per_token))
+
+    def stats(self) -> dict[str, Any]:
+        """The node's statistics.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it does not answer.
+        """
+        if not isinstance(self._link, Link):
+            return self._link.node.stats()  # type: ignore[attr-defined,no-any-return]
+        answer = self._link.request(wire.Stats(0), self._timeout_s)
+        assert isinstance(answer, wire.StatsReply)
+        return json.loads(answer.json)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Finish submitted jobs, then leave the node; nothing of it stays mapped."""
+        self._services.loads.close()
+        self._services.stores.close()
+        if self._waiting is not None:
+            self._waiting.close()
+        self._link.close()
+
+    def __enter__(self) -> "KVStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def _waiting_link(self) -> NodeLink:
+        """A connection of its own for lookups that wait."""
+        if not isinstance(self._link, Link):
+            return self._link
+        if self._waiting is None:
+            self._waiting = Link(self._link.path, self._link.name, self._link.session)
+        return self._waiting

@@ -1,0 +1,125 @@
+"""The node in the caller's own process, for one engine alone: no daemon, no socket."""
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic, monotonic_ns
+
+from kvstore import wire
+from kvstore.config import HostConfig
+from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout, error_from_code
+from kvstore.mapping import Mapping
+from kvstore.node import Node, NodeLimits
+from kvstore.state.slots import SlotTable
+from kvstore.tier.host import HostMemory
+
+_CONNECTION = 1
+
+
+class Embedded:
+    """A node and its memory as a :class:`~kvstore.link.NodeLink`; every thread may use it.
+
+    Args:
+        host: capacity and limits.
+        name: names the node.
+    """
+
+    epoch = 1
+
+    def __init__(self, host: HostConfig, name: str) -> None:
+        """Make the memory and say Hello to the node in it."""
+        boot = secrets.token_bytes(16)
+        slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
+        quota = host.session_quota_bytes or host.capacity_bytes // 2
+        limits = NodeLimits(quota, int(host.lease_s_max * 1000))
+        self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16))
+        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
+        self.memory.create(extent.number for extent in slots.extents)
+        self._mapping = Mapping(boot, self._fetch)
+        #: The node; also signalled when an answer has come.
+        self._answered = threading.Condition()
+        self._answers: dict[int, wire.Answer] = {}
+        self._identifier = 0
+        self._open = True
+        self.node.connected(_CONNECTION, os.getpid())
+        self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
+
+    @property
+    def connected(self) -> bool:
+        """True until :meth:`close`."""
+        return self._open
+
+    def request(self, message: wire.Request, timeout_s: float) -> wire.Answer:
+        """See :class:`~kvstore.link.NodeLink`."""
+        deadline = monotonic() + timeout_s
+        with self._answered:
+            self._identifier += 1
+            identifier = message.id = self._identifier  # type: ignore[union-attr]
+            self._tell(message)
+            while identifier not in self._answers:
+                if monotonic() >= deadline:
+                    raise TransferTimeout("the node did not answer in time")
+                # A lookup that waits for another thread's put; its own deadline ends it.
+                self._answered.wait(0.005)
+                self.node.advance(monotonic_ns())
+                self._collect()
+            answer = self._answers.pop(identifier)
+        if isinstance(answer, wire.Failure):
+            raise error_from_code(answer.code, answer.message, answer.field)
+        return answer
+
+    def send(self, message: wire.Request) -> None:
+        """See :class:`~kvstore.link.NodeLink`."""
+        with self._answered:
+            if self._open:
+                self._tell(message)
+
+    @contextmanager
+    def moving(self) -> Iterator[Mapping]:
+        """See :class:`~kvstore.link.NodeLink`."""
+        if not self._open:
+            raise PeerUnreachable("the store is closed")
+        yield self._mapping
+
+    def close(self) -> None:
+        """End the session and give the memory back."""
+        with self._answered:
+            if not self._open:
+                return
+            self._open = False
+            self.node.disconnected(_CONNECTION, monotonic_ns(), ended=True)
+        self._mapping.close()
+        self.memory.close()
+
+    def _tell(self, message: wire.Request) -> None:
+        if not self._open:
+            raise PeerUnreachable("the store is closed")
+        now_ns = monotonic_ns()
+        if 0 < self.node.next_deadline_ns() <= now_ns:
+            self.node.advance(now_ns)
+        if isinstance(message, wire.Stats):
+            raise ProtocolError("an embedded node has no statistics service; use stats()")
+        self.node.receive(_CONNECTION, message, now_ns)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Carry out what the node decided, then hand out its answers."""
+        slots = self.node.pages.slots
+        while slots.replaced:
+            self.memory.replace(*slots.replaced.pop(0))
+        self.node.actions.clear()
+        for _, answer in self.node.outbox:
+            self._answers[getattr(answer, "id", 0)] = answer
+        self.node.outbox.clear()
+        self._answered.notify_all()
+
+    def _fetch(self, numbers: Sequence[int]) -> Sequence[int]:
+        descriptors = []
+        for number in numbers:
+            descriptor = self.memory.descriptor(number)
+            if descriptor is None:
+                raise ProtocolError(f"extent {number} does not exist")
+            descriptors.append(os.dup(descriptor))
+        return descriptors

@@ -1,0 +1,178 @@
+"""Moves in the background: submitted by an engine's step, waited for with deadlines."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from kvstore.errors import CapacityError, KVStoreError, TransferTimeout
+from kvstore.mover import Progress
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+QUEUE_MAX: Final = 1024
+_JOIN_TIMEOUT_S: Final = 60.0
+
+
+class RestoreResult(NamedTuple):
+    """How a restore ended.
+
+    Attributes:
+        pages: leading pages whose blocks now hold verified KV; the rest holds nothing valid.
+        size_bytes: bytes of those pages.
+        seconds: from the job's start to its end.
+    """
+
+    pages: int
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Worker:
+    """One thread that runs jobs in the order they came; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        """Start no thread yet."""
+        self._name = name
+        self._jobs: queue.Queue[Job[object] | None] = queue.Queue(QUEUE_MAX)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: "Job[object]") -> None:
+        """Queue a job.
+
+        Raises:
+            CapacityError: too many wait already, or the store is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise CapacityError("the store is closed")
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            try:
+                self._jobs.put_nowait(job)
+            except queue.Full as error:
+                raise CapacityError(f"{QUEUE_MAX} jobs wait already") from error
+
+    def close(self) -> None:
+        """Run what was submitted, then end the thread."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._jobs.put(None, timeout=_JOIN_TIMEOUT_S)
+            thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+
+class Job(Generic[T]):
+    """One submitted move."""
+
+    def __init__(self, worker: Worker, run: Callable[[], T]) -> None:
+        """Queue it at once; a full queue makes a job that has failed."""
+        self._call = run
+        self._ended = threading.Event()
+        self._value: T | None = None
+        self._error: KVStoreError | None = None
+        try:
+            worker.submit(self)  # type: ignore[arg-type]
+        except CapacityError as error:
+            self._error = error
+            self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: it touches no memory any more."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; False when the time ran out first."""
+        return self._ended.wait(timeout_s)
+
+    def run(self) -> None:
+        """Carry it out; the worker's business."""
+        try:
+            self._value = self._call()
+        except KVStoreError as error:
+            self._error = error
+        except BaseException as error:
+            # A programmer's error must not leave an engine waiting for this job for ever.
+            self._error = KVStoreError(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._ended.set()
+
+    def _outcome(self, timeout_s: float) -> T:
+        if not self._ended.wait(timeout_s):
+            raise TransferTimeout(f"the job has not ended after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return self._value
+
+
+class StoreJob(Job[T]):
+    """A put in the background."""
+
+    def result(self, timeout_s: float = 60.0) -> T:
+        """What was stored.
+
+        Raises:
+            TransferTimeout: it has not ended yet.
+            KVStoreError: what :meth:`~kvstore.space.Space.put` raises.
+        """
+        return self._outcome(timeout_s)
+
+
+class RestoreJob(Job[RestoreResult]):
+    """A restore in the background. It never raises for a store in trouble: that restores 0 pages."""
+
+    def __init__(
+        self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool
+    ) -> None:
+        """Queue it at once."""
+        self._progress = progress
+        self._layered = layered
+        super().__init__(worker, run)
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Wait until layer ``layer`` of all restored pages is in place, or the job has ended.
+
+        Only a job of order ``segment`` tells layers apart; for others this waits for the end. How
+        many pages hold valid KV is known from ``result()`` at the end; after a True for a layer,
+        that of every page the job will report.
+        """
+        if not self._layered:
+            return self.wait(timeout_s)
+        return self._progress.wait(layer + 1, timeout_s)
+
+    def cancel(self) -> None:
+        """Ask it to stop early: a hint. Wait for its end before using the blocks otherwise."""
+        self._progress.cancel()
+
+    def result(self, timeout_s: float = 60.0) -> RestoreResult:
+        """How much was restored.
+
+        Raises:
+            TransferTimeout: it has not ended yet.
+        """
+        try:
+            return self._outcome(timeout_s)
+        except TransferTimeout:
+            raise
+        except KVStoreError as error:
+            log.warning("a restore became a miss: %s", error)
+            return RestoreResult(0)
+
+    def run(self) -> None:
+        """Carry it out, then wake whoever waits for a layer."""
+        super().run()
+        self._progress.finish()

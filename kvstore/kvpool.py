@@ -1,0 +1,124 @@
+"""An engine's KV pool as addresses and strides: which bytes a page is made of. No torch.
+
+A pool has **planes**: memory that holds one part (say, the K of layer 3) of every block. Block b of
+plane i is the ``block_bytes`` contiguous bytes at ``planes[i] + b * block_stride_bytes``. A page of
+a canonical or opaque layout is the planes in order, and in each plane the page's blocks in order::
+
+    page = plane 0: block b0, block b1, … │ plane 1: block b0, block b1, … │ …
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument, LayoutMismatch
+from kvstore.mover import Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """The memory an engine keeps K and V in. Addresses stay the engine's; it must outlive all jobs.
+
+    Attributes:
+        planes: address of block 0 of each plane, in page order: for canonical pages
+            ``[layer 0 K, layer 0 V, layer 1 K, …]``, for opaque ones one plane a layer.
+        block_bytes: bytes of one block in one plane, contiguous.
+        block_stride_bytes: distance between consecutive blocks of a plane, at least ``block_bytes``.
+        block_count: blocks in the pool.
+        planes_per_layer: 2 when K and V are apart, 1 when they are one.
+    """
+
+    planes: tuple[int, ...]
+    block_bytes: int
+    block_stride_bytes: int
+    block_count: int
+    planes_per_layer: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse a pool whose numbers cannot describe memory."""
+        if not self.planes or len(self.planes) % self.planes_per_layer:
+            raise InvalidArgument("planes", f"{len(self.planes)} are no whole number of layers")
+        if not 0 < self.block_bytes <= self.block_stride_bytes:
+            raise InvalidArgument("block_bytes", f"{self.block_bytes} is outside 1..stride")
+        if self.block_count < 1:
+            raise InvalidArgument("block_count", f"{self.block_count} is not positive")
+
+    @property
+    def layer_count(self) -> int:
+        """Layers in the pool."""
+        return len(self.planes) // self.planes_per_layer
+
+    def blocks_per_page(self, page_bytes: int) -> int:
+        """How many blocks one page spans.
+
+        Raises:
+            LayoutMismatch: pages of that size are not made of whole blocks of this pool.
+        """
+        count, rest = divmod(page_bytes, len(self.planes) * self.block_bytes)
+        if rest or not count:
+            raise LayoutMismatch(
+                "block_bytes",
+                f"a page of {page_bytes} bytes is no whole number of blocks of"
+                f" {len(self.planes)} planes x {self.block_bytes} bytes",
+            )
+        return count
+
+    def pieces(self, blocks: npt.ArrayLike, page_bytes: int, *, by_layer: bool = False) -> Pieces:
+        """What to copy for pages that lie in ``blocks``; neighbouring blocks become one piece.
+
+        Args:
+            blocks: block numbers, ``blocks_per_page`` for each page, in page order.
+            page_bytes: bytes of one page.
+            by_layer: make a segment of each layer (for layer-wise waiting), else one of the page.
+
+        Raises:
+            InvalidArgument: a block is not in the pool, or they do not fill whole pages.
+        """
+        table = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        per_page = self.blocks_per_page(page_bytes)
+        if len(table) % per_page:
+            raise InvalidArgument("blocks", f"{len(table)} blocks do not fill pages of {per_page}")
+        if len(table) and not (int(table.min()) >= 0 and int(table.max()) < self.block_count):
+            raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
+        table = table.reshape(-1, per_page)
+        # starts[p, j]: block j of page p does not lie right behind block j-1.
+        starts = np.ones(table.shape, dtype=bool)
+        if self.block_stride_bytes == self.block_bytes:
+            starts[:, 1:] = table[:, 1:] != table[:, :-1] + 1
+        run_pages, run_at = np.nonzero(starts)
+        ends_at = np.append(run_at[1:], 0)
+        ends_at[np.append(run_pages[1:] != run_pages[:-1], True)] = per_page
+        lengths = (ends_at - run_at).astype(np.uint64) * np.uint64(self.block_bytes)
+        offsets = table[run_pages, run_at].astype(np.uint64) * np.uint64(self.block_stride_bytes)
+        runs = np.bincount(run_pages, minlength=len(table))
+        return self._spread(offsets, lengths, runs, by_layer=by_layer)
+
+    def _spread(
+        self,
+        offsets: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        runs: npt.NDArray[np.int64],
+        *,
+        by_layer: bool,
+    ) -> Pieces:
+        """Repeat each page's runs of blocks for every plane, page by page."""
+        planes = np.asarray(self.planes, dtype=np.uint64)
+        pages, plane_count = len(runs), len(planes)
+        if pages and (runs == runs[0]).all():
+            each = int(runs[0])
+            address = planes[None, :, None] + offsets.reshape(pages, 1, each)
+            length = np.broadcast_to(lengths.reshape(pages, 1, each), address.shape)
+        else:
+            parts = np.split(offsets, np.cumsum(runs)[:-1])
+            sizes = np.split(lengths, np.cumsum(runs)[:-1])
+            address = np.concatenate([(planes[:, None] + part).reshape(-1) for part in parts])
+            length = np.concatenate([np.tile(size, plane_count) for size in sizes])
+        segments = self.layer_count if by_layer else 1
+        pieces_each = np.repeat(runs * (plane_count // segments), segments)
+        return Pieces(
+            np.ascontiguousarray(address.reshape(-1)),
+            np.ascontiguousarray(length.reshape(-1)),
+            np.cumsum(pieces_each, dtype=np.int64),
+            segments,
+        )

@@ -1,0 +1,128 @@
+"""Extents as a client process sees them: mapped read-only, and writable only to put.
+
+Mappings do not pass to a forked child (``MADV_DONTFORK``), so a child can neither read nor write a
+slot that its parent's session owns.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover
+from kvstore.wire import ADDRESS
+
+#: Mappings inherited through a fork: never unmapped, because their addresses may be re-used.
+_inherited: Final[list["Mapping"]] = []
+
+
+class Mapping:
+    """The memory of one boot of a node in this process.
+
+    Args:
+        boot: the boot whose memory this is.
+        fetch: gives descriptors of extents; the mapping closes them.
+    """
+
+    def __init__(self, boot: bytes, fetch: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        """Map nothing yet."""
+        self.boot = boot
+        self._fetch = fetch
+        self._read: dict[int, npt.NDArray[np.uint8]] = {}
+        self._write: dict[int, npt.NDArray[np.uint8]] = {}
+        self._memories: list[mmap.mmap] = []
+        #: Protects the three above.
+        self._lock = threading.Lock()
+        self._populating: list[threading.Thread] = []
+        self._closing = False
+
+    def locate(self, addresses: bytes, *, write: bool) -> npt.NDArray[np.uint64]:
+        """Where the slots at these :data:`~kvstore.wire.ADDRESS` es are in this process.
+
+        Returns:
+            shape (n,), uint64 addresses, valid until :meth:`close`.
+        """
+        slots = np.frombuffer(addresses, dtype=ADDRESS)
+        extents = slots["extent"]
+        wanted = np.unique(extents).tolist() if len(extents) > 1 else extents.tolist()
+        arrays = self._arrays(wanted, write=write)
+        if len(wanted) == 1:
+            base = np.uint64(arrays[wanted[0]].ctypes.data)
+            return np.asarray(slots["offset"] + base, dtype=np.uint64)
+        bases = np.array([arrays[int(number)].ctypes.data for number in extents], dtype=np.uint64)
+        return np.asarray(slots["offset"] + bases, dtype=np.uint64)
+
+    def views(self, addresses: bytes, size: int) -> list[npt.NDArray[np.uint8]]:
+        """Read-only arrays of ``size`` bytes over the slots at ``addresses``."""
+        slots = np.frombuffer(addresses, dtype=ADDRESS)
+        numbers = slots["extent"].tolist()
+        arrays = self._arrays(set(numbers), write=False)
+        return [
+            arrays[number][offset : offset + size]
+            for number, offset in zip(numbers, slots["offset"].tolist(), strict=True)
+        ]
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes mapped, read-only and writable mappings counted apart."""
+        return sum(len(memory) for memory in self._memories)
+
+    def close(self) -> None:
+        """Unmap. Arrays given out by :meth:`views` must be gone; what they hold stays mapped."""
+        self._closing = True
+        for thread in self._populating:
+            thread.join()
+        with self._lock:
+            self._read.clear()
+            self._write.clear()
+            for memory in self._memories:
+                try:
+                    memory.close()
+                except BufferError:
+                    continue  # a view of it lives on; the memory goes with the view
+            self._memories.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: forget everything without unmapping anything."""
+        _inherited.append(self)
+
+    def _arrays(
+        self, wanted: Sequence[int] | set[int], *, write: bool
+    ) -> dict[int, npt.NDArray[np.uint8]]:
+        known = self._write if write else self._read
+        if all(number in known for number in wanted):
+            return known
+        with self._lock:
+            missing = [number for number in wanted if number not in known]
+            for number, descriptor in zip(missing, self._fetch(missing), strict=True):
+                try:
+                    known[number] = self._map(descriptor, write=write)
+                finally:
+                    os.close(descriptor)
+        return known
+
+    def _map(self, descriptor: int, *, write: bool) -> npt.NDArray[np.uint8]:
+        size = os.fstat(descriptor).st_size
+        access = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
+        memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        memory.madvise(mmap.MADV_DONTFORK)
+        array = np.frombuffer(memory, dtype=np.uint8)
+        self._memories.append(memory)
+        thread = threading.Thread(
+            target=self._populate, args=(array.ctypes.data, size, write), daemon=True,
+            name="kvstore-populate",
+        )  # fmt: skip
+        self._populating.append(thread)
+        thread.start()
+        return array
+
+    def _populate(self, address: int, size: int, write: bool) -> None:  # noqa: FBT001
+        step = 32 << 20
+        for start in range(0, size, step):
+            if self._closing:
+                return
+            mover.populate(address + start, min(step, size - start), write=write)

@@ -1,0 +1,384 @@
+"""The node: what a ``kvstore-server`` decides, message by message.
+
+This is the main path. A request of an engine's process comes in with the time; the node checks it,
+asks the page table, and leaves answers in ``outbox`` and what else must happen in ``actions``. It
+does no I/O and reads no clock, so the socket server, the embedded store and a simulation drive the
+same object:
+
+1. ``connected`` / Hello: a process joins its engine's session.
+2. OpenSpace: names what the KV is of; the layout is compared.
+3. Lookup: how long is the prefix? HIT, MISS, or PENDING (the answer waits, with a deadline).
+4. BeginPut → bytes are copied by the client → CommitPut: pages become READY and are announced.
+5. Acquire → the client copies or views, checking digests → Release.
+6. ``disconnected``, ``process_ended``, ``advance``: what engines leave behind is taken back, but no
+   slot is used again while anyone may still touch it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstore import wire
+from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.pages import Abandoned, Action, PageTable
+from kvstore.state.sessions import Process, Session
+from kvstore.state.slots import SlotTable
+from kvstore.state.tree import Space
+
+WAIT_MS_MAX: Final = 60_000
+WAITERS_MAX: Final = 4096
+_NS_PER_MS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """What one engine may ask of this node."""
+
+    session_quota_bytes: int
+    lease_ms_max: int
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A Lookup whose answer waits until the pages being written are READY or given up."""
+
+    connection: int
+    request: wire.Lookup
+    space: Space
+    deadline_ns: int
+    watched: PrefixKey
+
+
+class Node:
+    """One node's decisions.
+
+    Args:
+        name: names the node.
+        boot: 16 bytes that differ at every start.
+        slots: the slots of the host tier.
+        limits: what one engine may hold.
+        new_token: makes an unguessable session token.
+
+    Attributes:
+        outbox: answers to send, (connection, answer), in order.
+        actions: what became READY or left the index, in order; to be published.
+    """
+
+    def __init__(
+        self, name: str, boot: bytes, slots: SlotTable, limits: NodeLimits,
+        new_token: Callable[[], bytes],
+    ) -> None:  # fmt: skip
+        """Start with no pages and no sessions."""
+        self.name = name
+        self.boot = boot
+        self.limits = limits
+        self.pages = PageTable(slots)
+        self.sessions: dict[bytes, Session] = {}
+        self.processes: dict[int, Process] = {}
+        self.outbox: list[tuple[int, wire.Answer]] = []
+        self.actions: list[Action] = []
+        self._new_token = new_token
+        self._pids: dict[int, int] = {}
+        self._waiters: dict[PrefixKey, list[_Waiter]] = {}
+        self._waiter_count = 0
+        self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
+            wire.OpenSpace: self._open_space,
+            wire.Lookup: self._lookup,
+            wire.Acquire: self._acquire,
+            wire.Release: self._release,
+            wire.BeginPut: self._begin_put,
+            wire.CommitPut: self._commit_put,
+            wire.AbortPut: self._abort_put,
+            wire.Corrupt: self._corrupt,
+            wire.Settled: self._settled,
+            wire.ReportPrefill: self._report_prefill,
+        }
+
+    # ---- connections ------------------------------------------------------------------------
+
+    def connected(self, connection: int, pid: int) -> None:
+        """A process connected; ``pid`` is what the kernel says, 0 when it cannot."""
+        self._pids[connection] = pid
+
+    def receive(self, connection: int, request: wire.Request, now_ns: int) -> None:
+        """Carry out one request; its answer, if it wants one, is added to ``outbox``."""
+        try:
+            answer = self._handle(connection, request, now_ns)
+        except KVStoreError as error:
+            self.pages.counts[f"refused_{error.code}"] += 1
+            number = getattr(request, "id", 0)
+            field = getattr(error, "field", "")
+            answer = wire.Failure(number, error.code, str(error), field) if number else None
+        if answer is not None:
+            self.outbox.append((connection, answer))
+        self._after(now_ns)
+
+    def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
+        """A connection is gone; ``ended`` when its process is known to have ended too."""
+        self._pids.pop(connection, None)
+        self._waiters = {
+            key: [waiter for waiter in waiters if waiter.connection != connection]
+            for key, waiters in self._waiters.items()
+        }
+        self._waiter_count = sum(map(len, self._waiters.values()))
+        process = self.processes.get(connection)
+        if process is not None:
+            if ended or process.idle:
+                self._end(process)
+            else:
+                self.pages.lose(process)
+        self._after(now_ns)
+
+    def process_ended(self, pid: int, now_ns: int) -> list[int]:
+        """The kernel says that process ``pid`` is gone: nothing of it touches bytes any more.
+
+        Returns:
+            its connections that are still open (a child of it may hold them) and must be closed.
+        """
+        ended = [process for process in self.processes.values() if process.pid == pid]
+        still_open = [process.connection for process in ended if not process.lost]
+        for process in ended:
+            self._end(process)
+        self._after(now_ns)
+        return still_open
+
+    def advance(self, now_ns: int) -> None:
+        """Apply every deadline up to ``now_ns``: leases, pages with a TTL, waiting lookups."""
+        self.pages.expire(now_ns)
+        for waiters in list(self._waiters.values()):
+            for waiter in list(waiters):
+                if waiter.deadline_ns <= now_ns:
+                    self._forget_waiter(waiter)
+                    self._answer_waiter(waiter)
+        self._after(now_ns)
+
+    def waits_for(self, pid: int) -> bool:
+        """Whether anything here depends on seeing process ``pid`` end."""
+        return any(process.pid == pid for process in self.processes.values())
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def _handle(self, connection: int, request: wire.Request, now_ns: int) -> wire.Answer | None:
+        process = self.processes.get(connection)
+        if isinstance(request, wire.Hello):
+            return self._hello(connection, request)
+        handler = self._handlers.get(type(request))
+        if process is None or handler is None:
+            raise ProtocolError(f"{type(request).__name__} is not expected here")
+        return handler(process, request, now_ns)
+
+    def _hello(self, connection: int, request: wire.Hello) -> wire.Answer:
+        if request.major != wire.PROTOCOL_MAJOR:
+            raise ProtocolError(
+                f"client speaks protocol {request.major}.{request.minor},"
+                f" this node {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
+            )
+        if connection in self.processes:
+            raise ProtocolError("a connection says Hello once")
+        session = self.sessions.get(request.session)
+        if session is None:
+            token = self._new_token()
+            session = Session(token, request.name[:128], self.limits.session_quota_bytes)
+            self.sessions[token] = session
+        process = Process(connection, self._pids.get(connection, 0), session)
+        session.processes[connection] = process
+        self.processes[connection] = process
+        return wire.Welcome(
+            request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
+            session.token, self.pages.slots.extent_bytes,
+        )  # fmt: skip
+
+    def _open_space(self, process: Process, request: wire.OpenSpace, _now_ns: int) -> wire.Answer:
+        space, shards = self.pages.open_space(process.session, request.identity, request.shards)
+        return wire.SpaceOpened(request.id, space.number, shards)
+
+    def _lookup(self, process: Process, request: wire.Lookup, now_ns: int) -> wire.Answer | None:
+        space = self._space(process, request.space, request.shards)
+        _check_keys(request.keys)
+        if not 0 <= request.wait_ms <= WAIT_MS_MAX:
+            raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
+        pages, pending = self.pages.lookup(space, request.shards, request.keys)
+        if pending and request.wait_ms and self._waiter_count < WAITERS_MAX:
+            deadline = now_ns + request.wait_ms * _NS_PER_MS
+            self._watch(
+                _Waiter(process.connection, request, space, deadline, PrefixKey(b"")), pages
+            )
+            return None
+        return wire.Found(request.id, pages, pending)
+
+    def _acquire(self, process: Process, request: wire.Acquire, now_ns: int) -> wire.Answer:
+        space = self._space(process, request.space, [request.shard])
+        _check_keys(request.keys)
+        if not 1 <= request.lease_ms <= self.limits.lease_ms_max:
+            limit = self.limits.lease_ms_max
+            raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
+        deadline_ns = now_ns + request.lease_ms * _NS_PER_MS
+        lease = self.pages.acquire(
+            process, request.lease, space, request.shard, request.keys, deadline_ns
+        )
+        return wire.Acquired(
+            request.id,
+            b"".join(wire.pack_address(*self.pages.slots.address(at)) for at in lease.slots),
+            b"".join(node.digests[shard] for node, shard, _ in lease.pages),
+        )
+
+    def _release(self, process: Process, request: wire.Release, _now_ns: int) -> None:
+        self.pages.release(process, request.lease)
+
+    def _begin_put(self, process: Process, request: wire.BeginPut, _now_ns: int) -> wire.Answer:
+        space = self._space(process, request.space, [request.shard])
+        count = _check_keys(request.keys)
+        if len(request.parent) not in (0, KEY_BYTES):
+            raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
+        token_bytes = count * space.identity.page_tokens * 4
+        if request.tokens and len(request.tokens) != token_bytes:
+            raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {token_bytes}")
+        statuses, put = self.pages.begin_put(
+            process, request.put, space, request.shard, request.keys,
+            PrefixKey(request.parent), request.tokens,
+        )  # fmt: skip
+        addresses = [wire.pack_address(*self.pages.slots.address(slot)) for slot in put.slots]
+        return wire.PutGranted(request.id, bytes(statuses), b"".join(addresses))
+
+    def _commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
+        if request.ttl_ms < 0:
+            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is negative")
+        expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
+        statuses = self.pages.commit_put(
+            process, request.put, request.digests, expires_ns, read_once=request.read_once
+        )
+        return wire.Committed(request.id, bytes(statuses))
+
+    def _abort_put(self, process: Process, request: wire.AbortPut, _now_ns: int) -> None:
+        self.pages.abort_put(process, request.put)
+
+    def _corrupt(self, process: Process, request: wire.Corrupt, _now_ns: int) -> None:
+        space = self._space(process, request.space, [request.shard])
+        node = space.nodes.get(PrefixKey(request.key))
+        if node is None or not node.ready >> request.shard & 1:
+            return
+        _, generation, _ = self.pages.slots.address(node.slots[request.shard])
+        if generation & 0xFFFFFFFF == request.generation:
+            self.pages.drop(node, request.shard, "corrupt")
+
+    def _settled(self, process: Process, _request: wire.Settled, _now_ns: int) -> None:
+        for other in list(process.session.processes.values()):
+            if other.lost and other.pid == process.pid:
+                self._end(other)
+
+    def _report_prefill(self, process: Process, request: wire.ReportPrefill, _now_ns: int) -> None:
+        if 0 < request.seconds_per_token < 3600:
+            process.session.prefill_s_per_token = request.seconds_per_token
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _space(self, process: Process, number: int, shards: list[int]) -> Space:
+        space = self.pages.space(number, process.session)
+        if not shards or not all(0 <= shard < len(space.shards) for shard in shards):
+            raise InvalidArgument("shards", f"{shards} are not all open in space {number}")
+        return space
+
+    def _end(self, process: Process) -> None:
+        self.pages.end(process)
+        session = process.session
+        del self.processes[process.connection]
+        del session.processes[process.connection]
+        if not session.processes:
+            assert session.used_bytes == 0
+            del self.sessions[session.token]
+
+    def _after(self, _now_ns: int) -> None:
+        """Hand on what the page table did, and wake the lookups that waited for it."""
+        if not self.pages.actions:
+            return
+        actions, self.pages.actions = self.pages.actions, []
+        woken: dict[int, _Waiter] = {}
+        for action in actions:
+            for key in action.keys if self._waiter_count else ():
+                for waiter in self._waiters.get(key, ()):
+                    if waiter.space is action.space:
+                        woken[id(waiter)] = waiter
+        for waiter in woken.values():
+            self._forget_waiter(waiter)
+            request = waiter.request
+            pages, pending = self.pages.lookup(waiter.space, request.shards, request.keys)
+            if pending:
+                self._watch(waiter, pages)
+            else:
+                self.outbox.append((waiter.connection, wire.Found(request.id, pages, 0)))
+        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+
+    def _watch(self, waiter: _Waiter, pages: int) -> None:
+        start = pages * KEY_BYTES
+        waiter.watched = PrefixKey(waiter.request.keys[start : start + KEY_BYTES])
+        self._waiters.setdefault(waiter.watched, []).append(waiter)
+        self._waiter_count += 1
+
+    def _forget_waiter(self, waiter: _Waiter) -> None:
+        waiters = self._waiters[waiter.watched]
+        waiters.remove(waiter)
+        self._waiter_count -= 1
+        if not waiters:
+            del self._waiters[waiter.watched]
+
+    def _answer_waiter(self, waiter: _Waiter) -> None:
+        request = waiter.request
+        found = self.pages.lookup(waiter.space, request.shards, request.keys)
+        self.outbox.append((waiter.connection, wire.Found(request.id, *found)))
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` should be called next; 0 = no deadline stands."""
+        due = [waiter.deadline_ns for waiters in self._waiters.values() for waiter in waiters]
+        pages = self.pages.next_deadline_ns()
+        return min([*due, *([pages] if pages else [])], default=0)
+
+    def stats(self) -> dict[str, Any]:
+        """One snapshot of everything that can be counted here, as plain values."""
+        slots = self.pages.slots.stats()
+        return {
+            "node": self.name,
+            "boot": self.boot.hex(),
+            "host": {name: getattr(slots, name) for name in slots.__slots__},
+            "pages": sum(len(space.nodes) for space in self.pages.spaces),
+            "spaces": [
+                {**_identity(space), "pages": len(space.nodes), "shards": len(space.shards)}
+                for space in self.pages.spaces
+            ],
+            "sessions": [
+                {
+                    "name": session.name,
+                    "tenant": session.domain,
+                    "processes": len(session.processes),
+                    "lost_processes": sum(p.lost for p in session.processes.values()),
+                    "used_bytes": session.used_bytes,
+                    "quota_bytes": session.quota_bytes,
+                    "prefill_s_per_token": session.prefill_s_per_token,
+                }
+                for session in self.sessions.values()
+            ],
+            "leases": sum(len(process.leases) for process in self.processes.values()),
+            "puts": sum(len(process.puts) for process in self.processes.values()),
+            "waiting_lookups": self._waiter_count,
+            "counts": dict(self.pages.counts),
+        }
+
+
+def _identity(space: Space) -> dict[str, Any]:
+    identity = space.identity
+    fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
+    return {"space": identity.digest.hex(), **fields}
+
+
+def _check_keys(packed: bytes) -> int:
+    """The number of keys packed.
+
+    Raises:
+        InvalidArgument: their length or number cannot be right.
+    """
+    count, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
+    if not 1 <= count <= wire.BATCH_KEYS_MAX:
+        raise InvalidArgument("keys", f"{count} keys, not 1..{wire.BATCH_KEYS_MAX}")
+    return count

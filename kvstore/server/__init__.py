@@ -1,0 +1,1 @@
+"""kvstore-server: the socket, HTTP and events around a node."""

@@ -1,0 +1,168 @@
+"""``kvstore-server``: one node of a machine as a process."""
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic_ns
+from typing import Final
+
+import msgspec
+import uvloop
+
+from kvstore import mover
+from kvstore.config import ServerConfig, load, show
+from kvstore.errors import KVStoreError
+from kvstore.node import Node, NodeLimits
+from kvstore.server.http import HttpServer
+from kvstore.server.publish import Publication
+from kvstore.server.socket import SocketServer
+from kvstore.state.slots import SlotTable
+from kvstore.tier.host import HostMemory, stale_bytes
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.02
+_STALE_CHECK_TICKS: Final = 50
+
+
+class Daemon:
+    """A node with everything around it.
+
+    Args:
+        config: the whole tree.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Make the memory and the node; nothing listens yet."""
+        host = config.host
+        self.config = config
+        self.boot = secrets.token_bytes(16)
+        extents = host.capacity_bytes // host.extent_bytes
+        stale = min(extents, -(-stale_bytes(config.node.name, self.boot) // host.extent_bytes))
+        if stale:
+            log.warning("%d of %d extents held back: clients still map the previous boot's memory",
+                        stale, extents)  # fmt: skip
+        slots = SlotTable(host.extent_bytes, extents - stale, stale)
+        quota = host.session_quota_bytes or host.capacity_bytes // 2
+        limits = NodeLimits(quota, int(host.lease_s_max * 1000))
+        self.node = Node(
+            config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16)
+        )
+        self.memory = HostMemory(
+            config.node.name, self.boot, host.extent_bytes, prefault=host.prefault
+        )
+        self.memory.create(extent.number for extent in slots.extents)
+        self.publication = Publication(config.events, config.node.name, self.boot)
+        self.socket = SocketServer(
+            config.socket, self.node, self.memory, self._publish, self._stats_json
+        )
+        self.loop_lag_s = 0.0
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        with ExitStack() as undo:
+            undo.callback(self.memory.close)
+            undo.callback(self.publication.close)
+            self.socket.listen()
+            undo.callback(self.socket.close)
+            http = HttpServer(self.config.http, loop, self)
+            undo.callback(http.stop)
+            http.start()
+            async with asyncio.TaskGroup() as tasks:
+                serving = [tasks.create_task(self.socket.serve()), tasks.create_task(self._tick())]
+                self._say_ready(http)
+                await stop.wait()
+                for task in serving:
+                    task.cancel()
+
+    def stats(self) -> dict[str, object]:
+        """Everything that can be counted, as plain values; call it on the loop."""
+        return {
+            **self.node.stats(),
+            "connections": len(self.socket.connections),
+            "accepted_connections": self.socket.accepted,
+            "populated_bytes": self.memory.populated_bytes(),
+            "mover": mover.description,
+            "loop_lag_s": self.loop_lag_s,
+            "events": self.publication.stats(),
+            "pid": os.getpid(),
+        }
+
+    def _stats_json(self) -> bytes:
+        return msgspec.json.encode(self.stats())
+
+    def _publish(self) -> None:
+        actions, self.node.actions = self.node.actions, []
+        self.publication.publish(actions)
+
+    async def _tick(self) -> None:
+        """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
+        loop = asyncio.get_running_loop()
+        ticks = 0
+        while True:
+            before = loop.time()
+            await asyncio.sleep(TICK_S)
+            self.loop_lag_s = max(0.0, loop.time() - before - TICK_S)
+            self.node.advance(monotonic_ns())
+            self.socket.flush()
+            ticks += 1
+            if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
+                await self._take_back()
+
+    async def _take_back(self) -> None:
+        name, size = self.config.node.name, self.config.host.extent_bytes
+        stale = await asyncio.to_thread(stale_bytes, name, self.boot)
+        slots = self.node.pages.slots
+        numbers = slots.provide(slots.withheld - -(-stale // size))
+        self.memory.create(numbers)
+        if numbers:
+            log.info("%d extents are free of the previous boot's clients", len(numbers))
+
+    def _say_ready(self, http: HttpServer) -> None:
+        sys.stdout.write(
+            f"kvstore-server ready: socket unix://{self.config.socket.path}"
+            f" http {http.url} events {self.publication.endpoint or 'off'}"
+            f" replay {self.publication.replay_endpoint or 'off'}\n"
+        )
+        sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the daemon; returns the process's exit status."""
+    if not __debug__:
+        sys.stderr.write("kvstore-server relies on assertions and does not run under python -O\n")
+        return 2
+    parser = argparse.ArgumentParser(prog="kvstore-server", description=main.__doc__)
+    parser.add_argument("--config", type=Path, help="a TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--print-config", action="store_true", help="print it and exit")
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING"])
+    options = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        loaded = load(ServerConfig, options.config, os.environ, options.set)
+        if options.print_config:
+            sys.stdout.write(show(loaded))
+            return 0
+        uvloop.run(Daemon(loaded.config).run())
+    except KVStoreError as error:
+        sys.stderr.write(f"kvstore-server: {error.code}: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

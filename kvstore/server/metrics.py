@@ -1,0 +1,76 @@
+"""The node's statistics as Prometheus series; ``docs/metrics.md`` lists them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld")
+
+
+class _Snapshot:
+    """A collector that gives one snapshot's series."""
+
+    def __init__(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        stats = self._stats
+        host = stats["host"]
+        yield _gauge("kvstore_host_capacity_bytes", "Memory in use by L2.", host["capacity_bytes"])
+        states = GaugeMetricFamily("kvstore_host_bytes", "L2 bytes by state.", labels=["state"])
+        for state in _SLOT_STATES:
+            states.add_metric([state], host[f"{state}_bytes"])
+        yield states
+        yield _gauge("kvstore_host_populated_bytes", "Pre-faulted.", stats["populated_bytes"])
+        yield _gauge("kvstore_pages", "Pages in the index.", stats["pages"])
+        yield _gauge("kvstore_sessions", "Engines.", len(stats["sessions"]))
+        yield _gauge("kvstore_connections", "Open connections.", stats["connections"])
+        yield _gauge("kvstore_leases", "Leases not yet given back.", stats["leases"])
+        yield _gauge("kvstore_open_puts", "Puts not yet committed.", stats["puts"])
+        yield _gauge("kvstore_waiting_lookups", "Lookups waiting.", stats["waiting_lookups"])
+        yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
+        yield from _counters(stats["counts"])
+        events = stats["events"]
+        if events:
+            yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])
+            yield _counter("kvstore_event_batches_dropped", "Lost.", events["batches_dropped"])
+
+
+def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
+    """The page table's counters; removals and refusals carry their cause as a label."""
+    for prefix, help_text, label in (
+        ("removed", "Pages that left the index, by cause.", "cause"),
+        ("refused", "Requests refused, by error code.", "code"),
+    ):
+        family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
+        for name, value in sorted(counts.items()):
+            if name.startswith(f"{prefix}_"):
+                family.add_metric([name.removeprefix(f"{prefix}_")], value)
+        yield family
+    for name, help_text in (
+        ("lookup_pages", "Pages asked for by lookups."),
+        ("hit_pages", "Pages of lookups that were hits."),
+        ("stored_pages", "Pages that became READY."),
+        ("aborted_puts", "Puts that were taken back."),
+        ("lost_puts", "Puts whose writer's connection broke."),
+        ("expired_leases", "Leases that ran out before they were given back."),
+    ):
+        yield _counter(f"kvstore_{name}", help_text, counts.get(name, 0))
+
+
+def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help_text, value=value)
+
+
+def _counter(name: str, help_text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def render(stats: Mapping[str, Any]) -> bytes:
+    """One snapshot in the Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(stats))
+    return generate_latest(registry)

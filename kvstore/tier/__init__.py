@@ -1,0 +1,1 @@
+"""Byte movers, one file a medium."""
