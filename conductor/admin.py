@@ -1,0 +1,172 @@
+"""Everything the Conductor serves besides completions: engines, nodes, decisions, health."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from conductor.config import EngineEntry, NodeEntry
+from conductor.engines import Engine, EngineRegistry
+from conductor.membership import Membership
+from conductor.metrics import Metrics
+from conductor.openai import BadRequestError, error_response, parse
+from conductor.prompts import Prompts
+from conductor.proxy import Parts, Proxy
+from conductor.upstream import EngineError, EngineRefusedError
+
+DECISIONS_LIMIT_MAX: Final = 1000
+_DECISIONS_LIMIT: Final = 20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _TokenizeBody(msgspec.Struct):
+    prompt: str
+    model: str | None = None
+
+
+class Admin:
+    """Handlers over the parts of one Conductor."""
+
+    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy) -> None:
+        self._registry: EngineRegistry = parts.registry
+        self._prompts: Prompts = parts.prompts
+        self._metrics: Metrics = parts.metrics
+        self._parts = parts
+        self._membership = membership
+        self._proxy = proxy
+
+    def routes(self) -> list[web.RouteDef]:
+        """Every route."""
+        return [
+            web.post("/v1/completions", self._proxy.completions),
+            web.get("/v1/models", self._models),
+            web.post("/tokenize", self._tokenize),
+            web.get("/health", self._health),
+            web.get("/readyz", self._ready),
+            web.get("/metrics", self._scrape),
+            web.get("/v1/engines", self._engines),
+            web.post("/v1/engines", self._register),
+            web.get("/v1/engines/{id}", self._engine),
+            web.delete("/v1/engines/{id}", self._remove),
+            web.get("/v1/nodes", self._nodes),
+            web.post("/v1/nodes", self._add_node),
+            web.delete("/v1/nodes/{id}", self._remove_node),
+            web.get("/v1/decisions", self._decisions),
+            web.get("/v1/decisions/{id}", self._decision),
+        ]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        data = [{"id": model, "object": "model"} for model in self._registry.models()]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        raw = await http.read()
+        body = parse(raw, _TokenizeBody)
+        models = self._registry.models()
+        if body.model is not None and body.model not in models:
+            what = f"model: {body.model!r} is not served here"
+            return error_response(404, "model_not_found", what, field="model")
+        for model in [body.model] if body.model is not None else models:
+            for engine_id in self._prompts.askable(model):
+                try:
+                    answer = await self._prompts.ask(engine_id, raw)
+                except EngineError as error:
+                    if error.sick:
+                        self._membership.broke(engine_id)
+                    continue
+                return web.Response(body=answer, content_type="application/json")
+        return error_response(503, "no_engine", "no engine answers", retry_after_s=1)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        if self._proxy.closing:
+            return error_response(503, "shutting_down", "shutting down", retry_after_s=1)
+        if not self._registry.can_serve():
+            what = "no mixed engine, and no pair of a prefill and a decode engine, is alive"
+            return error_response(503, "no_engine", what, retry_after_s=1)
+        return web.json_response({"status": "ready", "models": self._registry.models()})
+
+    async def _scrape(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _engines(self, _: web.Request) -> web.Response:
+        return _json({"engines": [self._shown(engine) for engine in self._registry]})
+
+    async def _engine(self, http: web.Request) -> web.Response:
+        engine = self._registry.get(http.match_info["id"])
+        return _json(self._shown(engine)) if engine else _unknown("engine")
+
+    def _shown(self, engine: Engine) -> dict[str, object]:
+        return {
+            **msgspec.structs.asdict(engine.info),
+            "state": engine.health.state,
+            "failures": engine.health.failures,
+            "in_flight": self._parts.queue.in_flight(engine.info.id),
+        }
+
+    async def _register(self, http: web.Request) -> web.Response:
+        entry = parse(await http.read(), EngineEntry)
+        try:
+            info = await self._membership.register(entry)
+        except EngineError as error:
+            return error_response(502, "engine_unreachable", f"url: {error}", field="url")
+        return _json(info, status=201)
+
+    async def _remove(self, http: web.Request) -> web.Response:
+        engine_id = http.match_info["id"]
+        if not self._membership.remove(engine_id):
+            return _unknown("engine")
+        self._parts.queue.forget(engine_id)
+        return web.Response(status=204)
+
+    async def _nodes(self, _: web.Request) -> web.Response:
+        return _json({"nodes": list(self._membership.nodes.values())})
+
+    async def _add_node(self, http: web.Request) -> web.Response:
+        node = parse(await http.read(), NodeEntry)
+        self._membership.add_node(node)
+        return _json(node, status=201)
+
+    async def _remove_node(self, http: web.Request) -> web.Response:
+        known = self._membership.remove_node(http.match_info["id"])
+        return web.Response(status=204) if known else _unknown("node")
+
+    async def _decisions(self, http: web.Request) -> web.Response:
+        text = http.query.get("limit", str(_DECISIONS_LIMIT))
+        if not text.isdecimal() or not 1 <= int(text) <= DECISIONS_LIMIT_MAX:
+            raise BadRequestError("limit", f"must be in 1..{DECISIONS_LIMIT_MAX}")
+        return _json({"decisions": self._parts.decisions.newest(int(text))})
+
+    async def _decision(self, http: web.Request) -> web.Response:
+        decision = self._parts.decisions.get(http.match_info["id"])
+        return _json(decision) if decision else _unknown("decision")
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )
+
+
+def _unknown(what: str) -> web.Response:
+    return error_response(404, f"unknown_{what}", f"no such {what} is known", field="id")
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in OpenAI's form."""
+    try:
+        return await handler(request)
+    except BadRequestError as error:
+        return error_response(400, "invalid_value", str(error), field=error.field)
+    except EngineRefusedError as error:
+        return web.Response(status=error.status, body=error.body, content_type=error.content_type)
+    except web.HTTPException as error:
+        return error_response(error.status, "http", error.reason)

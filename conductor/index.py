@@ -1,0 +1,347 @@
+"""Who holds which pages: prefix keys → set of holders, in one open-addressing table. Pure.
+
+A **worker** is an engine or a node; it holds a page in a medium (``GPU``, ``CPU``, ``STORAGE``)
+and, with several ranks, in shards. Each (worker, medium, shard) is one bit. A slot of the table is
+the key's first 64 bits, mixed with those of its **domain** (a space, or a model), and the bits: 16
+bytes for up to 64 holders, 8 more for each further 64. At half load that is 32 bytes a page.
+
+Two different pages share 64 bits with probability 2**-64: the index then promises a page that is
+not there. It is a hint; what is restored is verified by the store.
+
+All operations take whole runs of keys and are vectorised. The table has its full size from the
+start (the system gives memory when it is touched), so that nothing ever stops to grow.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.page import KEY_BYTES
+
+Words = npt.NDArray[np.uint64]
+Slots = npt.NDArray[np.int64]
+Present = npt.NDArray[np.bool_]
+
+HOLDERS_MAX: Final = 1024
+"""Bits there can be: 128 bytes a page when all are used."""
+_BITS: Final = 64
+_WINDOW: Final = np.arange(8, dtype=np.int64)
+"""Slots looked at together after the first: a cache line."""
+_USED_MAX: Final = 0.7
+"""Share of slots with a tag, live or dead, beyond which the dead ones are cleared away."""
+
+
+@lru_cache(maxsize=4096)
+def _domain_tag(domain: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(domain.encode()).digest()[:8], "little"))
+
+
+def _tags(domain: str, packed: bytes) -> Words:
+    """What the table knows keys by; 0 is the empty slot."""
+    words = np.frombuffer(packed, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+    tags: Words = words[:, 0] ^ _domain_tag(domain)
+    tags[tags == 0] = 1
+    return tags
+
+
+def prefix_length(present: Present) -> int:
+    """How many pages are present without a hole, from the first on."""
+    return len(present) if present.all() else int(present.argmin())
+
+
+class Match:
+    """Where the pages of one prompt are; a snapshot, valid whatever happens to the index."""
+
+    def __init__(
+        self, words: Sequence[Words], holders: dict[str, dict[int, list[int]]], pages: int
+    ) -> None:
+        """Made by :meth:`PrefixIndex.match`.
+
+        Args:
+            words: the holders' bits of each page, 64 of them in each array.
+            holders: worker → shard → bits.
+            pages: pages asked for.
+        """
+        self._words = words
+        self._holders = holders
+        self.pages = pages
+
+    def present(self, worker: str) -> Present:
+        """For each page, whether that worker has every shard of it in some medium."""
+        shards = self._holders.get(worker)
+        result = np.full(self.pages, bool(shards))
+        for bits in (shards or {}).values():
+            some = np.zeros(self.pages, dtype=bool)
+            for word, mask in _by_word(bits).items():
+                some |= (self._words[word] & mask) != 0
+            result &= some
+        return result
+
+    def prefix(self, *workers: str) -> int:
+        """Longest prefix of which every page is at one of the workers or another."""
+        if not workers or not self.pages:
+            return 0
+        present = self.present(workers[0])
+        for worker in workers[1:]:
+            present = present | self.present(worker)
+        return prefix_length(present)
+
+
+def _by_word(bits: Sequence[int]) -> dict[int, np.uint64]:
+    masks: Counter[int] = Counter()
+    for bit in bits:
+        masks[bit // _BITS] += 1 << bit % _BITS
+    return {word: np.uint64(mask) for word, mask in masks.items()}
+
+
+class PrefixIndex:
+    """All and only the pages that some worker announced and did not take back, within a bound."""
+
+    def __init__(self, entries_max: int) -> None:
+        """Make an empty table.
+
+        Args:
+            entries_max: pages at most, at least 1; further ones are dropped and counted.
+        """
+        self._entries_max = entries_max
+        self._capacity = 1 << max(4, (2 * entries_max - 1).bit_length())
+        self._low = self._capacity - 1
+        self._tags: Words = np.zeros(self._capacity, dtype=np.uint64)
+        self._words: list[Words] = [np.zeros(self._capacity, dtype=np.uint64)]
+        self._bits: dict[tuple[str, str, int], int] = {}  # (worker, medium, shard) → bit
+        self._counts: Counter[int] = Counter()  # bit → pages
+        self._shards: dict[tuple[str, str], set[int]] = {}  # (worker, domain) → shards announced
+        self._free_bits = list(range(HOLDERS_MAX - 1, -1, -1))
+        self._live = 0
+        self._used = 0
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the table."""
+        return self._tags.nbytes + sum(word.nbytes for word in self._words)
+
+    def store(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
+        """A worker holds these pages now.
+
+        Args:
+            worker: its name.
+            medium: where it has them.
+            domain: what the keys belong to.
+            packed: keys of 32 bytes; heads first, so that a full index drops tails.
+            shard: the part of each page.
+
+        Returns:
+            pages that found no room and were dropped.
+        """
+        bit = self._bit(worker, medium, shard)
+        if bit is None:
+            self.dropped += len(packed) // KEY_BYTES
+            return len(packed) // KEY_BYTES
+        self._shards.setdefault((worker, domain), set()).add(shard)
+        tags = _distinct(_tags(domain, packed))
+        slots = self._find(tags)
+        new = slots < 0
+        new[~new] = ~self._held(slots[~new])
+        keep = ~new | (np.cumsum(new) <= self._entries_max - self._live)
+        dropped = len(keep) - int(np.count_nonzero(keep))
+        self.dropped += dropped
+        tags, slots, new = tags[keep], slots[keep], new[keep]
+        if not len(tags):
+            return dropped
+        absent = np.flatnonzero(slots < 0)
+        if len(absent):
+            if self._used + len(absent) > _USED_MAX * self._capacity:
+                self._clear_dead()
+                slots = self._find(tags)  # everything has moved, and the dead are gone
+                absent = np.flatnonzero(slots < 0)
+            slots[absent] = self._place(tags[absent])
+        self._live += int(np.count_nonzero(new))
+        word, mask = self._words[bit // _BITS], np.uint64(1 << bit % _BITS)
+        before = word[slots]
+        self._counts[bit] += int(np.count_nonzero((before & mask) == 0))
+        word[slots] = before | mask
+        return dropped
+
+    def remove(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
+        """A worker holds these pages there no longer.
+
+        Returns:
+            how many of them were known to be there.
+        """
+        bit = self._bits.get((worker, medium, shard))
+        if bit is None:
+            return 0
+        slots = self._find(_distinct(_tags(domain, packed)))
+        word, mask = self._words[bit // _BITS], np.uint64(1 << bit % _BITS)
+        slots = slots[slots >= 0]
+        slots = slots[(word[slots] & mask) != 0]
+        self._take(slots, bit)
+        return len(slots)
+
+    def _take(self, slots: Slots, bit: int) -> None:
+        """Clear one bit in slots that have it."""
+        self._words[bit // _BITS][slots] &= ~np.uint64(1 << bit % _BITS)
+        self._counts[bit] -= len(slots)
+        dead = slots[~self._held(slots)]
+        self._live -= len(dead)
+        self._sweep(dead)
+
+    def drop(self, worker: str) -> int:
+        """Forget everything that a worker holds, and the worker.
+
+        Returns:
+            pages it held, counted once for each medium and shard.
+        """
+        pages = 0
+        for holder in [h for h in self._bits if h[0] == worker]:
+            bit = self._bits.pop(holder)
+            mask = np.uint64(1 << bit % _BITS)
+            slots = np.flatnonzero(self._words[bit // _BITS] & mask)
+            pages += len(slots)
+            self._take(slots, bit)
+            del self._counts[bit]
+            self._free_bits.append(bit)
+        for known in [k for k in self._shards if k[0] == worker]:
+            del self._shards[known]
+        return pages
+
+    def match(self, domain: str, packed: bytes) -> Match:
+        """Find out who holds which of these pages.
+
+        Args:
+            domain: what the keys belong to.
+            packed: keys of 32 bytes, in chain order.
+        """
+        slots = self._find(_tags(domain, packed))
+        absent = slots < 0
+        words = []
+        for word in self._words:
+            held = word[slots]  # -1 reads some slot; what it says is thrown away
+            held[absent] = 0
+            words.append(held)
+        holders: dict[str, dict[int, list[int]]] = {}
+        for (worker, of_domain), shards in self._shards.items():
+            if of_domain == domain:
+                holders[worker] = {shard: [] for shard in shards}
+        for (worker, _, shard), bit in self._bits.items():
+            if shard in holders.get(worker, ()):
+                holders[worker][shard].append(bit)
+        return Match(words, holders, len(slots))
+
+    def pages(self) -> dict[tuple[str, str], int]:
+        """Pages at each (worker, medium); with several shards, of the one that has most."""
+        result: dict[tuple[str, str], int] = {}
+        for (worker, medium, _), bit in self._bits.items():
+            count = self._counts[bit]
+            result[worker, medium] = max(count, result.get((worker, medium), 0))
+        return result
+
+    def _bit(self, worker: str, medium: str, shard: int) -> int | None:
+        """The holder's bit, a new one if need be; None when there is none left."""
+        holder = (worker, medium, shard)
+        bit = self._bits.get(holder)
+        if bit is None and self._free_bits:
+            bit = self._bits[holder] = self._free_bits.pop()
+            while bit >= _BITS * len(self._words):
+                self._words.append(np.zeros(self._capacity, dtype=np.uint64))
+        return bit
+
+    def _held(self, slots: Slots) -> Present:
+        """Whether anybody holds the page of each slot."""
+        held: Present = self._words[0][slots] != 0
+        for word in self._words[1:]:
+            held |= word[slots] != 0
+        return held
+
+    def _find(self, tags: Words) -> Slots:
+        """The slot of each tag; -1 where there is none."""
+        slots = (tags & np.uint64(self._low)).astype(np.int64)
+        seen = self._tags[slots]
+        going = np.flatnonzero((seen != tags) & (seen != 0))
+        found: Slots = np.where(seen == tags, slots, -1)
+        at = slots[going] + 1
+        while len(going):
+            places = (at[:, None] + _WINDOW) & self._low
+            window = self._tags[places]
+            hit = window == tags[going][:, None]
+            hits = hit.any(axis=1)
+            found[going[hits]] = places[hits, hit[hits].argmax(axis=1)]
+            on = ~hits & (window != 0).all(axis=1)
+            going, at = going[on], at[on] + len(_WINDOW)
+        return found
+
+    def _place(self, tags: Words) -> Slots:
+        """Give each tag a slot; they are distinct and absent."""
+        slots = (tags & np.uint64(self._low)).astype(np.int64)
+        going = np.arange(len(tags))
+        while len(going):
+            at = slots[going]
+            takers = going[self._tags[at] == 0]
+            self._tags[slots[takers]] = tags[takers]  # of several for one slot, the last one wins
+            going = going[self._tags[at] != tags[going]]
+            slots[going] = (slots[going] + 1) & self._low
+        self._used += len(tags)
+        return slots
+
+    def _sweep(self, dead: Slots) -> None:
+        """Empty dead slots that end their cluster, and the dead ones before them.
+
+        A dead slot inside a cluster keeps its tag, so that what was pushed past it is found.
+        """
+        while len(dead):
+            ending = dead[self._tags[(dead + 1) & self._low] == 0]
+            self._tags[ending] = 0
+            self._used -= len(ending)
+            before = (ending - 1) & self._low
+            dead = before[(self._tags[before] != 0) & ~self._held(before)]
+
+    def _clear_dead(self) -> None:
+        """Lay the live entries out anew."""
+        every = np.flatnonzero(self._tags)
+        live = every[self._held(every)]
+        tags = self._tags[live]
+        home = (tags & np.uint64(self._low)).astype(np.int64)
+        order = np.argsort(home, kind="stable")
+        step = np.arange(len(order))
+        slots = np.maximum.accumulate(home[order] - step) + step
+        inside = slots < self._capacity
+        values = [word[live[order]] for word in self._words]
+        tags = tags[order]
+        self._tags[:] = 0
+        self._tags[slots[inside]] = tags[inside]
+        self._used = int(np.count_nonzero(inside))
+        slots[~inside] = self._place(tags[~inside])  # past the end: at the beginning
+        for word, value in zip(self._words, values, strict=True):
+            word[:] = 0
+            word[slots] = value
+
+    def check(self) -> None:
+        """Assert every invariant; slow."""
+        every = np.flatnonzero(self._tags)
+        held = self._held(every)
+        assert self._used == len(every) <= _USED_MAX * self._capacity + 1
+        assert self._live == int(np.count_nonzero(held)) <= self._entries_max
+        assert len(np.unique(self._tags[every])) == len(every)
+        assert np.array_equal(self._find(self._tags[every]), every)
+        assert sorted([*self._bits.values(), *self._free_bits]) == list(range(HOLDERS_MAX))
+        for number, word in enumerate(self._words):
+            assert not word[self._tags == 0].any()
+            for bit in range(_BITS):
+                pages = int(np.count_nonzero(word & np.uint64(1 << bit)))
+                assert pages == self._counts[number * _BITS + bit]
+        assert all(self._counts[bit] == 0 for bit in self._free_bits)
+
+
+def _distinct(tags: Words) -> Words:
+    """Without repetitions, in the order of their first occurrence."""
+    _, first = np.unique(tags, return_index=True)
+    return tags if len(first) == len(tags) else tags[np.sort(first)]

@@ -1,0 +1,261 @@
+"""How engines and nodes come to be known: registration, health probes, their events followed.
+
+An engine that registers is asked what it is (``GET /v1/engine``); what the registration says itself
+wins, so that engines which cannot tell can still be used. Registering again is normal (engines do
+it every few seconds): nothing changes when nothing changed, and a dead engine is alive again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from conductor.config import ConductorConfig, EngineEntry, NodeEntry
+from conductor.engines import EngineInfo, EngineRegistry, Health, Role
+from conductor.openai import BadRequestError
+from conductor.upstream import EngineError, Upstream
+
+_log = logging.getLogger(__name__)
+
+NODES_MAX: Final = 1024
+_MAX_RUNNING_DEFAULT: Final = 8
+_ROLES: Final = {
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "mono": Role.MIXED,
+    "mixed": Role.MIXED,
+}
+
+
+class Followers(Protocol):
+    """Whoever follows the KV events of engines and nodes."""
+
+    def follow_engine(self, info: EngineInfo) -> None:
+        """Follow an engine's events from now on; its endpoints are new."""
+
+    def follow_node(self, node: NodeEntry) -> None:
+        """Follow a node's events from now on; its endpoints are new."""
+
+    def drop_engine(self, engine_id: str) -> None:
+        """Forget what an engine holds, and follow it no longer."""
+
+    def drop_node(self, node_id: str) -> None:
+        """Forget what a node holds, and follow it no longer."""
+
+
+class _Described(msgspec.Struct):
+    """``GET /v1/engine``; every field may be missing."""
+
+    role: str | None = None
+    model: str | None = None
+    page_tokens: int | None = None
+    space: str | None = None
+    events: str | None = None
+    events_replay: str | None = None
+    node: str | None = None
+    max_running: int | None = None
+
+
+class Membership:
+    """Registers and removes engines and nodes, and probes engines."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        registry: EngineRegistry,
+        upstream: Upstream,
+        followers: Followers,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Wire it up; nothing is asked yet.
+
+        Args:
+            config: its ``engines`` and ``nodes`` are taken up by :meth:`run`.
+            registry: what is kept up to date.
+            upstream: how engines are asked.
+            followers: told of endpoints.
+            changed: called after each change that may let a waiting request go.
+            clock: seconds, monotonic.
+        """
+        self._config = config
+        self._registry = registry
+        self._upstream = upstream
+        self._followers = followers
+        self._changed = changed
+        self._clock = clock
+        self.nodes: dict[str, NodeEntry] = {}
+        self._wake = asyncio.Event()
+
+    async def register(self, entry: EngineEntry) -> EngineInfo:
+        """Add or revive an engine.
+
+        Raises:
+            BadRequestError: what it says of itself does not fit; names the field.
+            EngineError: it cannot be asked what it is, and the entry does not say.
+        """
+        if self._registry.full and self._registry.get(entry.id) is None:
+            raise BadRequestError("id", "too many engines are registered")
+        info = _combine(entry, await self._describe(entry), self._config.index.page_tokens)
+        before = self._registry.register(info, self._clock())
+        if before is None or _endpoints(before) != _endpoints(info):
+            self._followers.drop_engine(info.id)
+            if info.events is not None:
+                self._followers.follow_engine(info)
+        if before != info:
+            _log.info("engine %s is %s at %s, model %s", info.id, info.role, info.url, info.model)
+        self._wake.set()
+        self._changed()
+        return info
+
+    async def _describe(self, entry: EngineEntry) -> _Described:
+        url = f"{entry.url}/v1/engine"
+        try:
+            raw = await self._upstream.get(entry.id, url, self._config.health.probe_timeout_s)
+            return msgspec.json.decode(raw, type=_Described)
+        except (EngineError, msgspec.MsgspecError) as error:
+            if entry.model is not None:
+                return _Described()
+            raise EngineError(entry.id, f"does not say what it is: {error}") from error
+
+    def remove(self, engine_id: str) -> bool:
+        """Forget an engine; False when it was not known."""
+        if self._registry.remove(engine_id) is None:
+            return False
+        self._followers.drop_engine(engine_id)
+        self._changed()
+        return True
+
+    def add_node(self, node: NodeEntry) -> None:
+        """Follow a node's events; nothing changes when it is followed at these endpoints already.
+
+        Raises:
+            BadRequestError: there are too many.
+        """
+        if self.nodes.get(node.id) == node:
+            return
+        if node.id not in self.nodes and len(self.nodes) >= NODES_MAX:
+            raise BadRequestError("id", "too many nodes are registered")
+        self._followers.drop_node(node.id)
+        self.nodes[node.id] = node
+        self._followers.follow_node(node)
+
+    def remove_node(self, node_id: str) -> bool:
+        """Forget a node; False when it was not known."""
+        if self.nodes.pop(node_id, None) is None:
+            return False
+        self._followers.drop_node(node_id)
+        return True
+
+    def worked(self, engine_id: str) -> None:
+        """A request or a probe went well."""
+        self._judge(engine_id, well=True)
+
+    def broke(self, engine_id: str) -> None:
+        """A request broke, or a probe was missed."""
+        self._judge(engine_id, well=False)
+
+    def _judge(self, engine_id: str, *, well: bool) -> None:
+        engine = self._registry.get(engine_id)
+        if engine is None:
+            return
+        before = engine.health.state
+        if well:
+            engine.health.succeeded(self._clock())
+        else:
+            engine.health.failed(self._clock())
+            self._wake.set()
+        if engine.health.state is not before:
+            _log.warning("engine %s is %s", engine_id, engine.health.state)
+            self._changed()
+
+    async def run(self) -> None:
+        """Take up the configured engines and nodes, then probe engines until cancelled."""
+        for node in self._config.nodes:
+            self.add_node(node)
+        async with asyncio.TaskGroup() as tasks:
+            for entry in self._config.engines:
+                tasks.create_task(self._take_up(entry))
+            while True:
+                self._wake.clear()
+                now = self._clock()
+                for engine in self._registry.due(now):
+                    engine.health.probe_started(now)
+                    tasks.create_task(self._probe(engine.info))
+                next_at = self._registry.next_probe_at()
+                wait_s = None if next_at is None else max(0.0, next_at - self._clock())
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+
+    async def _take_up(self, entry: EngineEntry) -> None:
+        """Register a configured engine as soon as it answers."""
+        health = self._config.health
+        pause_s = health.probe_s
+        while self._registry.get(entry.id) is None:
+            try:
+                await self.register(entry)
+            except (EngineError, BadRequestError) as error:
+                _log.warning("engine %s of the configuration: %s", entry.id, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, health.backoff_s_max)
+
+    async def _probe(self, info: EngineInfo) -> None:
+        timeout_s = self._config.health.probe_timeout_s
+        try:
+            await self._upstream.get(info.id, f"{info.url}/health", timeout_s)
+        except EngineError as error:
+            _log.info("probe: %s", error)
+            well = False
+        else:
+            well = True
+        engine = self._registry.get(info.id)
+        if engine is not None and engine.info.url == info.url:
+            self._judge(info.id, well=well)
+
+    def states(self) -> dict[tuple[str, ...], float]:
+        """Engine, role and state, one line for each state, for the metrics."""
+        return {
+            (engine.info.id, str(engine.info.role), str(state)): float(engine.health.state is state)
+            for engine in self._registry
+            for state in Health
+        }
+
+
+def _endpoints(info: EngineInfo) -> tuple[str | None, str | None, str, int]:
+    return (info.events, info.events_replay, info.domain, info.page_tokens)
+
+
+def _combine(entry: EngineEntry, said: _Described, page_tokens_default: int) -> EngineInfo:
+    """What the registration says, else what the engine says, else the default.
+
+    Raises:
+        BadRequestError: there is no such engine; names the field.
+    """
+    if said.role is not None and _ROLES.get(said.role) is not entry.role:
+        raise BadRequestError("role", f"{entry.role} was registered, the engine says {said.role}")
+    model = entry.model or said.model
+    if not model:
+        raise BadRequestError("model", "neither the registration nor the engine names one")
+    space = entry.space or said.space
+    page_tokens = entry.page_tokens or said.page_tokens or page_tokens_default
+    max_running = entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT
+    for field, value in (("page_tokens", page_tokens), ("max_running", max_running)):
+        if value < 1:
+            raise BadRequestError(field, f"{value} is not positive")
+    return EngineInfo(
+        id=entry.id,
+        role=entry.role,
+        url=entry.url,
+        model=model,
+        page_tokens=page_tokens,
+        domain=space or f"model:{model}",
+        events=entry.events or said.events,
+        events_replay=entry.events_replay or said.events_replay,
+        node=entry.node or said.node,
+        max_running=max_running,
+    )

@@ -1,0 +1,209 @@
+"""OpenAI's JSON: what clients send, what errors look like, what engines report at the end."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from conductor.decisions import Measured
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class BadRequestError(Exception):
+    """The client's mistake; names the field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """The fields that the Conductor itself looks at; all others are relayed unseen."""
+
+    prompt: str | Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stream: bool = False
+    n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
+    request_id: str | None = None
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A checked completion request.
+
+    Attributes:
+        fields: every field as the client wrote it; values are JSON text.
+        prompt: text or token ids.
+        model: None when the client named none.
+        stream: whether the answer is a stream.
+        request_id: None when the body has none.
+    """
+
+    fields: Mapping[str, msgspec.Raw]
+    prompt: str | list[int]
+    model: str | None
+    stream: bool
+    request_id: str | None
+
+    def body(self) -> bytes:
+        """The request as the client made it."""
+        return msgspec.json.encode(self.fields)
+
+    def prefill_body(self) -> bytes:
+        """The first half of a pair: one token, no stream, and the wish for a hand-off."""
+        fields = dict(self.fields)
+        fields.pop("stream_options", None)
+        fields["max_tokens"] = msgspec.Raw(b"1")
+        fields["stream"] = msgspec.Raw(b"false")
+        fields["kv_transfer_params"] = msgspec.Raw(b'{"do_remote_decode":true}')
+        return msgspec.json.encode(fields)
+
+    def decode_body(self, transfer: msgspec.Raw | None) -> bytes:
+        """The second half: the request itself, with what the prefill engine answered."""
+        if transfer is None:
+            return self.body()
+        return msgspec.json.encode({**self.fields, "kv_transfer_params": transfer})
+
+
+Kind = TypeVar("Kind")
+
+
+def parse(raw: bytes, kind: type[Kind]) -> Kind:
+    """Read a JSON body.
+
+    Raises:
+        BadRequestError: it is no JSON, or a field does not fit; names it.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        field = path.rstrip("`").lstrip(".").partition("[")[0]
+        if not field:
+            _, quoted, name = what.partition("field `")
+            field = name.rstrip("`") if quoted else "body"
+        raise BadRequestError(field, what) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError("body", f"not JSON: {error}") from error
+
+
+def parse_completion(raw: bytes) -> Completion:
+    """Check the body of ``POST /v1/completions``.
+
+    Raises:
+        BadRequestError: names the field.
+    """
+    known = parse(raw, _Fields)
+    if known.kv_transfer_params is not msgspec.UNSET and known.kv_transfer_params != b"null":
+        raise BadRequestError("kv_transfer_params", "is set by the Conductor, not by clients")
+    if not known.prompt:
+        raise BadRequestError("prompt", "must not be empty")
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    fields.pop("kv_transfer_params", None)
+    return Completion(fields, known.prompt, known.model, known.stream, known.request_id)
+
+
+def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:
+    """An error in OpenAI's form."""
+    kind = _TYPES.get(status, "server_error")
+    error = {"message": message, "type": kind, "param": field, "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def error_response(
+    status: int,
+    code: str,
+    message: str,
+    *,
+    field: str | None = None,
+    retry_after_s: float | None = None,
+    request_id: str | None = None,
+) -> web.Response:
+    """The response for :func:`error_body`; 429 and 503 should say when to come back."""
+    headers: dict[str, str] = {}
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if request_id is not None:
+        headers["X-Request-Id"] = request_id
+    body = error_body(status, code, message, field)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Timings(msgspec.Struct):
+    queue_s: float | None = None
+    restore_s: float | None = None
+    compute_s: float | None = None
+    restored_tokens: int | None = None
+    restored_bytes: int | None = None
+    cached_tokens: int | None = None
+
+
+class EngineAnswer(msgspec.Struct):
+    """What the Conductor reads of an engine's answer, or of a stream's last chunk."""
+
+    usage: _Usage | None = None
+    timings: _Timings | None = None
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def transfer(self) -> msgspec.Raw | None:
+        """The hand-off to relay, unchanged; None when the engine gave none."""
+        raw = self.kv_transfer_params
+        return None if isinstance(raw, msgspec.UnsetType) or raw == b"null" else raw
+
+    def measured(self) -> Measured | None:
+        """As the decision log keeps it; None when the engine says nothing."""
+        if self.usage is None and self.timings is None:
+            return None
+        usage = self.usage or _Usage()
+        timings = self.timings or _Timings()
+        details = usage.prompt_tokens_details or _PromptDetails()
+        cached = timings.cached_tokens
+        if cached is None and timings.restored_tokens is None:
+            cached = details.cached_tokens
+        return Measured(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=cached,
+            restored_tokens=timings.restored_tokens,
+            restored_bytes=timings.restored_bytes,
+            queue_s=timings.queue_s,
+            restore_s=timings.restore_s,
+            compute_s=timings.compute_s,
+        )
+
+
+def read_answer(raw: bytes) -> EngineAnswer | None:
+    """The engine's JSON answer; None when it is not one."""
+    try:
+        return msgspec.json.decode(raw, type=EngineAnswer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_stream_end(events: Iterable[bytes]) -> EngineAnswer | None:
+    """The last event that reports usage or timings, in the last pieces of a stream."""
+    for line in reversed(b"".join(events).splitlines()):
+        if line.startswith(b"data: {"):
+            answer = read_answer(line[6:])
+            if answer is not None and (answer.usage or answer.timings):
+                return answer
+    return None

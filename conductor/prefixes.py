@@ -1,0 +1,98 @@
+"""How much of a prompt's KV each engine need not compute, as the index has it. Pure.
+
+An engine can use what is in its own cache and what is on a node it reads from. Engines of one model
+may differ in page size and space; a prompt is hashed once for each such pair.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from conductor.engines import EngineInfo, EngineRegistry
+from conductor.index import Match, PrefixIndex, prefix_length
+from conductor.policy import Prefix, Waiting
+from kvstore.page import PrefixKeys, page_keys
+
+
+def engine_worker(engine_id: str) -> str:
+    """An engine's name in the index."""
+    return f"engine/{engine_id}"
+
+
+def node_worker(node_id: str) -> str:
+    """A node's name in the index."""
+    return f"node/{node_id}"
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: Sequence[int]
+    keys: dict[int, PrefixKeys] = field(default_factory=dict)  # by page_tokens
+
+
+class PrefixView:
+    """Answers the scheduler's question about a waiting request.
+
+    It remembers the prompts of all and only the requests between :meth:`remember` and
+    :meth:`forget`.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        registry: EngineRegistry,
+        is_current: Callable[[str], bool],
+        *,
+        needed: bool,
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            index: asked anew each time.
+            registry: the engines.
+            is_current: whether a worker's events arrive, so that what it is said to hold is true.
+            needed: whether the policy looks at prefixes at all.
+        """
+        self._index = index
+        self._registry = registry
+        self._is_current = is_current
+        self._prompts: dict[int, _Prompt] = {}
+        self.needed = needed
+
+    def remember(self, number: int, tokens: Sequence[int]) -> None:
+        """Keep a request's prompt until :meth:`forget`."""
+        self._prompts[number] = _Prompt(tokens)
+
+    def forget(self, number: int) -> None:
+        """Drop a request's prompt; nothing happens when there is none."""
+        self._prompts.pop(number, None)
+
+    def __call__(self, waiting: Waiting) -> Mapping[str, Prefix]:
+        """The prefix at each engine of the model; empty when the prompt's tokens are unknown."""
+        prompt = self._prompts.get(waiting.number)
+        if prompt is None:
+            return {}
+        matches: dict[tuple[str, int], Match] = {}
+        result: dict[str, Prefix] = {}
+        for engine in self._registry.of_model(waiting.model):
+            info = engine.info
+            group = (info.domain, info.page_tokens)
+            if group not in matches:
+                keys = _keys(prompt, info.page_tokens)
+                matches[group] = self._index.match(info.domain, keys.packed)
+            result[info.id] = self._prefix(info, matches[group])
+        return result
+
+    def _prefix(self, info: EngineInfo, match: Match) -> Prefix:
+        local = match.present(engine_worker(info.id))
+        node = match.present(node_worker(info.node or ""))
+        local &= self._is_current(engine_worker(info.id))
+        node &= info.node is not None and self._is_current(node_worker(info.node))
+        pages = (prefix_length(present) for present in (local, node, local | node))
+        return Prefix(*(count * info.page_tokens for count in pages))
+
+
+def _keys(prompt: _Prompt, page_tokens: int) -> PrefixKeys:
+    keys = prompt.keys.get(page_tokens)
+    if keys is None:
+        keys = prompt.keys[page_tokens] = page_keys(prompt.tokens, page_tokens)
+    return keys

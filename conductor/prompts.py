@@ -1,0 +1,89 @@
+"""Prompts as token ids, asked from an engine that serves the model, remembered for a while."""
+
+import hashlib
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from conductor.engines import EngineRegistry, Health
+from conductor.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+
+TOKENS_KEPT_MAX: Final = 2_000_000
+"""Token ids that the cache holds, all prompts together: a few tens of MB."""
+_TRIES: Final = 2
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class Prompts:
+    """Tokenises; a prompt that was seen lately costs no round trip."""
+
+    def __init__(
+        self, registry: EngineRegistry, upstream: Upstream, reports: HealthReports, timeout_s: float
+    ) -> None:
+        """Start empty.
+
+        Args:
+            registry: where engines are looked for.
+            upstream: how they are asked.
+            reports: told of engines that fail.
+            timeout_s: deadline of one question.
+        """
+        self._registry = registry
+        self._upstream = upstream
+        self._reports = reports
+        self._timeout_s = timeout_s
+        self._known: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._kept = 0
+
+    async def tokenize(self, model: str, prompt: str) -> list[int] | None:
+        """The prompt's tokens (not to be changed); None when no engine tells in time."""
+        key = hashlib.sha256(model.encode() + b"\0" + prompt.encode(errors="replace")).digest()
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        body = msgspec.json.encode({"model": model, "prompt": prompt})
+        for engine_id in self.askable(model)[:_TRIES]:
+            try:
+                raw = await self.ask(engine_id, body)
+                tokens = msgspec.json.decode(raw, type=_Tokens).tokens
+            except EngineError as error:
+                if error.sick:
+                    self._reports.broke(engine_id)
+            except (EngineRefusedError, msgspec.MsgspecError):
+                continue
+            else:
+                self._remember(key, tokens)
+                return tokens
+        return None
+
+    async def ask(self, engine_id: str, body: bytes) -> bytes:
+        """Forward a ``/tokenize`` body to one engine.
+
+        Raises:
+            EngineError: the engine is gone, late or broken.
+            EngineRefusedError: it found fault with the body.
+        """
+        engine = self._registry.get(engine_id)
+        if engine is None:
+            raise EngineError(engine_id, "was removed", sick=False)
+        url = f"{engine.info.url}/tokenize"
+        raw, _ = await self._upstream.post(engine_id, url, body, timeout_s=self._timeout_s)
+        return raw
+
+    def askable(self, model: str) -> list[str]:
+        """Engines of a model that are not dead, the healthy ones first."""
+        engines = [e for e in self._registry.of_model(model) if e.health.state is not Health.DEAD]
+        engines.sort(key=lambda engine: engine.health.failures)
+        return [engine.info.id for engine in engines]
+
+    def _remember(self, key: bytes, tokens: list[int]) -> None:
+        if key not in self._known:
+            self._known[key] = tokens
+            self._kept += len(tokens)
+        while self._kept > TOKENS_KEPT_MAX:
+            _, dropped = self._known.popitem(last=False)
+            self._kept -= len(dropped)

@@ -1,0 +1,223 @@
+"""``kvstore-conductor``: the parts put together, served over HTTP, and ended in good order."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from conductor.admin import Admin, errors_as_json
+from conductor.config import ConductorConfig, load_conductor
+from conductor.decisions import DecisionLog
+from conductor.engines import EngineRegistry
+from conductor.events import EventFollowers
+from conductor.index import PrefixIndex
+from conductor.membership import Membership
+from conductor.metrics import Metrics
+from conductor.policy import POLICIES, Scheduler
+from conductor.prefixes import PrefixView
+from conductor.prompts import Prompts
+from conductor.proxy import Parts, Proxy
+from conductor.queue import RequestQueue
+from conductor.upstream import Upstream
+from kvstore.config import show
+from kvstore.errors import ConfigError
+
+_LAG_PERIOD_S: Final = 0.05
+_LAG_WINDOW: Final = 20
+"""Timers whose worst delay is shown: about one second."""
+_CUT_GRACE_S: Final = 1.0
+"""What cancelled handlers get to end after the drain."""
+
+_log = logging.getLogger(__name__)
+
+
+class Conductor:
+    """One Conductor on a running event loop."""
+
+    def __init__(self, config: ConductorConfig, clock: Callable[[], float] = time.monotonic):
+        """Wire the parts; nothing listens or connects yet.
+
+        Args:
+            config: the whole tree; each part gets its section.
+            clock: seconds, monotonic; also drives health and deadlines of the queue.
+
+        Raises:
+            ConfigError: no such policy.
+        """
+        if config.policy.name not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise ConfigError(f"policy.name: {config.policy.name!r} is none of {known}")
+        self.config = config
+        health = config.health
+        self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
+        self.index = PrefixIndex(config.index.entries_max)
+        self.followers = EventFollowers(self.index, config.index, config.events, self._pump)
+        self._upstream = Upstream(config.deadline)
+        scheduler = Scheduler(config.policy.name)
+        prefixes = PrefixView(
+            self.index,
+            self.registry,
+            self.followers.is_current,
+            needed=scheduler.policy.needs_prefixes,
+        )
+        self.queue = RequestQueue(
+            self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max, clock=clock
+        )
+        self.membership = Membership(
+            config, self.registry, self._upstream, self.followers, self._pump, clock
+        )
+        self.metrics = Metrics(self._gauges)
+        self.decisions = DecisionLog(config.decisions.kept)
+        prompts = Prompts(
+            self.registry, self._upstream, self.membership, config.deadline.tokenize_s
+        )
+        parts = Parts(
+            self.registry,
+            self.queue,
+            prefixes,
+            prompts,
+            self._upstream,
+            self.decisions,
+            self.metrics,
+            self.membership,
+            clock,
+        )
+        self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline)
+        self._app = web.Application(
+            client_max_size=config.http.body_bytes_max, middlewares=[errors_as_json]
+        )
+        self._app.add_routes(Admin(parts, self.membership, self.proxy).routes())
+
+    def _pump(self) -> None:
+        if len(self.queue):
+            self.queue.pump()
+
+    def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        return {
+            "queue_length": {(): float(len(self.queue))},
+            "engine_state": self.membership.states(),
+            "engine_in_flight": {
+                (engine.info.id,): float(self.queue.in_flight(engine.info.id))
+                for engine in self.registry
+            },
+            **self.followers.gauges(),
+        }
+
+    async def serve(self, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+        """Serve until ``stop`` is set, then drain and end.
+
+        Args:
+            stop: ends the service.
+            ready: called with the URL once it answers.
+        """
+        http = self.config.http
+        runner = web.AppRunner(
+            self._app, handler_cancellation=True, access_log=None, shutdown_timeout=_CUT_GRACE_S
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, http.host, http.port).start()
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self.membership.run(), name="membership"),
+                    tasks.create_task(self.followers.run(), name="events"),
+                    tasks.create_task(self._watch_lag(), name="loop lag"),
+                ]
+                port = runner.addresses[0][1]
+                host = f"[{http.host}]" if ":" in http.host else http.host
+                ready(f"http://{host}:{port}")
+                await stop.wait()
+                await self._drain()
+                for task in background:
+                    task.cancel()
+        finally:
+            await runner.cleanup()
+            await self._upstream.close()
+
+    async def _drain(self) -> None:
+        """Refuse new requests; give those that are here their time, then refuse what waits."""
+        self.proxy.closing = True
+        try:
+            async with asyncio.timeout(self.config.http.drain_s):
+                await self.proxy.idle.wait()
+        except TimeoutError:
+            _log.warning("%d requests are cut short", self.proxy.active)
+        self.queue.close()
+
+    async def _watch_lag(self) -> None:
+        while True:
+            worst = 0.0
+            for _ in range(_LAG_WINDOW):
+                started = time.perf_counter()
+                await asyncio.sleep(_LAG_PERIOD_S)
+                worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
+            self.metrics.loop_lag(max(0.0, worst))
+
+
+async def run(config: ConductorConfig, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: no such policy.
+        OSError: the address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Conductor(config).serve(stop, ready)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command ``kvstore-conductor``.
+
+    Returns:
+        exit status: 0 after a clean end, 2 for a configuration that cannot be used, 1 when the
+        address cannot be listened on.
+    """
+    args = _parser().parse_args(arguments)
+    flags = {"http.host": args.host, "http.port": args.port, "policy.name": args.policy}
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    logging.basicConfig(
+        level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        loaded = load_conductor(args.config, overrides=[*overrides, *args.set])
+        if args.print_config:
+            sys.stdout.write(show(loaded))
+            return 0
+        uvloop.run(run(loaded.config, _announce))
+    except ConfigError as error:
+        sys.stderr.write(f"kvstore-conductor: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"kvstore-conductor: {error}\n")
+        return 1
+    return 0
+
+
+def _announce(url: str) -> None:
+    sys.stdout.write(f"listening on {url}\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvstore-conductor", description="Send each request where its first token is nearest."
+    )
+    parser.add_argument("--host", help="address to listen on (http.host)")
+    parser.add_argument("--port", type=int, help="port, 0 = any free one (http.port)")
+    parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)} (policy.name)")
+    parser.add_argument("--config", type=Path, help="TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--print-config", action="store_true", help="print the tree and end")
+    parser.add_argument("--log-level", default="WARNING", help="of Python's logging")
+    return parser

@@ -1,0 +1,201 @@
+"""Talking to engines over HTTP: every call has deadlines; it ends as an answer or one of two errors.
+
+:class:`EngineError` means that this engine could not serve the request and another one may;
+:class:`EngineRefusedError` is an answer that every engine would give (a bad request), to be
+relayed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import aiohttp
+
+from conductor.config import DeadlineConfig
+
+EVENT_BYTES_MAX: Final = 4 << 20
+"""One server-sent event; the last one of a stream carries usage and timings, the others a token."""
+ANSWER_BYTES_MAX: Final = 64 << 20
+_BUSY: Final = frozenset({429, 503})
+
+
+class EngineError(Exception):
+    """An engine did not serve a request.
+
+    Attributes:
+        engine: its id.
+        sick: counts against its health; False when it only said that it is busy.
+    """
+
+    def __init__(self, engine: str, what: str, *, sick: bool = True) -> None:
+        super().__init__(f"engine {engine}: {what}")
+        self.engine = engine
+        self.sick = sick
+
+
+class EngineRefusedError(Exception):
+    """An engine found fault with the request itself."""
+
+    def __init__(self, engine: str, status: int, body: bytes, content_type: str) -> None:
+        super().__init__(f"engine {engine} answered {status}")
+        self.engine = engine
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+
+class HealthReports(Protocol):
+    """Whoever wants to know how engines are."""
+
+    def worked(self, engine_id: str) -> None:
+        """The engine has answered."""
+
+    def broke(self, engine_id: str) -> None:
+        """The engine was gone, late or broken."""
+
+
+@asynccontextmanager
+async def _foreign_errors(engine: str, what: str) -> AsyncIterator[None]:
+    """Errors of the HTTP client as :class:`EngineError`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise EngineError(engine, f"{what}: no answer in time") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        text = str(error) or type(error).__name__
+        raise EngineError(engine, f"{what}: {text}") from error
+
+
+class Upstream:
+    """One HTTP client for all engines; connections are kept and re-used."""
+
+    def __init__(self, deadline: DeadlineConfig) -> None:
+        """Make the client; a loop must be running.
+
+        Args:
+            deadline: how long engines may take.
+        """
+        self._deadline = deadline
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline.connect_s),
+            auto_decompress=True,
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._session.close()
+
+    async def get(self, engine: str, url: str, timeout_s: float) -> bytes:
+        """The body of a small answer with status 200.
+
+        Raises:
+            EngineError: anything else.
+        """
+        async with (
+            _foreign_errors(engine, f"GET {url}"),
+            asyncio.timeout(timeout_s),
+            self._session.get(url) as answer,
+        ):
+            body = await _read(answer)
+            if answer.status != 200:
+                raise EngineError(engine, f"GET {url}: status {answer.status}")
+            return body
+
+    async def post(
+        self,
+        engine: str,
+        url: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[bytes, str]:
+        """The whole body of an answer, and its content type.
+
+        Raises:
+            EngineError: the engine is gone, late, busy or broken.
+            EngineRefusedError: it found fault with the request.
+        """
+        async with (
+            _foreign_errors(engine, "POST"),
+            asyncio.timeout(timeout_s),
+            await self._open(engine, url, body, headers) as answer,
+        ):
+            return await _read(answer), answer.content_type
+
+    async def _open(
+        self, engine: str, url: str, body: bytes, headers: Mapping[str, str] | None
+    ) -> aiohttp.ClientResponse:
+        """Send a request; the answer's status is good, its body not read yet."""
+        send = {"Content-Type": "application/json", **(headers or {})}
+        answer = await self._session.post(url, data=body, headers=send)
+        if answer.status < 400:
+            return answer
+        async with answer:
+            raw = await _read(answer)
+        if answer.status in _BUSY or answer.status >= 500:
+            what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
+            raise EngineError(engine, what, sick=answer.status not in _BUSY)
+        raise EngineRefusedError(engine, answer.status, raw, answer.content_type)
+
+    @asynccontextmanager
+    async def stream(
+        self, engine: str, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """A stream of server-sent events, in pieces of one or more whole events.
+
+        The pieces raise :class:`EngineError` when the engine breaks off, falls silent, or ends
+        before it said ``[DONE]``. Leaving the context closes the connection, by which the engine
+        learns that nobody listens.
+
+        Raises:
+            EngineError: the engine is gone, late, busy or broken.
+            EngineRefusedError: it found fault with the request.
+        """
+        async with (
+            _foreign_errors(engine, "POST"),
+            asyncio.timeout(self._deadline.first_byte_s),
+        ):
+            answer = await self._open(engine, url, body, headers)
+        try:
+            yield self._events(engine, answer)
+        finally:
+            answer.close()  # an answer read to its end has given its connection back already
+
+    async def _events(self, engine: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        rest, done = b"", False
+        wait_s = self._deadline.first_byte_s
+        while True:
+            async with _foreign_errors(engine, "stream"), asyncio.timeout(wait_s):
+                piece = await answer.content.readany()
+            if not piece:
+                if rest.strip() or not done:
+                    raise EngineError(engine, "the stream ended before it was complete")
+                return
+            rest += piece
+            end = max(rest.rfind(b"\n\n") + 2, rest.rfind(b"\r\n\r\n") + 4)
+            if end >= 4:
+                events, rest = rest[:end], rest[end:]
+                done = events.rstrip().endswith(b"data: [DONE]")
+                wait_s = self._deadline.idle_s
+                yield events
+            if len(rest) > EVENT_BYTES_MAX:
+                raise EngineError(engine, "an event of the stream is too long")
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """The whole body.
+
+    Raises:
+        ValueError: it is longer than any answer should be.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > ANSWER_BYTES_MAX:
+            raise ValueError(f"the answer is longer than {ANSWER_BYTES_MAX} bytes")
+    return b"".join(pieces)

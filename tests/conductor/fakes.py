@@ -1,0 +1,291 @@
+"""Fake engines and a Conductor in the test's own process and loop, everything on port 0."""
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from conductor.config import ConductorConfig
+from conductor.service import Conductor
+
+WAIT_S = 10.0
+PAUSE_S = 0.002
+
+
+async def eventually(condition: Callable[[], object], what: str = "") -> None:
+    """Give the loop to others until ``condition`` is true; fail after a while."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.Event().wait(), PAUSE_S)
+    except TimeoutError:
+        pytest.fail(f"not within {WAIT_S} s: {what or condition}")
+
+
+class FakeEngine:
+    """An engine that answers without a model.
+
+    Attributes:
+        requests: bodies of the completions it got, in order.
+        headers: their headers.
+        gate: cleared, completions wait before they answer anything.
+        mid_gate: cleared, streams wait after their first event.
+        status: answer completions with this status instead.
+        broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
+            ``"short"``: end the stream without ``[DONE]``.
+    """
+
+    def __init__(self, engine_id: str, role: str, **described: object) -> None:
+        self.id = engine_id
+        self.described: dict[str, object] = {
+            "id": engine_id,
+            "role": "mono" if role == "mixed" else role,
+            "model": "m",
+            "page_tokens": 4,
+            "space": "ab" * 32,
+            "events": None,
+            "events_replay": None,
+            "node": None,
+            "max_running": 8,
+            **described,
+        }
+        self.role = role
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.tokenized = 0
+        self.running = 0
+        self.running_most = 0
+        self.aborted = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.mid_gate = asyncio.Event()
+        self.mid_gate.set()
+        self.status = 200
+        self.broken = ""
+        self.tokens = 3
+        self.healthy = True
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> "FakeEngine":
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/engine", self._describe),
+                web.post("/tokenize", self._tokenize),
+                web.post("/v1/completions", self._completions),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if self.healthy else 500)
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        return web.json_response(self.described)
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        self.tokenized += 1
+        tokens = list((await http.json())["prompt"].encode())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        self.requests.append(body)
+        self.headers.append(http.headers)
+        self.running += 1
+        self.running_most = max(self.running, self.running_most)
+        try:
+            await self.gate.wait()
+            if self.broken == "reset":
+                assert http.transport is not None
+                http.transport.abort()
+                return web.Response()
+            if self.status != 200:
+                error = {"error": {"message": "as told", "type": "x", "code": "told"}}
+                return web.json_response(error, status=self.status)
+            return await (self._stream(http, body) if body.get("stream") else self._whole(body))
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+            "timings": {
+                "queue_s": 0.0,
+                "restore_s": 0.25,
+                "compute_s": 0.5,
+                "restored_tokens": 4,
+                "restored_bytes": 4096,
+                "cached_tokens": 1,
+            },
+        }
+
+    async def _whole(self, body: dict[str, Any]) -> web.Response:
+        answer = {"id": "x", "choices": [{"text": f"whole from {self.id}", "index": 0}]}
+        answer |= self._end(body)
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            answer["choices"][0]["token_ids"] = [65]
+            answer["kv_transfer_params"] = self.transfer()
+        return web.json_response(answer)
+
+    def transfer(self) -> dict[str, object]:
+        return {
+            "do_remote_prefill": True,
+            "handoff_id": f"handoff of {self.id}",
+            "first_token": 65,
+            "prompt_tokens": 9,
+            "tail_key": "cd" * 32,
+            "tail_tokens": 1,
+            "seed": 12345678901234567890,
+            "position": 9,
+            "some_new_field": [1.5, None],
+        }
+
+    async def _stream(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for number in range(self.tokens):
+            choice = {"text": f"{self.id}:{number} ", "index": 0, "token_ids": [number]}
+            end = self._end(body) if number == self.tokens - 1 else {}
+            await response.write(b"data: " + json.dumps({"choices": [choice], **end}).encode())
+            await response.write(b"\n\n")
+            await self.mid_gate.wait()
+            if self.broken == "midway":
+                assert http.transport is not None
+                http.transport.abort()
+                return response
+            if self.broken == "short":
+                return response
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+class Client:
+    """Talks to a Conductor."""
+
+    def __init__(self, session: aiohttp.ClientSession, conductor: Conductor, url: str) -> None:
+        self.session = session
+        self.conductor = conductor
+        self.url = url
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            raw = await response.read()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(raw) if is_json else raw.decode()
+
+    async def delete(self, path: str) -> int:
+        async with self.session.delete(self.url + path) as response:
+            return response.status
+
+    async def post(
+        self, path: str, body: object, **headers: str
+    ) -> tuple[int, Any, "aiohttp.typedefs.LooseHeaders"]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            raw = await response.read()
+            is_json = response.content_type == "application/json"
+            answer = json.loads(raw) if is_json else raw.decode()
+            return response.status, answer, response.headers
+
+    async def complete(self, prompt: object = "a prompt", **fields: object) -> tuple[int, Any, Any]:
+        return await self.post("/v1/completions", {"model": "m", "prompt": prompt, **fields})
+
+    async def register(self, *engines: FakeEngine) -> None:
+        for engine in engines:
+            body = {"id": engine.id, "role": engine.role, "url": engine.url}
+            status, answer, _ = await self.post("/v1/engines", body)
+            assert status == 201, answer
+
+    async def decision(self, request_id: str) -> Any:
+        status, decision = await self.get(f"/v1/decisions/{request_id}")
+        assert status == 200, decision
+        return decision
+
+
+def sse(raw: str) -> list[Any]:
+    """The events of a stream: parsed JSON, or the text of what is none."""
+    events: list[Any] = []
+    for block in raw.split("\n\n"):
+        for line in block.splitlines():
+            if line.startswith("data: "):
+                text = line.removeprefix("data: ")
+                events.append(json.loads(text) if text.startswith("{") else text)
+    return events
+
+
+def texts(events: Iterable[Any]) -> list[str]:
+    """The texts in a stream's events."""
+    return [e["choices"][0]["text"] for e in events if isinstance(e, dict) and "choices" in e]
+
+
+def configured(**sections: dict[str, object]) -> ConductorConfig:
+    """A configuration for tests: quick probes, short deadlines, a free port."""
+    tree: dict[str, dict[str, object]] = {
+        "http": {"port": 0, "drain_s": 2.0},
+        "policy": {"name": "round-robin"},
+        "queue": {"wait_s": 5.0},
+        "deadline": {"connect_s": 2.0, "first_byte_s": 5.0, "idle_s": 5.0, "prefill_s": 5.0},
+        "health": {"probe_s": 0.05, "probe_timeout_s": 2.0},
+        "index": {"entries_max": 4096},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return msgspec.convert(tree, ConductorConfig)
+
+
+@asynccontextmanager
+async def serving(*engines: FakeEngine, **sections: dict[str, object]) -> AsyncIterator[Client]:
+    """A Conductor that knows these engines; everything ends with the context."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        conductor = Conductor(configured(**sections))
+        stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(conductor.serve(stop, url.set_result))
+            try:
+                async with aiohttp.ClientSession() as session:
+                    client = Client(session, conductor, await url)
+                    await client.register(*engines)
+                    yield client
+            finally:
+                for engine in engines:
+                    engine.gate.set()
+                    engine.mid_gate.set()
+                stop.set()
+
+
+def in_loop(case: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An async test as a plain one, in a loop of its own."""
+
+    @functools.wraps(case)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(case(*args, **kwargs))
+
+    return run
