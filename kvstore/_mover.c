@@ -279,10 +279,10 @@ EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_b
         if (verify) ok[done] = memcmp(found, digest + 16 * done, 16) == 0;
     }
     store_fence();
-    int64_t good = 0;
-    while (verify && good < done && ok[good]) good++;
-    if (words) set_word(words, GOOD, (uint32_t)good);
     if (mode == SCATTER_SEGMENTS) {
+        uint32_t good = 0;
+        while (good < done && ok[good]) good++;
+        if (words) set_word(words, GOOD, good);
         uint64_t *offset = calloc(pages ? (size_t)pages : 1, sizeof *offset);
         if (done < pages || !offset ||
             !copy_segments(&job, pages, page, &pieces, end, segments, ok, offset)) {
@@ -290,8 +290,6 @@ EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_b
             done = offset ? 0 : NO_MEMORY;
         }
         free(offset);
-    } else if (done == pages && words) {
-        kv_publish(words, DONE, (uint32_t)segments);
     }
     return done;
 }

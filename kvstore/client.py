@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kvstore import wire
 from kvstore.config import HostConfig
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError
+from kvstore.errors import InvalidArgument, TransferError
 from kvstore.link import Link, NodeLink
 from kvstore.page import ShardSpec, SpaceIdentity
 from kvstore.space import Services, Space
@@ -71,7 +71,7 @@ class KVStore:
         cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False
     ) -> "KVStore":
         """Run a node of ``capacity_bytes`` in this process, for it alone."""
-        from kvstore.embedded import Embedded  # noqa: PLC0415  (engines with a daemon need no node)
+        from kvstore.embedded import Embedded
 
         host = HostConfig(
             capacity_bytes=capacity_bytes,

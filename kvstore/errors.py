@@ -3,10 +3,10 @@
 ::
 
     KVStoreError                     code, retryable
-    ├─ ConfigError                   a key or value of the configuration; names key and source
-    ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
+    ├─ ConfigError                   a key or value of the configuration; names both
+    ├─ CapacityError       (retry)   no slot is free or evictable, or a quota is reached
     ├─ InvalidArgument               a caller's mistake; names the field
-    │  └─ LayoutMismatch             the caller's bytes are not the bytes of this space; names the field
+    │  └─ LayoutMismatch             the caller's bytes are not this space's; names the field
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke

@@ -4,10 +4,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvstore.errors import CapacityError, KVStoreError, TransferTimeout
 from kvstore.mover import Progress
+from kvstore.results import RestoreResult
 
 log = logging.getLogger(__name__)
 
@@ -15,20 +16,6 @@ T = TypeVar("T")
 
 QUEUE_MAX: Final = 1024
 _JOIN_TIMEOUT_S: Final = 60.0
-
-
-class RestoreResult(NamedTuple):
-    """How a restore ended.
-
-    Attributes:
-        pages: leading pages whose blocks now hold verified KV; the rest holds nothing valid.
-        size_bytes: bytes of those pages.
-        seconds: from the job's start to its end.
-    """
-
-    pages: int
-    size_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Worker:
@@ -133,7 +120,7 @@ class StoreJob(Job[T]):
 
 
 class RestoreJob(Job[RestoreResult]):
-    """A restore in the background. It never raises for a store in trouble: that restores 0 pages."""
+    """A restore in the background. A store in trouble restores 0 pages; nothing is raised."""
 
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool

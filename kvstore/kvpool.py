@@ -24,7 +24,7 @@ class KVPool:
         planes: address of block 0 of each plane, in page order: for canonical pages
             ``[layer 0 K, layer 0 V, layer 1 K, …]``, for opaque ones one plane a layer.
         block_bytes: bytes of one block in one plane, contiguous.
-        block_stride_bytes: distance between consecutive blocks of a plane, at least ``block_bytes``.
+        block_stride_bytes: distance from block to block in a plane, ``block_bytes`` or more.
         block_count: blocks in the pool.
         planes_per_layer: 2 when K and V are apart, 1 when they are one.
     """
@@ -75,13 +75,13 @@ class KVPool:
         Raises:
             InvalidArgument: a block is not in the pool, or they do not fill whole pages.
         """
-        table = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        flat = np.asarray(blocks, dtype=np.int64).reshape(-1)
         per_page = self.blocks_per_page(page_bytes)
-        if len(table) % per_page:
-            raise InvalidArgument("blocks", f"{len(table)} blocks do not fill pages of {per_page}")
-        if len(table) and not (int(table.min()) >= 0 and int(table.max()) < self.block_count):
+        if len(flat) % per_page:
+            raise InvalidArgument("blocks", f"{len(flat)} blocks do not fill pages of {per_page}")
+        if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.block_count):
             raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
-        table = table.reshape(-1, per_page)
+        table = flat.reshape(-1, per_page)
         # starts[p, j]: block j of page p does not lie right behind block j-1.
         starts = np.ones(table.shape, dtype=bool)
         if self.block_stride_bytes == self.block_bytes:

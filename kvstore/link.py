@@ -290,8 +290,6 @@ class Link:
                 continue
             self._wake.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             self._wake.clear()
-            if self._closing:
-                return
             try:
                 self._connect()
             except KVStoreError as error:

@@ -41,23 +41,9 @@ STEP_BYTES: Final = 256 * 1024
 WAIT_MAX_S: Final = 3600.0
 
 
-class Mode(IntEnum):
-    """What a job does, as in ``_mover.c``."""
-
-    DIGEST = 0
-    GATHER = 1
-    SCATTER = 2
-    SCATTER_SEGMENTS = 3
-
-
-class Word(IntEnum):
-    """Words of a progress block, as in ``_mover.c``."""
-
-    DONE = 0
-    FINISHED = 1
-    EVENT = 2
-    GOOD = 3
-    CANCEL = 4
+# In the order of ``_mover.c``: what a job does, and the words of a progress block.
+Mode = IntEnum("Mode", ["DIGEST", "GATHER", "SCATTER", "SCATTER_SEGMENTS"], start=0)
+Word = IntEnum("Word", ["DONE", "FINISHED", "EVENT", "GOOD", "CANCEL"], start=0)
 
 
 class Pieces(NamedTuple):
@@ -78,12 +64,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def contiguous(cls, addresses: Addresses, page_bytes: int) -> "Pieces":
-        """Pages that are one piece each.
-
-        Args:
-            addresses: shape (pages,), uint64.
-            page_bytes: bytes of each page.
-        """
+        """Pages of ``page_bytes`` that are one piece each, at ``addresses`` of shape (pages,)."""
         count = len(addresses)
         length = np.full(count, page_bytes, dtype=np.uint64)
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)
@@ -137,8 +118,7 @@ class Progress:
         """Wait until so many segments of every verified page are in place.
 
         Args:
-            segment_count: for layer i of a layer-ordered job i + 1; a job in page order counts all
-                its segments at its end.
+            segment_count: i + 1 for layer i. Only a scatter in segment order counts them.
             timeout_s: seconds; at most an hour.
 
         Returns:
@@ -160,7 +140,7 @@ class Progress:
 
     @property
     def good_pages(self) -> int:
-        """Pages before the first that did not verify; known once a segment of a scatter is done."""
+        """Pages before the first that did not verify; known once a segment is done."""
         return int(self.words[Word.GOOD])
 
     @property
@@ -190,21 +170,17 @@ class Job(NamedTuple):
     ok: npt.NDArray[np.bool_] | None
     progress: Progress | None
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whoever waits for it asked it to end."""
+        return self.progress is not None and self.progress.cancelled
+
 
 class Native:
-    """``_mover.c``, called through ctypes.
-
-    Attributes:
-        description: with the instruction set that is used.
-    """
+    """``_mover.c``, called through ctypes."""
 
     def __init__(self, library: ctypes.CDLL, isa: int | None = None) -> None:
-        """Bind the calls.
-
-        Args:
-            library: ``_mover.c``, built.
-            isa: index into ``ISAS``, one that this machine has; None: the best.
-        """
+        """Bind the calls; ``isa``: index into ``ISAS``, one that this machine has, or the best."""
         number, size, memory = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
         self._move = library.kv_move
         self._move.restype = size
@@ -227,24 +203,14 @@ class Native:
         pieces = job.pieces
         lists: tuple[bytes | None, ...] = (None, None, None)
         if pieces is not None:
-            lists = (
-                np.asarray(pieces.address, dtype=np.uint64).tobytes(),
-                np.asarray(pieces.length, dtype=np.uint64).tobytes(),
-                np.asarray(pieces.end, dtype=np.int64).tobytes(),
-            )
-        finished: int = self._move(
-            job.mode,
-            self._isa,
-            len(job.pages),
-            job.page_bytes,
-            pieces.segments if pieces is not None else 1,
-            job.pages.tobytes(),
-            job.seeds.tobytes(),
-            _first_byte(job.digests),
-            *lists,
-            _first_byte(job.ok) if job.ok is not None else None,
-            job.progress.address if job.progress is not None else None,
-        )
+            addresses, lengths = (np.asarray(each, np.uint64).tobytes() for each in pieces[:2])
+            lists = (addresses, lengths, np.asarray(pieces.end, np.int64).tobytes())
+        segments = pieces.segments if pieces is not None else 1
+        ok = _first_byte(job.ok) if job.ok is not None else None
+        words = job.progress.address if job.progress is not None else None
+        numbers = (job.mode, self._isa, len(job.pages), job.page_bytes, segments)
+        arrays = (job.pages.tobytes(), job.seeds.tobytes(), _first_byte(job.digests), *lists, ok)
+        finished: int = self._move(*numbers, *arrays, words)
         if finished < -len(job.pages):
             raise MemoryError("no memory for a list of pages")
         return finished
@@ -288,9 +254,7 @@ class Fallback:
             if not self._digest(job, page, found):
                 return page
         if job.ok is not None:
-            return pages if self._scatter(job, found, job.ok) else 0
-        if job.progress is not None:
-            self.publish(job.progress, Word.DONE, segments.stop)
+            self._scatter(job, found, job.ok)
         return pages
 
     def _digest(self, job: Job, page: int, found: Digests) -> bool:
@@ -298,30 +262,29 @@ class Fallback:
         hasher = xxhash.xxh3_128(seed=int(job.seeds[page]))
         start, stop = int(job.pages[page]), int(job.pages[page]) + job.page_bytes
         for at in range(start, stop, STEP_BYTES):
-            if _is_cancelled(job):
+            if job.is_cancelled:
                 return False
             hasher.update((ctypes.c_ubyte * min(STEP_BYTES, stop - at)).from_address(at))
         found[page] = np.frombuffer(hasher.digest(), dtype=np.uint8)
         return True
 
-    def _scatter(self, job: Job, found: Digests, ok: npt.NDArray[np.bool_]) -> bool:
-        """Copy the pages that verified, in the order that is asked for; False: cancelled."""
+    def _scatter(self, job: Job, found: Digests, ok: npt.NDArray[np.bool_]) -> None:
+        """Copy the pages that verified, in the order that is asked for, until cancelled."""
         assert job.pieces is not None
         good = (found == job.digests).all(axis=1)
+        if job.mode is Mode.SCATTER:
+            for page in np.flatnonzero(good).tolist():
+                ok[page] = self._copy(job, page, range(job.pieces.segments))
+            return
         if job.progress is not None:
             job.progress.words[Word.GOOD] = len(good) if good.all() else good.argmin()
-        in_order = job.mode is Mode.SCATTER_SEGMENTS
-        length = 1 if in_order else job.pieces.segments
-        for first in range(0, job.pieces.segments, length):
-            segments = range(first, first + length)
+        for segment in range(job.pieces.segments):
             for page in np.flatnonzero(good).tolist():
-                if not self._copy(job, page, segments):
-                    return False
-                ok[page] = not in_order
+                if not self._copy(job, page, range(segment, segment + 1)):
+                    return
             if job.progress is not None:
-                self.publish(job.progress, Word.DONE, segments.stop)
+                self.publish(job.progress, Word.DONE, segment + 1)
         ok[:] = good
-        return True
 
     def _copy(self, job: Job, page: int, segments: range) -> bool:
         """Copy these segments of one page, by the job's mode; False: cancelled before their end."""
@@ -333,7 +296,7 @@ class Fallback:
         for index in range(first, last):
             piece, length = int(pieces.address[index]), int(pieces.length[index])
             for offset in range(0, length, STEP_BYTES):
-                if _is_cancelled(job):
+                if job.is_cancelled:
                     return False
                 target, source = piece + offset, at + offset
                 if job.mode is Mode.GATHER:
@@ -361,10 +324,9 @@ class Fallback:
         step = os.sysconf("SC_PAGE_SIZE")
         for at in range(address - address % step, address + length, step):
             byte = ctypes.c_ubyte.from_address(at)
+            value = byte.value
             if write:
-                byte.value = byte.value
-            else:
-                byte.value  # noqa: B018
+                byte.value = value
 
 
 def gather(
@@ -425,8 +387,6 @@ def scatter(
     Raises:
         InvalidArgument: the arrays do not fit each other; nothing was written.
     """
-    if order not in {"page", "segment"}:
-        raise InvalidArgument("order", f"{order!r} is neither page nor segment")
     digests = np.ascontiguousarray(digests, dtype=np.uint8)
     count = len(source_pages)
     if digests.shape != (count, DIGEST_BYTES):
@@ -481,8 +441,6 @@ def _run(
     if pieces is not None:
         _check_shapes(pieces, count)
     if not count:
-        if progress is not None:
-            _chosen.publish(progress, Word.DONE, pieces.segments if pieces is not None else 1)
         return
     finished = _chosen.move(Job(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
     if finished < 0:
@@ -515,13 +473,9 @@ def _first_unfilled(pieces: Pieces, pages: int, page_bytes: int) -> int | None:
     return None
 
 
-def _is_cancelled(job: Job) -> bool:
-    return job.progress is not None and job.progress.cancelled
-
-
 def _first_byte(array: npt.NDArray[np.uint8] | npt.NDArray[np.bool_]) -> object:
     """What ctypes passes as the array's address."""
-    return ctypes.byref(ctypes.c_char.from_buffer(array))
+    return ctypes.byref(ctypes.c_char.from_buffer(array.data))
 
 
 def load(path: Path) -> ctypes.CDLL | None:

@@ -21,7 +21,8 @@ from typing import Any, Final
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.pages import Abandoned, Action, PageTable
+from kvstore.state.outcomes import Abandoned, Action
+from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
@@ -190,7 +191,7 @@ class Node:
         )  # fmt: skip
 
     def _open_space(self, process: Process, request: wire.OpenSpace, _now_ns: int) -> wire.Answer:
-        space, shards = self.pages.open_space(process.session, request.identity, request.shards)
+        space, shards = self.pages.spaces.open(process.session, request.identity, request.shards)
         return wire.SpaceOpened(request.id, space.number, shards)
 
     def _lookup(self, process: Process, request: wire.Lookup, now_ns: int) -> wire.Answer | None:
@@ -274,7 +275,7 @@ class Node:
     # ---- inside -----------------------------------------------------------------------------
 
     def _space(self, process: Process, number: int, shards: list[int]) -> Space:
-        space = self.pages.space(number, process.session)
+        space = self.pages.spaces.get(number, process.session)
         if not shards or not all(0 <= shard < len(space.shards) for shard in shards):
             raise InvalidArgument("shards", f"{shards} are not all open in space {number}")
         return space

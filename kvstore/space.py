@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from time import perf_counter
-from types import TracebackType
-from typing import Final, NamedTuple, Protocol, overload
+from typing import Final, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, PeerUnreachable
-from kvstore.jobs import RestoreJob, RestoreResult, StoreJob, Worker
+from kvstore.jobs import RestoreJob, StoreJob, Worker
 from kvstore.kvpool import KVPool
 from kvstore.link import NodeLink
 from kvstore.mapping import Mapping
@@ -29,7 +28,8 @@ from kvstore.page import (
     page_keys,
     page_seeds,
 )
-from kvstore.state.pages import PageStatus
+from kvstore.results import MISS, Hit, PageViews, PutResult, RestoreResult
+from kvstore.state.outcomes import PageStatus
 
 log = logging.getLogger(__name__)
 
@@ -47,34 +47,6 @@ class Buffer(Protocol):
 
     def __buffer__(self, flags: int, /) -> memoryview:
         """PEP 688."""
-
-
-class Hit(NamedTuple):
-    """What a lookup found.
-
-    Attributes:
-        pages: length of the longest prefix that is READY on every shard asked for; 0 = a miss.
-        pending: further pages that are being written now.
-        tiers: tier name → pages of the hit in it.
-        load_seconds: estimate of how long loading the hit takes, from what loads took so far.
-    """
-
-    pages: int
-    pending: int = 0
-    tiers: dict[str, int] = {}  # noqa: RUF012
-    load_seconds: float = 0.0
-
-
-class PutResult(NamedTuple):
-    """What became of the pages of a put."""
-
-    stored: int
-    existing: int = 0
-    pending: int = 0
-    refused: int = 0
-
-
-MISS: Final = Hit(0)
 
 
 class Services:
@@ -113,41 +85,6 @@ class Services:
         self.troubles[error.code] += 1
         if not isinstance(error, PeerUnreachable):
             log.warning("a read became a miss: %s", error)
-
-
-class PageViews:
-    """Read-only views of pages in the node's memory, under a lease; use it as a context manager.
-
-    Attributes:
-        arrays: uint8, one of ``page_bytes`` a page. Their bytes are the page's until ``close``;
-            after it they must not be looked at any more.
-    """
-
-    def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:
-        """Made by :meth:`Space.get`."""
-        self.arrays = arrays
-        self._release: Callable[[], None] | None = release
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def close(self) -> None:
-        """Give the lease back."""
-        release, self._release = self._release, None
-        self.arrays = []
-        if release is not None:
-            release()
-
-    def __enter__(self) -> "PageViews":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Space:
@@ -322,7 +259,7 @@ class Space:
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
         ttl_s: float = 0.0, read_once: bool = False,
-    ) -> StoreJob:  # fmt: skip
+    ) -> StoreJob[PutResult]:  # fmt: skip
         """Store pages straight from an engine's blocks, in the background.
 
         The blocks must not change until the job has ended. Arguments as for :meth:`put`.
@@ -495,7 +432,11 @@ def _addresses(
     """
     found = np.empty(len(buffers), dtype=np.uint64)
     for index, buffer in enumerate(buffers):
-        array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
+        array = (
+            buffer
+            if isinstance(buffer, np.ndarray)
+            else np.frombuffer(memoryview(buffer), dtype=np.uint8)
+        )
         if array.nbytes != size:
             raise InvalidArgument("pages", f"page {index} has {array.nbytes} bytes, not {size}")
         if not array.flags.c_contiguous or (writable and not array.flags.writeable):

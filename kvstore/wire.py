@@ -234,9 +234,10 @@ def decode_request(body: bytes | memoryview) -> Request:
         ProtocolError: it is no message of this protocol; says where it is wrong.
     """
     try:
-        return _REQUESTS.decode(body)
+        request: Request = _REQUESTS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a request of protocol {PROTOCOL_MAJOR}: {error}") from error
+    return request
 
 
 def decode_answer(body: bytes | memoryview) -> Answer:
@@ -246,9 +247,10 @@ def decode_answer(body: bytes | memoryview) -> Answer:
         ProtocolError: it is no message of this protocol.
     """
     try:
-        return _ANSWERS.decode(body)
+        answer: Answer = _ANSWERS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not an answer of protocol {PROTOCOL_MAJOR}: {error}") from error
+    return answer
 
 
 def pack_address(extent: int, generation: int, offset: int) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 from kvstore.config import EventsConfig
 from kvstore.events import Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import PrefixKey
-from kvstore.state.pages import Action, Removed, Stored
+from kvstore.state.outcomes import Action, Removed, Stored
 
 MEDIUM = "CPU"
 

@@ -75,7 +75,7 @@ class SocketServer:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 raw, _ = await loop.sock_accept(self._listener)
-                raw.setblocking(False)
+                raw.setblocking(False)  # noqa: FBT003
                 self.accepted += 1
                 tasks.create_task(self._handshake(raw, self.accepted))
 
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop took the socket over."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's own class
         self._server.connections[self.number] = self
 
     def data_received(self, data: bytes) -> None:
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
                 return
             self._server.receive(self, body)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The peer left, or was cut off."""
         self._server.lost(self)
 
@@ -296,7 +296,7 @@ def _listen(path: Path, *, group_access: bool) -> socket.socket:
         finally:
             os.umask(previous)
         listener.listen(128)
-        listener.setblocking(False)
+        listener.setblocking(False)  # noqa: FBT003
     except OSError as error:
         listener.close()
         raise ConfigError(f"socket.path={path}: {error}") from error

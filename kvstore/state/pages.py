@@ -7,67 +7,16 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from itertools import count
 
-from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.sessions import Lease, Process, Put, Session
-from kvstore.state.slots import SLOT_ALIGNMENT, Slot, SlotState, SlotTable
-from kvstore.state.tree import EvictionQueue, Node, Shard, Space, is_live
-
-SPACES_MAX = 4096
-SHARDS_MAX = 1024
-
-
-class PageStatus(IntEnum):
-    """What became of one page of a put."""
-
-    GRANTED = 0
-    """A slot waits for its bytes; nobody else will be granted this page meanwhile."""
-    EXISTS = 1
-    PENDING = 2
-    """Someone else is writing it."""
-    NO_ROOM = 3
-    NO_PARENT = 4
-    """The page before it is not stored, so nobody could ever reach it."""
-    STORED = 5
-    DROPPED = 6
-    """The page before it vanished while this one was being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Action: these pages became READY."""
-
-    space: Space
-    shard: int
-    keys: list[PrefixKey]
-    parent: PrefixKey
-    tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Action: these pages left the index; leaves first. Their slots are not re-used before."""
-
-    space: Space
-    shard: int
-    keys: list[PrefixKey]
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Action: a page that was being written will not come from that writer; who waits may stop."""
-
-    space: Space
-    keys: list[PrefixKey]
-
-
-Action = Stored | Removed | Abandoned
+from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.match import longest_match
+from kvstore.state.outcomes import Abandoned, Action, PageStatus, Removed, Stored
+from kvstore.state.sessions import Lease, Process, Put
+from kvstore.state.slots import Slot, SlotState, SlotTable
+from kvstore.state.spaces import Spaces
+from kvstore.state.tree import EvictionQueue, Node, Space, is_live
 
 
 class PageTable:
@@ -80,10 +29,9 @@ class PageTable:
     def __init__(self, slots: SlotTable) -> None:
         """Start empty."""
         self.slots = slots
-        self.spaces: list[Space] = []
+        self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
-        self._by_digest: dict[bytes, Space] = {}
         self._queues: dict[tuple[str, int], EvictionQueue] = {}
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, Node] = {}
@@ -92,59 +40,9 @@ class PageTable:
         self._tick = 0
         self._sequence = count()
 
-    # ---- spaces -----------------------------------------------------------------------------
-
-    def open_space(
-        self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
-    ) -> tuple[Space, list[int]]:
-        """Find or make the space and its shards.
-
-        Returns:
-            the space, and the number of each of ``shards`` in it.
-
-        Raises:
-            LayoutMismatch, InvalidArgument: names the field that does not fit what is known.
-        """
-        if session.domain and session.domain != identity.tenant:
-            raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
-        if not shards:
-            raise InvalidArgument("shards", "at least one is needed")
-        sizes = [spec.page_bytes(identity) for spec in shards]
-        for size in sizes:
-            if size > self.slots.extent_bytes:
-                limit = self.slots.extent_bytes
-                raise InvalidArgument("page_bytes", f"{size} is more than an extent ({limit})")
-        space = self._by_digest.get(identity.digest)
-        known = space.shards if space else []
-        for spec in shards:
-            _refuse_contradiction(spec, known)
-        if space is None:
-            if len(self.spaces) >= SPACES_MAX:
-                raise CapacityError(f"{SPACES_MAX} spaces exist already")
-            space = Space(len(self.spaces), identity)
-            self.spaces.append(space)
-            self._by_digest[identity.digest] = space
-        session.domain = identity.tenant
-        return space, [
-            self._shard_number(space, spec, size) for spec, size in zip(shards, sizes, strict=True)
-        ]
-
-    def space(self, number: int, session: Session) -> Space:
-        """The space of that number.
-
-        Raises:
-            InvalidArgument: there is none, or it is another tenant's.
-        """
-        if not 0 <= number < len(self.spaces):
-            raise InvalidArgument("space", f"{number} is not open")
-        space = self.spaces[number]
-        if space.identity.tenant != session.domain:
-            raise InvalidArgument("space", f"{number} belongs to another tenant")
-        return space
-
     # ---- reading ----------------------------------------------------------------------------
 
-    def lookup(self, space: Space, shards: Sequence[int], packed: bytes) -> tuple[int, int]:
+    def lookup(self, space: Space, shards: list[int], packed: bytes) -> tuple[int, int]:
         """The longest prefix of which every needed shard is READY.
 
         Returns:
@@ -152,28 +50,12 @@ class PageTable:
             that is being written now is READY.
         """
         self._tick += 1
-        windows: dict[int, int] = {}
-        for number in shards:
-            window = space.shards[number].spec.window_pages
-            windows[window] = windows.get(window, 0) | 1 << number
-        nodes = space.nodes
-        found = [
-            nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
-            for at in range(0, len(packed), KEY_BYTES)
-        ]
-        ready = [node.ready if node else 0 for node in found]
-        pages = _longest(ready, windows)
-        pending = 0
-        if pages < len(found) and (node := found[pages]) is not None and node.slots:
-            present = [sum(1 << shard for shard in node.slots) if node else 0 for node in found]
-            pending = _longest(present, windows) - pages
-        if pages:
-            deepest = found[pages - 1]
-            assert deepest is not None
-            deepest.access = self._tick
-        self.counts["lookup_pages"] += len(found)
-        self.counts["hit_pages"] += pages
-        return pages, pending
+        match = longest_match(space, shards, packed)
+        if match.deepest is not None:
+            match.deepest.access = self._tick
+        self.counts["lookup_pages"] += len(packed) // KEY_BYTES
+        self.counts["hit_pages"] += match.pages
+        return match.pages, match.pending
 
     def acquire(
         self, process: Process, lease_id: int, space: Space, shard: int, packed: bytes,
@@ -281,8 +163,7 @@ class PageTable:
                 statuses.append(PageStatus.DROPPED)
                 continue
             self.slots.commit([slot], self._tick)
-            node.digests[put.shard] = digests[index * size : (index + 1) * size]
-            node.ready |= 1 << put.shard
+            node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self._tick
             node.read_once = read_once
             if expires_ns:
@@ -298,8 +179,7 @@ class PageTable:
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
         """Take the pages of an open put back.
 
-        Args:
-            writing: the writer may still write, so the slots go to LIMBO until it settled.
+        While its writer may still be ``writing``, the slots go to LIMBO until it has settled.
         """
         put = process.puts.get(put_id)
         if put is None or put.lost:
@@ -423,10 +303,10 @@ class PageTable:
             return PageStatus.NO_ROOM
         node = space.node(key, parent)
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
-        node.slots[shard] = Slot(-1)
+        node.begin(shard, Slot(-1))
         slot = self._allocate(space.identity.tenant, of.slot_bytes)
         if slot is None:
-            del node.slots[shard]
+            node.forget(shard)
             self._tidy(node)
             return PageStatus.NO_ROOM
         node.slots[shard] = slot
@@ -484,7 +364,7 @@ class PageTable:
         return not self.slots.slots_in_use(position)
 
     def _drop_below(self, node: Node, shard: int, cause: str) -> None:
-        """Take the pages of one shard below ``node`` out: without their head nobody reaches them."""
+        """Take out what lies below ``node``: without their head nobody reaches those pages."""
         if node.space.shards[shard].spec.window_pages:
             return
         for below in reversed(_subtree(node)[1:]):
@@ -496,8 +376,6 @@ class PageTable:
 
     def _remove(self, node: Node, shard: int, cause: str) -> None:
         slot = self._forget(node, shard)
-        node.ready &= ~(1 << shard)
-        del node.digests[shard]
         self.actions.append(Removed(node.space, shard, [node.key], cause))
         self.counts[f"removed_{cause}"] += 1
         self.slots.release([slot])
@@ -507,7 +385,7 @@ class PageTable:
         self.actions.append(Abandoned(node.space, [node.key]))
 
     def _forget(self, node: Node, shard: int) -> Slot:
-        slot = node.slots.pop(shard)
+        slot = node.forget(shard)
         del self._owners[slot]
         return slot
 
@@ -535,16 +413,6 @@ class PageTable:
             and not any(self.slots.pinned(slot) for slot in node.slots.values())
         )
 
-    def _shard_number(self, space: Space, spec: ShardSpec, page_bytes: int) -> int:
-        for number, shard in enumerate(space.shards):
-            if shard.spec == spec:
-                return number
-        if len(space.shards) >= SHARDS_MAX:
-            raise CapacityError(f"the space has {SHARDS_MAX} shards already")
-        slot_bytes = -(-page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        space.shards.append(Shard(spec, page_bytes, slot_bytes))
-        return len(space.shards) - 1
-
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
         assert process.session.used_bytes >= 0
@@ -554,48 +422,9 @@ class PageTable:
         self._hold(process, -put.size_bytes)
 
 
-def _longest(have: list[int], windows: dict[int, int]) -> int:
-    """The largest n such that every group's need is met by the first n pages.
-
-    Args:
-        have: bit mask of the shards present, a page.
-        windows: pages needed at the end of the prefix (0 = all) → mask of the shards that need so.
-    """
-    full = windows.get(0, 0)
-    best = len(have)
-    if full:
-        best = next((at for at, mask in enumerate(have) if mask & full != full), len(have))
-    partial = {window: mask for window, mask in windows.items() if window}
-    if not partial:
-        return best
-    runs = dict.fromkeys(partial, 0)
-    longest = 0
-    for at in range(best):
-        for window, mask in partial.items():
-            runs[window] = runs[window] + 1 if have[at] & mask == mask else 0
-        if all(runs[window] >= min(window, at + 1) for window in partial):
-            longest = at + 1
-    return longest
-
-
 def _subtree(node: Node) -> list[Node]:
     """``node`` and all below it, every parent before its children."""
     found = [node]
     for at in found:
         found.extend(at.children.values())
     return found
-
-
-def _refuse_contradiction(spec: ShardSpec, known: Sequence[Shard]) -> None:
-    """One model has one head size and one need a group; who says otherwise is misconfigured."""
-    for shard in known:
-        other = shard.spec
-        if spec.group != other.group:
-            continue
-        if spec.window_pages != other.window_pages:
-            raise LayoutMismatch(
-                "window_pages", f"{spec.window_pages} here, {other.window_pages} in the space"
-            )
-        mine, theirs = getattr(spec.layout, "head_dim", 0), getattr(other.layout, "head_dim", 0)
-        if mine and theirs and mine != theirs:
-            raise LayoutMismatch("head_dim", f"{mine} here, {theirs} in the space")

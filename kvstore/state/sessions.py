@@ -113,11 +113,10 @@ class Session:
 
     def check(self) -> None:
         """Assert that the bytes add up."""
-        used = sum(
-            item.size_bytes
-            for process in self.processes.values()
-            for item in (*process.leases.values(), *process.puts.values())
-        )
+        used = 0
+        for process in self.processes.values():
+            used += sum(lease.size_bytes for lease in process.leases.values())
+            used += sum(put.size_bytes for put in process.puts.values())
         assert used == self.used_bytes
         for connection, process in self.processes.items():
             assert process.connection == connection

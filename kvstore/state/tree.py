@@ -11,12 +11,9 @@ that key. Nodes hang under the node of the key before them, so that
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Final
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.slots import Slot
-
-DIGEST_UNKNOWN: Final = b""
 
 
 class Node:
@@ -27,7 +24,9 @@ class Node:
         children: nodes that continue this one.
         slots: shard number → slot, for every page of this node that is WRITING or READY.
         digests: shard number → digest, for all and only the READY pages.
+        present: bit i set = the page of shard i is WRITING or READY.
         ready: bit i set = the page of shard i is READY.
+        depth: nodes between this one and the root, itself included.
         access: tick of the last use of this node or of a descendant that is gone.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
@@ -35,8 +34,8 @@ class Node:
     """
 
     __slots__ = (
-        "access", "children", "digests", "expires_ns", "key", "parent", "queued", "read_once",
-        "ready", "slots", "space",
+        "access", "children", "depth", "digests", "expires_ns", "key", "parent", "present",
+        "queued", "read_once", "ready", "slots", "space",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -47,13 +46,43 @@ class Node:
         self.children: dict[PrefixKey, Node] = {}
         self.slots: dict[int, Slot] = {}
         self.digests: dict[int, bytes] = {}
+        self.present = 0
         self.ready = 0
+        self.depth: int = parent.depth + 1 if parent is not None else 0
         self.access = 0
         self.expires_ns = 0
         self.read_once = False
         self.queued = False
         if parent is not None:
             parent.children[key] = self
+
+    def begin(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard`` is being written to ``slot``."""
+        assert shard not in self.slots
+        self.slots[shard] = slot
+        self.present |= 1 << shard
+        self.space.writing.add(self)
+
+    def commit(self, shard: int, digest: bytes) -> None:
+        """The page of ``shard`` is READY."""
+        assert self.present >> shard & 1
+        self.digests[shard] = digest
+        self.ready |= 1 << shard
+        self._settle()
+
+    def forget(self, shard: int) -> Slot:
+        """The page of ``shard`` is no longer here; returns its slot."""
+        bit = 1 << shard
+        self.present &= ~bit
+        self.ready &= ~bit
+        self.digests.pop(shard, None)
+        slot = self.slots.pop(shard)
+        self._settle()
+        return slot
+
+    def _settle(self) -> None:
+        if self.present == self.ready:
+            self.space.writing.discard(self)
 
 
 @dataclass(slots=True)
@@ -72,6 +101,7 @@ class Space:
     Attributes:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
+        writing: all and only the nodes with a page that is being written.
         label: hex digest of the identity: the space's name in events and statistics.
     """
 
@@ -79,6 +109,7 @@ class Space:
     identity: SpaceIdentity
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
+    writing: set[Node] = field(default_factory=set)
     root: Node = field(init=False)
     label: str = field(init=False)
 
@@ -101,6 +132,7 @@ class Space:
             del self.root.children[key]
             found.parent = parent
             parent.children[key] = found
+            _deepen(found)
         return found
 
     def prune(self, node: Node) -> Node:
@@ -127,6 +159,9 @@ class Space:
             assert node.parent is self.root or self.nodes[node.parent.key] is node.parent
             assert node.parent.children[key] is node
             assert node.slots or node.children, "a bare leaf should have been pruned"
+            assert node.depth == node.parent.depth + 1
+            assert node.present == sum(1 << shard for shard in node.slots)
+            assert (node in self.writing) == (node.present != node.ready)
             assert set(node.digests) == {i for i in node.slots if node.ready >> i & 1}
             assert node.ready >> len(self.shards) == 0
 
@@ -135,13 +170,22 @@ class Space:
         return node
 
     def _above(self, node: Node, other: Node) -> bool:
-        """Whether ``node`` is ``other`` or an ancestor of it (a forged parent could make a ring)."""
+        """Whether ``node`` is ``other`` or above it (a forged parent could make a ring)."""
         at: Node | None = other
         while at is not None:
             if at is node:
                 return True
             at = at.parent
         return False
+
+
+def _deepen(node: Node) -> None:
+    """Correct the depths below a node that was moved."""
+    moved = [node]
+    for at in moved:
+        assert at.parent is not None
+        at.depth = at.parent.depth + 1
+        moved.extend(at.children.values())
 
 
 def is_live(node: Node) -> bool:

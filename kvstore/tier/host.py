@@ -100,12 +100,15 @@ class HostMemory:
             os.close(descriptor)
         self._descriptors.clear()
 
+    def _stopping(self) -> bool:
+        return self._closing
+
     def _prefault(self) -> None:
         while True:
             with self._lock:
                 while not self._waiting and not self._closing:
                     self._wake.wait()
-                if self._closing:
+                if self._stopping():
                     return
                 number = self._waiting.pop(0)
                 descriptor = os.dup(self._descriptors[number])
@@ -114,7 +117,7 @@ class HostMemory:
                     view = np.frombuffer(memory, dtype=np.uint8)
                     step = 64 << 20
                     for start in range(0, self._extent_bytes, step):
-                        if self._closing:
+                        if self._stopping():
                             break
                         length = min(step, self._extent_bytes - start)
                         mover.populate(view.ctypes.data + start, length, write=True)
@@ -122,7 +125,7 @@ class HostMemory:
             finally:
                 os.close(descriptor)
             with self._lock:
-                if number in self._descriptors and not self._closing:
+                if number in self._descriptors and not self._stopping():
                     self._populated.add(number)
 
 
