@@ -1,10 +1,12 @@
 """The mover against the xxhash package and a numpy model, on every implementation there is."""
 
-import ctypes
 import itertools
+import mmap
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, TierUnavailable
-from kvstore.mover import ISAS, Fallback, Mode, Native, Pieces, Progress, Word
+from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, Word
 
 Bytes = npt.NDArray[np.uint8]
 WAIT_S = 30.0
@@ -102,6 +104,12 @@ class Layout:
             at += length
         return pool
 
+    def scatter(
+        self, progress: Progress | None = None, order: Order = "page"
+    ) -> npt.NDArray[np.bool_]:
+        args = (self.pages, self.page_bytes, self.digests(), self.seeds, self.pieces)
+        return mover.scatter(*args, progress, order)
+
     def digests(self) -> Bytes:
         found = b"".join(map(expected, self.view, self.seeds.tolist()))
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, 16)
@@ -178,10 +186,9 @@ def test_each_page_is_digested_under_its_own_seed() -> None:
 def test_gather_fills_pages_with_the_pieces_in_order(layout: Layout) -> None:
     pages = noise(layout.view.size).reshape(layout.view.shape)
     layout.pool[:] = layout.spread(pages)
-    around = layout.memory.size - layout.view.size
     digests = mover.gather(layout.pages, layout.page_bytes, layout.pieces, layout.seeds)
     assert (layout.view == pages).all()
-    assert np.count_nonzero(layout.memory) == np.count_nonzero(pages), f"in the {around} around"
+    assert np.count_nonzero(layout.memory) == np.count_nonzero(pages), "bytes around"
     assert (digests == layout.digests()).all()
 
 
@@ -189,32 +196,22 @@ def test_gather_fills_pages_with_the_pieces_in_order(layout: Layout) -> None:
 @each_layout
 @given(layout=layouts())
 def test_scatter_puts_every_byte_where_its_piece_is_and_none_elsewhere(
-    layout: Layout, order: mover.Literal["page", "segment"]
+    layout: Layout, order: Order
 ) -> None:
     layout.view[:] = noise(layout.view.size).reshape(layout.view.shape)
     progress = Progress()
-    ok = mover.scatter(
-        layout.pages,
-        layout.page_bytes,
-        layout.digests(),
-        layout.seeds,
-        layout.pieces,
-        progress,
-        order,
-    )
+    ok = layout.scatter(progress, order)
     assert ok.all()
     assert (layout.pool == layout.spread(layout.view)).all()
-    assert (progress.done, progress.good_pages) == (layout.pieces.segments, layout.page_count)
+    counted = (layout.pieces.segments, layout.page_count) if order == "segment" else (0, 0)
+    assert (progress.done, progress.good_pages) == counted
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 2048, 1 << 16])
 def test_large_jobs_past_the_cache_keep_every_byte(piece: int) -> None:
     layout = even_layout(pages=5, piece=piece, segments=1)
     pages = layout.view.copy()
-    ok = mover.scatter(
-        layout.pages, layout.page_bytes, layout.digests(), layout.seeds, layout.pieces
-    )
-    assert ok.all()
+    assert layout.scatter().all()
     assert (layout.pool == layout.spread(pages)).all()
     layout.memory[:] = 0
     digests = mover.gather(layout.pages, layout.page_bytes, layout.pieces, layout.seeds)
@@ -231,12 +228,11 @@ def test_pages_of_one_piece_need_no_list() -> None:
 
 
 def test_a_job_without_pages_ends_at_once() -> None:
-    progress, none = Progress(), u64()
+    none = u64()
     pieces = Pieces(none, none, np.zeros(0, dtype=np.int64), 7)
     assert mover.gather(none, 64, pieces, none).shape == (0, 16)
-    ok = mover.scatter(none, 64, np.zeros((0, 16), np.uint8), none, pieces, progress, "segment")
+    ok = mover.scatter(none, 64, np.zeros((0, 16), np.uint8), none, pieces, None, "segment")
     assert ok.shape == (0,)
-    assert progress.wait(7, WAIT_S)
 
 
 # Wrong bytes
@@ -244,9 +240,7 @@ def test_a_job_without_pages_ends_at_once() -> None:
 
 @pytest.mark.parametrize("byte", [0, 12_345, (1 << 18) + 1, (1 << 20) - 65, (1 << 20) - 1])
 @pytest.mark.parametrize("order", ["page", "segment"])
-def test_a_flipped_bit_fails_its_page_and_no_other(
-    byte: int, order: mover.Literal["page", "segment"]
-) -> None:
+def test_a_flipped_bit_fails_its_page_and_no_other(byte: int, order: Order) -> None:
     layout = even_layout()
     digests, whole = layout.digests(), layout.view.copy()
     layout.view[1, byte] ^= 4
@@ -255,8 +249,8 @@ def test_a_flipped_bit_fails_its_page_and_no_other(
         layout.pages, layout.page_bytes, digests, layout.seeds, layout.pieces, progress, order
     )
     assert ok.tolist() == [True, False, True]
-    assert progress.good_pages == 1
-    assert progress.done == layout.pieces.segments
+    if order == "segment":
+        assert (progress.done, progress.good_pages) == (layout.pieces.segments, 1)
     expected_pool = layout.spread(whole)
     per_page = len(layout.lengths) // layout.page_count
     for index, (offset, length) in enumerate(zip(layout.offsets, layout.lengths, strict=True)):
@@ -269,10 +263,9 @@ def test_a_flipped_bit_fails_its_page_and_no_other(
 
 def test_bytes_of_another_seed_do_not_verify() -> None:
     layout = even_layout(pages=1)
-    ok = mover.scatter(
-        layout.pages, layout.page_bytes, layout.digests(), layout.seeds + u64(1), layout.pieces
-    )
-    assert not ok.any()
+    digests, layout.seeds = layout.digests(), layout.seeds + u64(1)
+    args = (layout.pages, layout.page_bytes, digests, layout.seeds, layout.pieces)
+    assert not mover.scatter(*args).any()
 
 
 # Arguments
@@ -303,12 +296,15 @@ def test_pieces_that_do_not_fill_their_pages_are_refused_before_a_byte_moves(
     before = layout.pool.copy(), layout.memory.copy()
     pieces, digests = WRONG[wrong](layout.pieces), layout.digests()
     pages, seeds, size = layout.pages, layout.seeds, layout.page_bytes
-    with pytest.raises(InvalidArgument, match="pieces|end"):
-        if mode is Mode.GATHER:
-            mover.gather(pages, size, pieces, seeds)
-        else:
-            order: mover.Literal["page", "segment"] = "page" if mode is Mode.SCATTER else "segment"
-            mover.scatter(pages, size, digests, seeds, pieces, None, order)
+    calls: dict[Mode, Callable[[], object]] = {
+        Mode.GATHER: lambda: mover.gather(pages, size, pieces, seeds),
+        Mode.SCATTER: lambda: mover.scatter(pages, size, digests, seeds, pieces),
+        Mode.SCATTER_SEGMENTS: lambda: mover.scatter(
+            pages, size, digests, seeds, pieces, None, "segment"
+        ),
+    }
+    with pytest.raises(InvalidArgument, match=r"pieces|end"):
+        calls[mode]()
     assert (layout.pool == before[0]).all()
     assert (layout.memory == before[1]).all()
 
@@ -324,3 +320,184 @@ def test_arguments_that_do_not_fit_each_other_are_named() -> None:
         mover.scatter(pages, size, layout.digests()[:, :8], seeds, pieces)
     with pytest.raises(InvalidArgument, match="page_bytes"):
         mover.digest(pages, 0, seeds)
+
+
+def test_parts_of_a_job_keep_their_pieces() -> None:
+    layout = even_layout(pages=4, segments=2)
+    digests, pieces = layout.digests(), layout.pieces
+    parts = [(np.arange(0, 1), pieces.pages(0, 1)), (np.arange(1, 3), pieces.pages(1, 3))]
+    for chosen, part in [*parts, (np.array([3]), pieces.choose(np.array([3])))]:
+        args = (layout.pages[chosen], layout.page_bytes, digests[chosen], layout.seeds[chosen])
+        assert mover.scatter(*args, part).all()
+    assert (layout.pool == layout.spread(layout.view)).all()
+
+
+# Progress
+
+
+class Running:
+    """A scatter in another thread."""
+
+    def __init__(self, layout: Layout, order: Order) -> None:
+        self.layout, self.order, self.progress = layout, order, Progress()
+        self.digests = layout.digests()
+        self.ok: npt.NDArray[np.bool_] | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        layout = self.layout
+        args = (layout.pages, layout.page_bytes, self.digests, layout.seeds, layout.pieces)
+        self.ok = mover.scatter(*args, self.progress, self.order)
+        self.progress.finish()
+
+    def join(self) -> npt.NDArray[np.bool_]:
+        self.thread.join(WAIT_S)
+        assert self.ok is not None
+        return self.ok
+
+
+def test_segments_are_counted_in_order_and_hold_their_bytes_when_they_are() -> None:
+    segments = 8
+    layout = even_layout(pages=24, segments=segments)
+    whole = layout.spread(layout.view)
+    job = Running(layout, "segment")
+    job.thread.start()
+    for segment in range(segments):
+        assert job.progress.wait(segment + 1, WAIT_S)
+        assert job.progress.good_pages == layout.page_count
+        for page in range(layout.page_count):
+            slot = page * segments + segment
+            first = int(layout.pieces.end[slot - 1]) if slot else 0
+            for index in range(first, int(layout.pieces.end[slot])):
+                offset = layout.offsets[index]
+                part = slice(offset, offset + layout.lengths[index])
+                assert (layout.pool[part] == whole[part]).all(), (segment, page)
+    assert job.join().all()
+    assert not job.progress.wait(segments + 1, WAIT_S), "it finished with fewer"
+
+
+def test_a_waiter_wakes_when_its_segment_is_done_and_when_the_job_finishes() -> None:
+    progress, answers = Progress(), dict[int, bool]()
+    arrived = threading.Barrier(3)
+
+    def wait(count: int) -> None:
+        arrived.wait(WAIT_S)
+        answers[count] = progress.wait(count, WAIT_S)
+
+    threads = [threading.Thread(target=wait, args=(count,)) for count in (1, 2)]
+    for thread in threads:
+        thread.start()
+    arrived.wait(WAIT_S)
+    mover._chosen.publish(progress, Word.DONE, 1)
+    threads[0].join(WAIT_S)
+    assert answers == {1: True}
+    progress.finish()
+    threads[1].join(WAIT_S)
+    assert answers == {1: True, 2: False}
+
+
+def test_a_wait_for_what_does_not_come_ends_when_time_is_up() -> None:
+    assert not Progress().wait(1, 0.01)
+    assert Progress().wait(0, 0.0)
+
+
+@pytest.mark.parametrize("order", ["page", "segment"])
+def test_a_job_cancelled_beforehand_writes_nothing(order: Order) -> None:
+    job = Running(even_layout(), order)
+    job.progress.cancel()
+    job.thread.start()
+    assert not job.join().any()
+    assert not job.layout.pool.any()
+    assert job.progress.done == 0
+
+
+def test_a_gather_cancelled_beforehand_writes_nothing() -> None:
+    layout, progress = even_layout(), Progress()
+    before = layout.memory.copy()
+    layout.pool[:] = 1
+    progress.cancel()
+    args = (layout.pages, layout.page_bytes, layout.pieces, layout.seeds, progress)
+    assert not mover.gather(*args).any()
+    assert (layout.memory == before).all()
+
+
+@pytest.mark.parametrize("order", ["page", "segment"])
+def test_other_threads_run_while_a_job_does_and_can_cancel_it(
+    implementation: Native | Fallback, wait_until: Callable[..., None], order: Order
+) -> None:
+    """One page ten thousand times over takes most of a second; its first byte shows that it began.
+
+    A job that kept the GIL would be at its end before this thread could cancel it.
+    """
+    layout, count = even_layout(pages=1, segments=1), 10_000
+    layout.pool = zeros(1 << 20)
+    layout.pieces = Pieces.contiguous(u64(address(layout.pool)).repeat(count), 1 << 20)
+    layout.view[0, 0] = 200
+    job = Running(layout, order)
+    job.digests = job.digests.repeat(count, axis=0)
+    layout.pages, layout.seeds = layout.pages.repeat(count), layout.seeds.repeat(count)
+    job.thread.start()
+    if order == "page" and isinstance(implementation, Native):  # the fallback verifies all first
+        wait_until(lambda: layout.pool[0] == 200)
+    job.progress.cancel()
+    ok = job.join()
+    finished = int(np.count_nonzero(ok))
+    assert finished < count
+    assert ok[:finished].all()
+    if order == "segment":
+        assert finished == 0
+    layout.pool[:] = 0
+    assert not layout.pool.any()
+
+
+# Memory
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_populate_makes_memory_resident_and_keeps_its_bytes(write: bool) -> None:
+    size, page = 1 << 20, os.sysconf("SC_PAGE_SIZE")
+    with mmap.mmap(-1, size) as memory:
+        view = np.frombuffer(memory, dtype=np.uint8)
+        view[5 * page + 3] = 77
+        start = address(view)
+        mover.populate(start + 100, size - 100, write)
+        mover.populate(start, 0, write)
+        with Path("/proc/self/pagemap").open("rb") as table:
+            table.seek(start // page * 8)
+            entries = np.frombuffer(table.read(size // page * 8), dtype=np.uint64)
+        assert not write or (entries >> u64(63)).all(), "a page is not resident"
+        assert view[5 * page + 3] == 77
+        assert np.count_nonzero(view) == 1
+        del view
+
+
+@pytest.mark.skipif(not mover.native, reason="the fallback touches memory; it cannot ask")
+def test_populate_of_memory_that_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = mover.load(mover.LIBRARY)
+    assert library is not None
+    monkeypatch.setattr(mover, "_chosen", Native(library))
+    with mmap.mmap(-1, 1 << 16) as memory:
+        start = address(np.frombuffer(memory, dtype=np.uint8))
+    with pytest.raises(TierUnavailable):
+        mover.populate(start, 1 << 16, write=True)
+
+
+# Which one runs
+
+
+def test_a_missing_library_and_one_of_another_version_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mover.load(tmp_path / "nothing.so") is None
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    assert mover.load(tmp_path / "broken.so") is None
+    monkeypatch.setattr(mover, "VERSION", -1)
+    assert mover.load(mover.LIBRARY) is None
+
+
+def test_it_says_what_runs() -> None:
+    built = mover.load(mover.LIBRARY) is not None
+    assert mover.native is built
+    assert mover.description.startswith("native " if built else "fallback numpy+xxhash")
