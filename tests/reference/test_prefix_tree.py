@@ -130,3 +130,14 @@ def test_too_few_blocks_change_nothing() -> None:
     allocator = BlockAllocator(4)
     assert allocator.allocate(5) is None
     assert allocator.free == 4
+
+
+def test_a_page_that_somebody_needs_is_not_evicted() -> None:
+    allocator = BlockAllocator(4)
+    tree = PrefixTree(allocator, 1)
+    blocks = allocator.allocate(1)
+    assert blocks is not None
+    tree.insert(keys_of([0]), blocks)
+    assert not tree.evict(), "it would free nothing and forget a page in use"
+    allocator.release(blocks)
+    assert tree.evict()
