@@ -14,7 +14,7 @@ $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.p
 	@touch $@
 
 demo: $(VENV)/.ready
-	@$(BIN)/python -m bench.demo $(ARGS)
+	@$(BIN)/python -m bench demo $(ARGS)
 
 test: lint
 	@$(BIN)/python -m pytest -m "not soak" $(ARGS)

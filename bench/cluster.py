@@ -1,0 +1,245 @@
+"""A whole installation on this machine, as the processes an operator would start.
+
+One daemon, one Conductor, prefill and decode engines that share the daemon, and one engine on its
+own (mono, no store) to compare with. Every process is ended by its own pid.
+"""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+READY_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 15.0
+_HTTP_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.05
+_DAEMON_READY: Final = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
+_LISTENING: Final = r"listening on (\S+)"
+
+
+class ClusterError(Exception):
+    """A process did not start or did not answer; its log says why."""
+
+
+class Service:
+    """One process and its ready line.
+
+    Args:
+        name: names its log.
+        arguments: the command.
+        ready: regular expression of the line on stdout that says it serves.
+        directory: where its log goes.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], ready: str, directory: Path) -> None:
+        """Start it; :meth:`wait_ready` waits."""
+        self.name = name
+        self.log = directory / f"{name}.log"
+        self._ready = re.compile(ready)
+        self._lines: queue.Queue[str] = queue.Queue()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                arguments, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._reader = threading.Thread(target=self._read, name=f"{name}-stdout", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> re.Match[str]:
+        """The match of its ready line.
+
+        Raises:
+            ClusterError: it ended, or the time ran out.
+        """
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                line = self._lines.get(timeout=left)
+            except queue.Empty:
+                break
+            if not line:
+                break
+            found = self._ready.search(line)
+            if found:
+                return found
+        log = self.log.read_text(errors="replace")[-2000:]
+        raise ClusterError(f"{self.name} did not become ready; the end of {self.log}:\n{log}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it, at last with SIGKILL."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGCONT)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the cluster is made of.
+
+    Attributes:
+        model: one of the reference engine's models.
+        capacity_bytes: of the daemon's host memory.
+        prefills: number of prefill engines.
+        decodes: number of decode engines.
+        kv_blocks: blocks of 16 tokens in each engine's pool.
+        policy: of the Conductor.
+        prefix_cache: whether the engines' own prefix caches are on; off, every reused token came
+            through the store.
+        kv_hashes: whether engines hash each request's K and V.
+    """
+
+    model: str = "demo"
+    capacity_bytes: int = 1 << 30
+    prefills: int = 1
+    decodes: int = 1
+    kv_blocks: int = 640
+    policy: str = "longest-prefix"
+    prefix_cache: bool = False
+    kv_hashes: bool = True
+
+
+class Cluster:
+    """The processes; a context manager that ends them all."""
+
+    def __init__(self, options: Options) -> None:
+        """Start nothing yet."""
+        self.options = options
+        self.services: dict[str, Service] = {}
+        self.store_url = self.node_url = self.conductor_url = self.mono_url = ""
+        self.engine_urls: dict[str, str] = {}
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+
+    def _start(self) -> None:
+        options = self.options
+        self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        daemon = self._launch(
+            "node",
+            [_script("kvstore-server"), "--log-level", "WARNING"],
+            _DAEMON_READY,
+            f"socket.path={self.directory}/kvstore.sock",
+            "http.port=0",
+            f"host.capacity_bytes={options.capacity_bytes}",
+            f"host.extent_bytes={min(64 << 20, options.capacity_bytes)}",
+        )
+        conductor = self._launch(
+            "conductor",
+            [_script("kvstore-conductor"), "--port", "0", "--policy", options.policy],
+            _LISTENING,
+        )
+        found = daemon.wait_ready()
+        self.store_url, self.node_url, events, replay = found.groups()
+        self.conductor_url = conductor.wait_ready().group(1)
+        request("POST", f"{self.conductor_url}/v1/nodes",
+                {"id": "local", "events": events, "events_replay": replay})  # fmt: skip
+        roles = ["prefill"] * options.prefills + ["decode"] * options.decodes
+        names = [f"P{n + 1}" for n in range(options.prefills)]
+        names += [f"D{n + 1}" for n in range(options.decodes)]
+        engines = [self._engine(name, role) for name, role in zip(names, roles, strict=True)]
+        mono = self._engine("mono", "mono")
+        for engine in engines:
+            self.engine_urls[engine.name] = engine.wait_ready().group(1)
+        self.mono_url = mono.wait_ready().group(1)
+        self._wait_registered(names)
+
+    def _engine(self, name: str, mode: str) -> Service:
+        options = self.options
+        arguments = [sys.executable, "-m", "engine_adapters.reference", "--mode", mode]
+        arguments += ["--id", name, "--model", options.model, "--kv-blocks", str(options.kv_blocks)]
+        arguments += ["--prefix-cache", "on" if options.prefix_cache else "off"]
+        arguments += ["--kv-hashes", "on" if options.kv_hashes else "off", "--max-waiting", "1024"]
+        if mode != "mono":
+            arguments += ["--store", self.store_url, "--node", "local"]
+            arguments += ["--conductor", self.conductor_url]
+        if mode != "mono" and options.prefix_cache:
+            arguments += ["--events", "tcp://127.0.0.1:*", "--events-replay", "tcp://127.0.0.1:*"]
+        return self._launch(name, arguments, _LISTENING)
+
+    def _launch(self, name: str, arguments: list[str], ready: str, *sets: str) -> Service:
+        for item in sets:
+            arguments += ["--set", item]
+        service = Service(name, arguments, ready, self.directory)
+        self.services[name] = service
+        self._undo.callback(service.stop)
+        return service
+
+    def _wait_registered(self, names: Sequence[str]) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            known = json.dumps(request("GET", f"{self.conductor_url}/v1/engines"))
+            if all(f'"{name}"' in known for name in names):
+                return
+            time.sleep(_POLL_S)
+        raise ClusterError(f"the Conductor does not know all of {', '.join(names)}")
+
+
+def _script(name: str) -> str:
+    """A console script beside the interpreter that runs this."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def request(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    """One JSON request to a process of this machine.
+
+    Raises:
+        ClusterError: it does not answer, or not with success.
+    """
+    data = json.dumps(body).encode() if body is not None else None
+    call = urllib.request.Request(
+        url, data=data, method=method, headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(call, timeout=_HTTP_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ClusterError(f"{url}: {error.code} {error.read().decode()[:500]}") from error
+    except OSError as error:
+        raise ClusterError(f"{url}: {error}") from error
+
+
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,242 @@
+"""Does decode continue what prefill stored, with the same tokens, and how much time does it save?
+
+Replays a conversation through Conductor → prefill engine → decode engine, which share KV through
+the node, and the same prompts through one engine on its own that computes everything itself.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster import Cluster, ClusterError, Options, request
+from bench.completion import Completion, complete
+from bench.conversation import DOCUMENT, Turn, turns, turns_from
+from bench.measure import Progress
+
+WARM_SHARE = 0.5
+"""A turn is warm when at least this share of its prompt was restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One turn as both ways served it.
+
+    Attributes:
+        restored_tokens: prompt tokens that the prefill engine restored instead of computing.
+        restored_bytes: bytes that both engines restored.
+        restore_s: time both spent on it.
+        compute_s: what the engines computed until the first token.
+        conductor_s: the Conductor's own share.
+        with_store: through Conductor, P and D.
+        alone: on the engine without a store.
+        hashes_equal: K and V of every layer were the same at P and at D.
+    """
+
+    turn: Turn
+    prompt_tokens: int
+    restored_tokens: int
+    restored_bytes: int
+    restore_s: float
+    compute_s: float
+    with_store: Completion
+    alone: Completion
+    hashes_equal: bool
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether both gave the same tokens."""
+        return bool(self.alone.tokens) and self.with_store.tokens == self.alone.tokens
+
+    @property
+    def warm(self) -> bool:
+        """Whether most of the prompt was restored."""
+        return self.restored_tokens >= WARM_SHARE * self.prompt_tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the demo."""
+    parser.add_argument("--quick", action="store_true", help="two people, two turns each")
+    parser.add_argument("--serve", action="store_true", help="leave it running and print the URLs")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="`name: question` a line")
+    parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a turn")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo; the exit status is 1 when anything was not equal."""
+    try:
+        chosen = turns(2, 2) if options.quick else turns(3, 4)
+        if options.prompts:
+            chosen = turns_from(options.prompts)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"--prompts: {error}\n")
+        return 2
+    sys.stderr.write(
+        "Starting a node (kvstore-server), a Conductor, a prefill engine P1, a decode engine D1\n"
+        "and, to compare with, an engine `mono` that has no store. The engines' own prefix caches\n"
+        "are off, so every reused token comes through the store.\n"
+    )
+    try:
+        with Cluster(Options()) as cluster:
+            rows = asyncio.run(_replay(cluster, chosen, options))
+            _show(rows, as_json=options.json)
+            if options.serve:
+                _serve(cluster)
+    except ClusterError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0 if all(row.tokens_equal and row.hashes_equal for row in rows) else 1
+
+
+async def _replay(
+    cluster: Cluster, chosen: list[Turn], options: argparse.Namespace
+) -> list[Row]:
+    rows: list[Row] = []
+    async with aiohttp.ClientSession() as session:
+        document = _tokenize(cluster, DOCUMENT)
+        history: dict[str, list[int]] = {}
+        with Progress("turn", len(chosen)) as progress:
+            # One short request each, so that no first turn pays for what every process does once.
+            for url in (cluster.conductor_url, cluster.mono_url):
+                await complete(session, url, [65] * 70, max_tokens=2, temperature=0.0)
+            for number, turn in enumerate(chosen):
+                progress.step(f"{turn.user} asks: {turn.question}")
+                said = history.get(turn.user, document)
+                question = _tokenize(cluster, f"\n{turn.user}: {turn.question}\nHarbour: ")
+                prompt = said + question
+                row = await _ask(cluster, session, turn, prompt, number, options)
+                history[turn.user] = prompt + row.with_store.tokens
+                rows.append(row)
+    return rows
+
+
+async def _ask(
+    cluster: Cluster,
+    session: aiohttp.ClientSession,
+    turn: Turn,
+    prompt: list[int],
+    number: int,
+    options: argparse.Namespace,
+) -> Row:
+    parameters = {
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": number,
+    }
+    alone = await complete(session, cluster.mono_url, prompt, **parameters)
+    shared = await complete(session, cluster.conductor_url, prompt, **parameters)
+    decision = request("GET", f"{cluster.conductor_url}/v1/decisions/{shared.request_id}")
+    attempt = decision["attempts"][-1]
+    prefilled = attempt.get("prefilled") or {}
+    decoded = shared.timings
+    hashes = [
+        request("GET", f"{cluster.engine_urls[name]}/v1/requests/{shared.request_id}/kv-hashes")
+        for name in (attempt["prefill"], attempt["decode"])
+    ]
+    return Row(
+        turn,
+        len(prompt),
+        prefilled.get("restored_tokens") or 0,
+        (prefilled.get("restored_bytes") or 0) + decoded["restored_bytes"],
+        (prefilled.get("restore_s") or 0.0) + decoded["restore_s"],
+        prefilled.get("compute_s") or 0.0,
+        shared,
+        alone,
+        hashes[0]["layers"] == hashes[1]["layers"] and bool(hashes[0]["layers"]),
+    )
+
+
+def _tokenize(cluster: Cluster, text: str) -> list[int]:
+    answer = request("POST", f"{cluster.conductor_url}/tokenize", {"prompt": text})
+    tokens: list[int] = answer["tokens"]
+    return tokens
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """The figures of a run as one flat object."""
+    warm = [row for row in rows if row.warm]
+    restore_s = sum(row.restore_s for row in rows)
+    return {
+        "requests": len(rows),
+        "tokens_equal": sum(row.tokens_equal for row in rows),
+        "hashes_equal": sum(row.hashes_equal for row in rows),
+        "prompt_tokens": sum(row.prompt_tokens for row in rows),
+        "restored_tokens": sum(row.restored_tokens for row in rows),
+        "warm_requests": len(warm),
+        "ttft_cold_ms": _median_ms([row.alone.ttft_s for row in warm]),
+        "ttft_warm_ms": _median_ms([row.with_store.ttft_s for row in warm]),
+        "overhead_ms": _median_ms([row.with_store.ttft_s - row.compute_s for row in warm]),
+        "restore_gbps": sum(row.restored_bytes for row in rows) / restore_s / 1e9
+        if restore_s
+        else 0.0,
+    }
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 1) if seconds else 0.0
+
+
+def _show(rows: list[Row], *, as_json: bool) -> None:
+    console = Console(stderr=as_json)
+    table = Table(title="one conversation, with the store and without")
+    for column in ("turn", "prompt tokens", "restored", "TTFT with", "TTFT without", "MB", "GB/s"):
+        table.add_column(column, justify="left" if column == "turn" else "right")
+    for row in rows:
+        speed = row.restored_bytes / row.restore_s / 1e9 if row.restore_s else 0.0
+        table.add_row(
+            f"{row.turn.user} {row.turn.number}",
+            str(row.prompt_tokens),
+            str(row.restored_tokens),
+            f"{row.with_store.ttft_s * 1e3:,.0f} ms",
+            f"{row.alone.ttft_s * 1e3:,.0f} ms",
+            f"{row.restored_bytes / 1e6:,.1f}",
+            f"{speed:.2f}",
+        )
+    console.print(table)
+    figures = summary(rows)
+    console.print(
+        f"warm turns: TTFT {figures['ttft_warm_ms']:,.0f} ms instead of"
+        f" {figures['ttft_cold_ms']:,.0f} ms; Conductor, store and restore take"
+        f" {figures['overhead_ms']:,.0f} ms of it"
+    )
+    console.print(f"tokens equal to mono: {figures['tokens_equal']}/{len(rows)}")
+    console.print(f"K/V equal at P and D, every layer: {figures['hashes_equal']}/{len(rows)}")
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+
+
+def _serve(cluster: Cluster) -> None:
+    """Leave everything running until Ctrl-C or SIGTERM."""
+    url = cluster.conductor_url
+    engines = "\n".join(f"  engine {name:8} {at}" for name, at in cluster.engine_urls.items())
+    sys.stdout.write(
+        f"\nStill running; Ctrl-C ends it.\n"
+        f"  Conductor       {url}  (/v1/engines, /v1/decisions, /metrics)\n"
+        f"  node            {cluster.node_url}  (/v1/stats, /v1/pages, /docs, /metrics)\n"
+        f"  node's socket   {cluster.store_url}\n{engines}\n"
+        f"  logs            {cluster.directory}\n\n"
+        f"curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f"  -d '{{\"prompt\": \"The harbour has two\", \"max_tokens\": 16, \"stream\": true}}'\n"
+    )
+    sys.stdout.flush()
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        while not ended.wait(1.0):
+            dead = [s.name for s in cluster.services.values() if s.process.poll() is not None]
+            if dead:
+                sys.stderr.write(f"ended by themselves: {', '.join(dead)}\n")
+                return
+    except KeyboardInterrupt:
+        return
