@@ -284,6 +284,7 @@ class Engine:
             for start, blocks in [(request.computed, request.blocks)]
         ]
         logits = self._model.forward(chunks, self._pool)
+        now = time.monotonic()
         prefilled = 0
         for row, (request, count) in enumerate(work):
             fresh = min(request.computed + count, request.prompt_tokens) - request.computed
@@ -291,16 +292,16 @@ class Engine:
             self._scheduler.computed(request, count)
             self._record_hashes(request)
             if request.uncomputed:
-                self._offer(request, began)
+                self._offer(request, now)
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
             output = self._append(request, token)
             if output.finish_reason is not None:
-                self._finish(request, output, began)
+                self._finish(request, output, now)
                 continue
             request.emit(output)
             if fresh > 0:
-                self._offer(request, began)
+                self._offer(request, now)
         spent = time.monotonic() - began
         self.metrics.step_seconds.observe(spent)
         self.metrics.prompt_tokens.labels("computed").inc(prefilled)

@@ -175,6 +175,8 @@ class Model:
             row = end
         slot = torch.cat(slots)
         cos, sin = self._cos[positions, None], self._sin[positions, None]
+        ahead = torch.ones(pool.block_tokens, pool.block_tokens, dtype=torch.bool).triu(1)
+        ahead = ahead.repeat_interleave(self.config.heads // self.config.kv_heads, dim=0)
         stream = self._embedding[tokens]
         for index, layer in enumerate(self._layers):
             keys, values = pool.keys[index], pool.values[index]
@@ -183,7 +185,7 @@ class Model:
             values.view(-1, *values.shape[2:])[slot] = value[:rows]
             attended = torch.zeros_like(query)
             for chunk, first, table in spans:
-                _attend(chunk, query[first:], keys, values, table, attended[first:])
+                _attend(chunk, query[first:], keys, values, table, ahead, attended[first:])
             stream = stream + _linear(attended.flatten(1), layer.output)
             gate, up = _linear(_norm(stream, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
             stream = stream + _linear(torch.nn.functional.silu(gate) * up, layer.down)
@@ -211,6 +213,7 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     table: torch.Tensor,
+    ahead: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """Causal attention of one chunk, one query tile after the other.
@@ -221,6 +224,7 @@ def _attend(
         keys: one layer's pool, (blocks, block_tokens, kv_heads, head_dim).
         values: likewise.
         table: the request's block table, int64.
+        ahead: (block_tokens * heads / kv_heads, block_tokens), bool: keys that a row must not see.
         out: (rows, heads, head_dim), written.
     """
     block_tokens, kv_heads, head_dim = keys.shape[1:]
@@ -230,8 +234,6 @@ def _attend(
     tiles = -(-stop // block_tokens)
     context_keys = keys[table[:tiles]].view(-1, kv_heads, head_dim)
     context_values = values[table[:tiles]].view(-1, kv_heads, head_dim)
-    ahead = torch.ones(block_tokens, block_tokens, dtype=torch.bool).triu(1)
-    ahead = ahead.repeat_interleave(group, dim=0)  # (block_tokens * group, block_tokens)
     scale = 1.0 / math.sqrt(head_dim)
     for tile in range(chunk.start // block_tokens, tiles):
         # Positions [begin, begin + block_tokens) are the tile, [low, high) of them are wanted.

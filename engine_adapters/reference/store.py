@@ -157,6 +157,7 @@ class StoreAdapter:
         self._restores: list[_Restore] = []
         self._puts: list[_Put] = []
         self._logged: set[str] = set()
+        self._troubles: dict[str, int] = {}
         self._seconds_per_token = 0.0  # 0 until measured
         self._report_after = 0.0
 
@@ -186,6 +187,7 @@ class StoreAdapter:
         Returns:
             requests that need not wait any more, each once.
         """
+        self._count_troubles()
         ready = self._poll_pending(now)
         for restore in [r for r in self._restores if self._has_ended(r, now)]:
             self._restores.remove(restore)
@@ -463,6 +465,12 @@ class StoreAdapter:
             except KVStoreError as error:
                 self._trouble("space", error)
         return self._spaces
+
+    def _count_troubles(self) -> None:
+        """Reads never raise; what turned them into misses the client counts."""
+        for code, count in list(self._store.troubles.items()):
+            self._metrics.store_errors.labels(code).inc(count - self._troubles.get(code, 0))
+            self._troubles[code] = count
 
     def _trouble(self, doing: str, error: KVStoreError) -> None:
         self._metrics.store_errors.labels(error.code).inc()

@@ -3,7 +3,7 @@
 ``kvstore.client.KVStore`` is what stands behind it; a test puts a small fake there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +105,10 @@ class Space(Protocol):
 
 class Store(Protocol):
     """The part of the client that an engine needs."""
+
+    @property
+    def troubles(self) -> Mapping[str, int]:
+        """Error code → how often a read became a miss because of it."""
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Space:
         """Open a space."""

@@ -163,6 +163,7 @@ class FakeStore:
     def __init__(self, node: FakeNode) -> None:
         self._node = node
         self._workers = ThreadPoolExecutor(4)
+        self.troubles: dict[str, int] = {}
         self.closed = False
 
     def space(self, identity: Any, shards: Any) -> FakeSpace:

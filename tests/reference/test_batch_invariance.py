@@ -44,8 +44,10 @@ def assert_bit_equal(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["tiny", "demo"])
-@pytest.mark.parametrize("size", [1, 7, 16, 64, 100])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("tiny", 1), ("tiny", 7), ("tiny", 16), ("tiny", 64), ("demo", 16), ("demo", 100)],
+)
 def test_logits_do_not_depend_on_the_chunk_size(name: str, size: int) -> None:
     tokens = prompt(150 if size > 1 else 70)
     expected, hashes = whole(name, tokens)
@@ -84,7 +86,7 @@ def test_logits_do_not_depend_on_chunks_and_company(
 
 
 @pytest.mark.parametrize("name", ["tiny", "demo"])
-@pytest.mark.parametrize("company", [1, 7])
+@pytest.mark.parametrize("company", [1, 5])
 def test_decoding_in_company_equals_decoding_alone(name: str, company: int) -> None:
     tokens = prompt(100)
     pool, blocks = dirty_pool(name), shuffled_blocks(2)
@@ -132,9 +134,9 @@ def test_greedy_output_of_the_random_model_is_varied() -> None:
     for name in models:
         tokens, pool = prompt(20), PagedPool(MODELS[name], BLOCKS, 16)
         chunk = Chunk(list(tokens), 0, range(BLOCKS))
-        for _ in range(40):
+        for _ in range(24):
             logits = models[name].forward([chunk], pool)[0]
             tokens.append(int(logits.argmax()))
             chunk = Chunk(tokens[-1:], len(tokens) - 1, range(BLOCKS))
-        assert len(set(tokens[20:])) >= 15
+        assert len(set(tokens[20:])) >= 12
         assert all(token == 10 or 32 <= token < 127 for token in tokens[20:])

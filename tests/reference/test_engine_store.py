@@ -96,6 +96,9 @@ def test_a_handoff_is_answered_only_when_the_store_has_its_pages(
     assert answer.outputs.empty(), "answered before the pages were stored"
     node.gate.set()
     assert answer.wait().handoff is not None
+    timings = answer.request.timings
+    assert 0.0 < timings.compute_s < 5.0
+    assert timings.flush_s > 0.0
 
 
 def test_when_the_store_takes_nothing_the_handoff_says_so(

@@ -109,3 +109,7 @@ def test_an_engine_whose_node_is_not_there_serves(
     expected = ask(make_engine(), "hello " * 30, 8).wait().tokens
     assert ask(engine, "hello " * 30, 8).wait().tokens == expected
     assert ask(engine, "hello " * 31, 8, to_handoff=True).wait().handoff is not None
+    assert store.troubles["peer_unreachable"] >= 1
+    ask(engine, "one more step", 2).wait()
+    errors = engine.metrics.store_errors.labels("peer_unreachable")._value.get()
+    assert errors >= store.troubles["peer_unreachable"]
