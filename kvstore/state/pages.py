@@ -100,11 +100,12 @@ class PageTable:
             self.slots.unhold(lease.slots)
         else:
             self.slots.unpin(lease.slots)
-        for node, shard, _ in lease.pages:
-            if node.read_once and is_live(node):
+        for node, shard, slot in lease.pages:
+            if node.read_once and self._owns(node, shard, slot):
                 self.drop(node, shard, "read_once")
             else:
                 self._offer(node)
+        lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class PageTable:
                     head = node.parent
                     assert head is space.root or not needs_head or shard in head.slots  # type: ignore[union-attr]
                 if self._evictable(node):
-                    assert node.queued, "an evictable leaf must be in its queue"
+                    assert _classes(node) <= set(node.queued), "a leaf is in all its queues"
         assert owned == self._owners
 
     # ---- inside -----------------------------------------------------------------------------
@@ -324,8 +325,10 @@ class PageTable:
 
     def _make_room(self, domain: str, slot_bytes: int) -> bool:
         """Evict the least recently used leaf of the class, or a colder extent of another class."""
-        queue = self._queues.setdefault((domain, slot_bytes), EvictionQueue())
-        while (node := queue.pop()) is not None and not self._evictable(node):
+        queue = self._queue(domain, slot_bytes)
+        while (node := queue.pop()) is not None and not (
+            slot_bytes in _classes(node) and self._evictable(node)
+        ):
             pass
         age = node.access if node is not None else self._tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
@@ -399,10 +402,14 @@ class PageTable:
 
     def _offer(self, node: Node) -> None:
         if self._evictable(node):
-            shard = next(iter(node.slots))
-            of = node.space.shards[shard]
-            key = (node.space.identity.tenant, of.slot_bytes)
-            self._queues.setdefault(key, EvictionQueue()).offer(node)
+            for slot_bytes in _classes(node):
+                self._queue(node.space.identity.tenant, slot_bytes).offer(node)
+
+    def _queue(self, domain: str, slot_bytes: int) -> EvictionQueue:
+        queue = self._queues.get((domain, slot_bytes))
+        if queue is None:
+            queue = self._queues[domain, slot_bytes] = EvictionQueue(slot_bytes)
+        return queue
 
     def _evictable(self, node: Node) -> bool:
         return (
@@ -420,6 +427,11 @@ class PageTable:
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
+
+
+def _classes(node: Node) -> set[int]:
+    """The slot sizes of the node's pages."""
+    return {node.space.shards[shard].slot_bytes for shard in node.slots}
 
 
 def _subtree(node: Node) -> list[Node]:

@@ -30,7 +30,7 @@ class Node:
         access: tick of the last use of this node or of a descendant that is gone.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
-        queued: an entry of the eviction queue stands for this node.
+        queued: slot sizes of the eviction queues in which an entry stands for this node.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Node:
         self.access = 0
         self.expires_ns = 0
         self.read_once = False
-        self.queued = False
+        self.queued: tuple[int, ...] = ()
         if parent is not None:
             parent.children[key] = self
 
@@ -196,11 +196,16 @@ def is_live(node: Node) -> bool:
 class EvictionQueue:
     """Leaves in order of least recent use, for one class of slots.
 
-    Every node that may be evictable is in the queue once; a node that turns out to be in use when
-    its turn comes leaves it, and is offered again when that use ends.
+    Every node that may be evictable is in the queue of each of its pages' classes once; a node that
+    turns out to be in use when its turn comes leaves it, and is offered again when that use ends.
+
+    Args:
+        slot_bytes: the class.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slot_bytes: int) -> None:
+        """Start empty."""
+        self._slot_bytes = slot_bytes
         self._heap: list[tuple[int, int, Node]] = []
         self._sequence = 0
 
@@ -209,8 +214,8 @@ class EvictionQueue:
 
     def offer(self, node: Node) -> None:
         """Tell that ``node`` may be evictable now."""
-        if not node.queued:
-            node.queued = True
+        if self._slot_bytes not in node.queued:
+            node.queued += (self._slot_bytes,)
             self._sequence += 1
             heapq.heappush(self._heap, (node.access, self._sequence, node))
 
@@ -222,7 +227,7 @@ class EvictionQueue:
                 self._sequence += 1
                 heapq.heappush(self._heap, (node.access, self._sequence, node))
                 continue
-            node.queued = False
+            node.queued = tuple(size for size in node.queued if size != self._slot_bytes)
             if is_live(node):
                 return node
         return None
