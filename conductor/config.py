@@ -116,11 +116,14 @@ class EventsConfig(Section, frozen=True):
     """Subscriptions to KV events.
 
     Attributes:
-        replay_s: deadline for one replay of missed batches.
+        replay_s: longest silence during a replay of missed batches.
+        verify_s: without a live message for so long, the last batch is asked for again: it shows
+            a publisher that was restarted, and batches that were missed at the end.
         queue_max: batches that may wait in one subscription's socket.
     """
 
     replay_s: Positive = 5.0
+    verify_s: Positive = 5.0
     queue_max: Count = 10_000
 
 

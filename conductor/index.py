@@ -29,6 +29,9 @@ Present = npt.NDArray[np.bool_]
 
 HOLDERS_MAX: Final = 1024
 """Bits there can be: 128 bytes a page when all are used."""
+SHARDED_DOMAINS_MAX: Final = 4096
+"""(worker, domain) pairs with several shards that are remembered; the oldest go first."""
+_ONE_SHARD: Final = frozenset({0})
 _BITS: Final = 64
 _WINDOW: Final = np.arange(8, dtype=np.int64)
 """Slots looked at together after the first: a cache line."""
@@ -115,7 +118,8 @@ class PrefixIndex:
         self._words: list[Words] = [np.zeros(self._capacity, dtype=np.uint64)]
         self._bits: dict[tuple[str, str, int], int] = {}  # (worker, medium, shard) → bit
         self._counts: Counter[int] = Counter()  # bit → pages
-        self._shards: dict[tuple[str, str], set[int]] = {}  # (worker, domain) → shards announced
+        # (worker, domain) → shards announced, where they are not just shard 0
+        self._shards: dict[tuple[str, str], set[int]] = {}
         self._free_bits = list(range(HOLDERS_MAX - 1, -1, -1))
         self._live = 0
         self._used = 0
@@ -146,7 +150,7 @@ class PrefixIndex:
         if bit is None:
             self.dropped += len(packed) // KEY_BYTES
             return len(packed) // KEY_BYTES
-        self._shards.setdefault((worker, domain), set()).add(shard)
+        self._note_shard(worker, domain, shard)
         tags = _distinct(_tags(domain, packed))
         slots = self._find(tags)
         new = slots < 0
@@ -170,6 +174,14 @@ class PrefixIndex:
         self._counts[bit] += int(np.count_nonzero((before & mask) == 0))
         word[slots] = before | mask
         return dropped
+
+    def _note_shard(self, worker: str, domain: str, shard: int) -> None:
+        known = self._shards.get((worker, domain), _ONE_SHARD)
+        if shard in known:
+            return
+        if len(self._shards) >= SHARDED_DOMAINS_MAX:
+            del self._shards[next(iter(self._shards))]  # counts as one shard from now on
+        self._shards[worker, domain] = {*known, shard}
 
     def remove(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
         """A worker holds these pages there no longer.
@@ -229,11 +241,11 @@ class PrefixIndex:
             held[absent] = 0
             words.append(held)
         holders: dict[str, dict[int, list[int]]] = {}
-        for (worker, of_domain), shards in self._shards.items():
-            if of_domain == domain:
-                holders[worker] = {shard: [] for shard in shards}
         for (worker, _, shard), bit in self._bits.items():
-            if shard in holders.get(worker, ()):
+            if worker not in holders:
+                shards = self._shards.get((worker, domain), _ONE_SHARD)
+                holders[worker] = {needed: [] for needed in shards}
+            if shard in holders[worker]:
                 holders[worker][shard].append(bit)
         return Match(words, holders, len(slots))
 

@@ -1,4 +1,4 @@
-"""Talking to engines over HTTP: every call has deadlines; it ends as an answer or one of two errors.
+"""Talking to engines over HTTP: every call has deadlines, and ends as an answer or an error.
 
 :class:`EngineError` means that this engine could not serve the request and another one may;
 :class:`EngineRefusedError` is an answer that every engine would give (a bad request), to be

@@ -1,0 +1,332 @@
+"""Following events over real ZMQ sockets: gaps, replay, restarts, loss, and engines' own hashes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from conductor.config import EventsConfig, IndexConfig, NodeEntry
+from conductor.engines import EngineInfo, Role
+from conductor.events import EventFollowers, Follower
+from conductor.index import PrefixIndex
+from kvstore.events import END_OF_REPLAY, ClearedEvent, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.page import PrefixKeys, page_keys
+from tests.conductor.fakes import eventually, in_loop
+
+SPACE = "ab" * 32
+KEYS = page_keys(np.arange(64), 4)
+
+
+def stored(keys: PrefixKeys, medium: str = "CPU") -> StoredEvent:
+    return StoredEvent(
+        block_hashes=[bytes(key) for key in keys],
+        parent_block_hash=keys.parent or None,
+        token_ids=[],
+        block_size=4,
+        medium=medium,
+        space=SPACE,
+        shard=0,
+    )
+
+
+def removed(keys: PrefixKeys, medium: str = "CPU") -> RemovedEvent:
+    hashes = [bytes(key) for key in keys]
+    return RemovedEvent(block_hashes=hashes, medium=medium, space=SPACE, shard=0)
+
+
+class FakePublisher:
+    """PUB and ROUTER whose every message the test decides about.
+
+    Attributes:
+        kept: what replay gives: number → payload.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, topic: bytes = b"kvstore@n@aa") -> None:
+        self.topic = topic
+        self.kept: dict[int, bytes] = {}
+        self.asked: list[int] = []
+        self.silent = False
+        self._pub = context.socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER)
+        self._pub.bind("tcp://127.0.0.1:*")
+        self._router.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT)
+
+    async def answer(self) -> None:
+        while True:
+            client, _, first = await self._router.recv_multipart()
+            self.asked.append(int.from_bytes(first, "big"))
+            if self.silent:
+                continue
+            for number, payload in sorted(self.kept.items()):
+                if number >= self.asked[-1]:
+                    frames = [client, b"", self.topic, number.to_bytes(8, "big"), payload]
+                    await self._router.send_multipart(frames)
+            await self._router.send_multipart([client, b"", self.topic, END_OF_REPLAY, b""])
+
+    async def send(
+        self, number: int, *events: object, live: bool = True, keep: bool = True
+    ) -> None:
+        payload = msgspec.msgpack.encode([1.0, list(events), None])
+        if keep:
+            self.kept[number] = payload
+        if live:
+            await self.send_raw([self.topic, number.to_bytes(8, "big"), payload])
+
+    async def send_raw(self, frames: list[bytes]) -> None:
+        await self._pub.send_multipart(frames)
+
+    def close(self) -> None:
+        self._pub.close(linger=0)
+        self._router.close(linger=0)
+
+
+class Following:
+    """Followers over an index of their own."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex(4096)
+        self.context = zmq.asyncio.Context()
+        config = EventsConfig(replay_s=2.0, verify_s=0.05)
+        self.followers = EventFollowers(self.index, IndexConfig(), config, lambda: None)
+
+    @property
+    def node(self) -> Follower:
+        follower = self.followers.get("node/n")
+        assert follower is not None
+        return follower
+
+    def prefix(self, keys: PrefixKeys = KEYS, worker: str = "node/n", domain: str = SPACE) -> int:
+        return self.index.match(domain, keys.packed).prefix(worker)
+
+    async def follow(self, endpoint: str | None, replay_endpoint: str | None) -> None:
+        assert endpoint is not None
+        node = NodeEntry(id="n", events=endpoint, events_replay=replay_endpoint)
+        self.followers.follow_node(node)
+        await eventually(lambda: self.node.current, "connected")
+
+
+@asynccontextmanager
+async def following() -> AsyncIterator[Following]:
+    it = Following()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(it.followers.run())
+        try:
+            yield it
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            it.context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def with_fake(
+    topic: bytes = b"kvstore@n@aa",
+) -> AsyncIterator[tuple[Following, FakePublisher]]:
+    async with following() as it:
+        publisher = FakePublisher(it.context, topic)
+        answering = asyncio.create_task(publisher.answer())
+        try:
+            yield it, publisher
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+            publisher.close()
+
+
+@in_loop
+async def test_a_real_publisher_is_followed_from_its_first_batch_on() -> None:
+    async with following() as it:
+        with EventPublisher(
+            "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"kvstore@n@aa"
+        ) as publisher:
+            publisher.publish([stored(KEYS[:4])])  # before anybody listened: comes by replay
+            await it.follow(publisher.bound_endpoint, publisher.bound_replay_endpoint)
+            await eventually(lambda: it.prefix() == 4)
+            publisher.publish([stored(KEYS[4:9]), removed(KEYS[6:9])])
+            await eventually(lambda: it.prefix() == 6)
+            publisher.publish([ClearedEvent()])
+            await eventually(lambda: it.prefix() == 0 and len(it.index) == 0)
+            assert it.node.sequence.gaps_lost == 0
+            assert it.node.batches == 3
+
+
+@in_loop
+async def test_a_publisher_that_is_gone_counts_for_nothing_until_it_is_back_and_compared() -> None:
+    async with following() as it:
+        first = EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"kvstore@n@aa")
+        ends = (first.bound_endpoint, first.bound_replay_endpoint)
+        try:
+            first.publish([stored(KEYS[:4])])
+            await it.follow(*ends)
+            await eventually(lambda: it.prefix() == 4)
+        finally:
+            await asyncio.to_thread(first.close)
+        await eventually(lambda: not it.followers.is_current("node/n"), "seen to be gone")
+        with EventPublisher(*ends, topic=b"kvstore@n@bb") as second:
+            await eventually(lambda: it.followers.is_current("node/n"), "connected again")
+            assert it.prefix() == 0  # although the new one has published nothing at all
+            assert it.node.sequence.restarts == 1
+            second.publish([stored(KEYS[:2])])
+            await eventually(lambda: it.prefix() == 2)
+
+
+@in_loop
+async def test_a_gap_is_filled_by_replay_and_nothing_is_dropped() -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.send(1, stored(KEYS[2:4]), live=False)
+        await publisher.send(2, removed(KEYS[3:4]), live=False)
+        await publisher.send(3, stored(KEYS[3:6]))
+        await eventually(lambda: it.prefix() == 6)
+        assert it.node.sequence.gaps_lost == 0
+        assert it.node.batches == 4
+
+
+@in_loop
+async def test_a_gap_that_cannot_be_filled_drops_what_the_worker_had() -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.prefix() == 2
+        await publisher.send(2, stored(KEYS[:1]))
+        await eventually(lambda: it.prefix() == 1, "only what came after the gap is believed")
+        assert it.node.sequence.gaps_lost == 1
+
+
+@in_loop
+async def test_without_replay_a_gap_drops_what_the_worker_had() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.send(0, stored(KEYS[:2]))
+        await eventually(lambda: it.prefix() == 2)
+        await publisher.send(5, stored(KEYS[:1]))
+        await eventually(lambda: it.prefix() == 1)
+
+
+@in_loop
+async def test_another_boot_id_drops_the_old_life_and_replays_the_new_one() -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:8]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.prefix() == 8
+        publisher.topic, publisher.kept = b"kvstore@n@bb", {}
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await publisher.send(1, stored(KEYS[2:3]))
+        await eventually(lambda: it.prefix() == 3)
+        assert it.node.sequence.restarts == 1
+
+
+@in_loop
+async def test_without_boot_ids_a_sequence_that_runs_backwards_drops_the_old_life() -> None:
+    async with with_fake(topic=b"") as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        for number in range(4):
+            await publisher.send(number, stored(KEYS[number : number + 1]))
+        await eventually(lambda: it.prefix() == 4)
+        await publisher.send(0, stored(KEYS[:1]))
+        await eventually(lambda: it.prefix() == 1)
+
+
+@in_loop
+async def test_without_boot_ids_a_silent_restart_is_seen_by_its_last_batch() -> None:
+    async with with_fake(topic=b"kv-events") as (it, publisher):
+        for number in range(3):
+            await publisher.send(number, stored(KEYS[number : number + 1]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.prefix() == 3
+        publisher.kept = {}
+        for number in range(3, -1, -1):  # the new life is as long as the old one, and different
+            await publisher.send(number, stored(KEYS[number : number + 1], "GPU"), live=False)
+        publisher.kept[2] = msgspec.msgpack.encode([2.0, [removed(KEYS[:1], "GPU")], None])
+        await eventually(lambda: it.node.sequence.restarts == 1)
+        await eventually(lambda: it.index.pages() == {("node/n", "GPU"): 2})
+
+
+@in_loop
+async def test_batches_missed_at_the_end_are_found_although_nothing_more_is_published() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.send(0, stored(KEYS[:5]), live=False)
+        await eventually(lambda: it.prefix() == 5)
+
+
+@in_loop
+async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.send_raw([b"only", b"two"])
+        await publisher.send_raw([publisher.topic, b"short", b"x"])
+        await eventually(lambda: it.node.malformed == 2)
+        assert it.prefix() == 2  # these were no batches at all
+        publisher.kept[1] = b"\xc1 not msgpack"
+        await eventually(lambda: it.node.malformed == 3 and it.prefix() == 0)
+        await publisher.send(2, {"type": "BlockStored", "block_hashes": "no"})
+        await eventually(lambda: it.node.malformed == 4)
+        await publisher.send(3, {"type": "SomethingNew", "x": 1}, stored(KEYS[:3]))
+        await eventually(lambda: it.prefix() == 3 and it.node.ingest.skipped == 1)
+
+
+@in_loop
+async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follower() -> None:
+    async with with_fake() as (it, publisher):
+        it.followers._events_config = EventsConfig(replay_s=0.05, verify_s=0.05)
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.prefix() == 2
+        publisher.silent = True
+        await eventually(lambda: it.prefix() == 0)
+        publisher.silent = False
+        await eventually(lambda: it.prefix() == 2)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@in_loop
+async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: int) -> None:
+    tokens = list(range(1000, 1256))
+    keys = page_keys(tokens, 64)
+    hashes = [2**63 + n for n in range(256 // size)]
+    async with with_fake(topic=b"kv-events") as (it, publisher):
+        info = EngineInfo(
+            id="v",
+            role=Role.MIXED,
+            url="http://x",
+            model="m",
+            page_tokens=64,
+            domain="model:m",
+            events=publisher.endpoint,
+        )
+        it.followers.follow_engine(info)
+        await eventually(lambda: it.followers.is_current("engine/v"))
+        event = {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": None,
+            "token_ids": tokens,
+            "block_size": size,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+            "extra_keys": [None],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+        await publisher.send(0, event)
+        await eventually(lambda: it.prefix(keys, "engine/v", "model:m") == 4)
+        with_lora = {**event, "block_hashes": [h + 100 for h in hashes], "lora_id": 1}
+        gone = {"type": "BlockRemoved", "block_hashes": hashes[-1:], "medium": "GPU"}
+        await publisher.send(1, with_lora, gone)
+        await eventually(lambda: it.prefix(keys, "engine/v", "model:m") == 3)
+        it.followers.drop_engine("v")
+        assert len(it.index) == 0
+        assert not it.followers.is_current("engine/v")
