@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import InvalidArgument, TierUnavailable
+from kvstore.page import DIGEST_BYTES
 
 Addresses = npt.NDArray[np.uint64]
 Digests = npt.NDArray[np.uint8]
@@ -31,13 +32,11 @@ Digests = npt.NDArray[np.uint8]
 Order = Literal["page", "segment"]
 """What a scatter makes ready first."""
 
-DIGEST_BYTES: Final = 16
+# As in ``_mover.c``: the version of its calls (no other is used), its instruction sets in order,
+# and what is copied between two looks at the cancel flag.
 VERSION: Final = 1
-"""Of the calls in ``_mover.c``; a library of another version is not used."""
 ISAS: Final = ("scalar", "sse2", "avx2", "avx512")
-"""Instruction sets, in the order of ``_mover.c``."""
 STEP_BYTES: Final = 256 * 1024
-"""What the fallback copies between two looks at the cancel flag, as in ``_mover.c``."""
 WAIT_MAX_S: Final = 3600.0
 
 
@@ -158,7 +157,7 @@ class Job(NamedTuple):
     """One job as both implementations take it: shapes are checked, what pieces say is not.
 
     Shapes and dtypes are those of the public functions, with n at least 1. ``digests`` is written,
-    or compared with by a scatter, which writes ``ok``; both are C-contiguous and writable.
+    or compared with by a scatter, which writes ``ok``; what is written is C-contiguous.
     """
 
     mode: Mode
@@ -203,13 +202,19 @@ class Native:
         pieces = job.pieces
         lists: tuple[bytes | None, ...] = (None, None, None)
         if pieces is not None:
-            addresses, lengths = (np.asarray(each, np.uint64).tobytes() for each in pieces[:2])
-            lists = (addresses, lengths, np.asarray(pieces.end, np.int64).tobytes())
+            lists = (
+                np.asarray(pieces.address, np.uint64).tobytes(),
+                np.asarray(pieces.length, np.uint64).tobytes(),
+                np.asarray(pieces.end, np.int64).tobytes(),
+            )
         segments = pieces.segments if pieces is not None else 1
-        ok = _first_byte(job.ok) if job.ok is not None else None
+        if job.ok is None:
+            digests, ok = _first_byte(job.digests), None
+        else:
+            digests, ok = job.digests.tobytes(), _first_byte(job.ok)
         words = job.progress.address if job.progress is not None else None
         numbers = (job.mode, self._isa, len(job.pages), job.page_bytes, segments)
-        arrays = (job.pages.tobytes(), job.seeds.tobytes(), _first_byte(job.digests), *lists, ok)
+        arrays = (job.pages.tobytes(), job.seeds.tobytes(), digests, *lists, ok)
         finished: int = self._move(*numbers, *arrays, words)
         if finished < -len(job.pages):
             raise MemoryError("no memory for a list of pages")
@@ -232,10 +237,7 @@ class Native:
 
 
 class Fallback:
-    """The same in Python: ``memmove`` and the xxhash package.
-
-    Slower, above all for small pieces and beside busy Python threads.
-    """
+    """The same in Python, slower: ``memmove`` and the xxhash package."""
 
     description: Final = "fallback numpy+xxhash"
 
@@ -387,13 +389,13 @@ def scatter(
     Raises:
         InvalidArgument: the arrays do not fit each other; nothing was written.
     """
-    digests = np.ascontiguousarray(digests, dtype=np.uint8)
+    digests = np.asarray(digests, dtype=np.uint8)
     count = len(source_pages)
     if digests.shape != (count, DIGEST_BYTES):
         raise InvalidArgument("digests", f"{digests.shape} is not ({count}, {DIGEST_BYTES})")
     ok = np.zeros(count, dtype=np.bool_)
     mode = Mode.SCATTER if order == "page" else Mode.SCATTER_SEGMENTS
-    _run(mode, source_pages, page_bytes, seeds, digests.copy(), target, ok, progress)
+    _run(mode, source_pages, page_bytes, seeds, digests, target, ok, progress)
     return ok
 
 
@@ -435,9 +437,8 @@ def _run(
         raise InvalidArgument("page_bytes", f"{page_bytes} is outside 1..2**62-1")
     pages = np.asarray(pages, dtype=np.uint64)
     seeds = np.asarray(seeds, dtype=np.uint64)
-    for name, array in (("pages", pages), ("seeds", seeds)):
-        if array.shape != (count,):
-            raise InvalidArgument(name, f"{array.shape} is not ({count},)")
+    if pages.shape != (count,) or seeds.shape != (count,):
+        raise InvalidArgument("seeds", f"pages {pages.shape}, seeds {seeds.shape}, not ({count},)")
     if pieces is not None:
         _check_shapes(pieces, count)
     if not count:
@@ -448,7 +449,7 @@ def _run(
 
 
 def _check_shapes(pieces: Pieces, pages: int) -> None:
-    addresses, lengths, ends = (len(array) for array in pieces[:3])
+    addresses, lengths, ends = len(pieces.address), len(pieces.length), len(pieces.end)
     if pieces.segments < 1 or ends != pages * pieces.segments:
         raise InvalidArgument("end", f"{ends} for {pages} pages of {pieces.segments} segments")
     count = int(pieces.end[-1]) if pages else 0
@@ -475,7 +476,7 @@ def _first_unfilled(pieces: Pieces, pages: int, page_bytes: int) -> int | None:
 
 def _first_byte(array: npt.NDArray[np.uint8] | npt.NDArray[np.bool_]) -> object:
     """What ctypes passes as the array's address."""
-    return ctypes.byref(ctypes.c_char.from_buffer(array.data))
+    return ctypes.byref(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
 
 
 def load(path: Path) -> ctypes.CDLL | None:

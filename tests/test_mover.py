@@ -20,7 +20,7 @@ from kvstore.errors import InvalidArgument, TierUnavailable
 from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, Word
 
 Bytes = npt.NDArray[np.uint8]
-WAIT_S = 30.0
+WAIT_S = 20.0
 SEEDS = (0, 1, 0x9E3779B185EBCA87, 2**64 - 1)
 
 
@@ -78,7 +78,7 @@ class Layout:
         at = shift
         for index in order:
             self.offsets[index] = at
-            at += flat[index] + dice.choice((0, 64, 128)) * (shift == 0) + (shift > 0)
+            at += flat[index] + dice.choice((0, 64, 128)) + shift % 16
         self.lengths = flat
         self.pool = zeros(at + 64)
         self.memory = zeros(self.page_count * self.page_bytes + shift + 64)
@@ -115,11 +115,10 @@ class Layout:
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, 16)
 
 
-def even_layout(
-    pages: int = 3, page_bytes: int = 1 << 20, piece: int = 1 << 15, segments: int = 4
-) -> Layout:
-    layout = Layout([[piece] * (page_bytes // piece)] * pages, 1, seed=1, shift=0)
-    each = page_bytes // piece // segments
+def even_layout(pages: int = 3, piece: int = 1 << 15, segments: int = 4, shift: int = 0) -> Layout:
+    """Pages of 1 MiB."""
+    layout = Layout([[piece] * ((1 << 20) // piece)] * pages, 1, seed=1, shift=shift)
+    each = (1 << 20) // piece // segments
     ends = np.arange(1, pages * segments + 1, dtype=np.int64) * each
     layout.pieces = layout.pieces._replace(end=ends, segments=segments)
     layout.view[:] = noise(layout.view.size).reshape(layout.view.shape)
@@ -208,8 +207,9 @@ def test_scatter_puts_every_byte_where_its_piece_is_and_none_elsewhere(
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 2048, 1 << 16])
-def test_large_jobs_past_the_cache_keep_every_byte(piece: int) -> None:
-    layout = even_layout(pages=5, piece=piece, segments=1)
+@pytest.mark.parametrize("shift", [0, 32, 16, 7])
+def test_large_jobs_past_the_cache_keep_every_byte(piece: int, shift: int) -> None:
+    layout = even_layout(pages=2, piece=piece, segments=1, shift=shift)
     pages = layout.view.copy()
     assert layout.scatter().all()
     assert (layout.pool == layout.spread(pages)).all()
@@ -275,6 +275,7 @@ WRONG: dict[str, Callable[[Pieces], Pieces]] = {
     "too short": lambda p: p._replace(length=p.length - u64(64)),
     "too long": lambda p: p._replace(length=p.length + u64(64)),
     "far too long": lambda p: p._replace(length=np.append(p.length[:-1], u64(2**64 - 64))),
+    "wrapped around": lambda p: p._replace(length=p.length + u64(2**63, 2**63, *[0] * 94)),
     "nowhere": lambda p: p._replace(address=p.address * u64(0)),
     "empty": lambda p: p._replace(length=p.length * u64(0)),
     "backwards": lambda p: p._replace(end=p.end[::-1]),
@@ -315,7 +316,7 @@ def test_arguments_that_do_not_fit_each_other_are_named() -> None:
     with pytest.raises(InvalidArgument, match="seeds"):
         mover.gather(pages, size, pieces, seeds[:-1])
     with pytest.raises(InvalidArgument, match="pages"):
-        mover.digest(pages.reshape(1, -1), size, seeds[:1])
+        mover.digest(pages.reshape(1, -1), size, seeds)
     with pytest.raises(InvalidArgument, match="digests"):
         mover.scatter(pages, size, layout.digests()[:, :8], seeds, pieces)
     with pytest.raises(InvalidArgument, match="page_bytes"):
@@ -382,7 +383,7 @@ def test_a_waiter_wakes_when_its_segment_is_done_and_when_the_job_finishes() -> 
 
     def wait(count: int) -> None:
         arrived.wait(WAIT_S)
-        answers[count] = progress.wait(count, WAIT_S)
+        answers[count] = progress.wait(count, 2 * WAIT_S)  # longer than the joins below
 
     threads = [threading.Thread(target=wait, args=(count,)) for count in (1, 2)]
     for thread in threads:
@@ -416,8 +417,8 @@ def test_a_gather_cancelled_beforehand_writes_nothing() -> None:
     before = layout.memory.copy()
     layout.pool[:] = 1
     progress.cancel()
-    args = (layout.pages, layout.page_bytes, layout.pieces, layout.seeds, progress)
-    assert not mover.gather(*args).any()
+    args = (layout.pages, layout.page_bytes, layout.pieces, layout.seeds)
+    assert not mover.gather(*args, progress).any()
     assert (layout.memory == before).all()
 
 
@@ -442,10 +443,8 @@ def test_other_threads_run_while_a_job_does_and_can_cancel_it(
     job.progress.cancel()
     ok = job.join()
     finished = int(np.count_nonzero(ok))
-    assert finished < count
+    assert finished < (count if order == "page" else 1)
     assert ok[:finished].all()
-    if order == "segment":
-        assert finished == 0
     layout.pool[:] = 0
     assert not layout.pool.any()
 
@@ -471,17 +470,14 @@ def test_populate_makes_memory_resident_and_keeps_its_bytes(write: bool) -> None
         del view
 
 
-@pytest.mark.skipif(not mover.native, reason="the fallback touches memory; it cannot ask")
 def test_populate_of_memory_that_is_not_there_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+    implementation: Native | Fallback,
 ) -> None:
-    library = mover.load(mover.LIBRARY)
-    assert library is not None
-    monkeypatch.setattr(mover, "_chosen", Native(library))
     with mmap.mmap(-1, 1 << 16) as memory:
         start = address(np.frombuffer(memory, dtype=np.uint8))
-    with pytest.raises(TierUnavailable):
-        mover.populate(start, 1 << 16, write=True)
+    if isinstance(implementation, Native):  # the fallback touches memory; it cannot ask
+        with pytest.raises(TierUnavailable):
+            mover.populate(start, 1 << 16, write=True)
 
 
 # Which one runs
