@@ -91,6 +91,9 @@ class Link:
         self._users: Counter[int] = Counter()
         self._identifier = 0
         self._timeout_s = 0.0
+        #: Whether anything was moved over this link: only then has it anything to settle. One that
+        #: only asks must not speak for another link of this process, which may still be writing.
+        self._touched = False
         self._unsettled = False
         self._closing = False
         self._locks()
@@ -160,6 +163,7 @@ class Link:
             mapping, epoch = self._mapping, self.epoch
             if mapping is None:
                 raise PeerUnreachable(f"{self.path}: {self.why}")
+            self._touched = True
             self._moves[epoch] += 1
             self._users[id(mapping)] += 1
         try:
@@ -249,7 +253,7 @@ class Link:
                 return
             self._adopt(answer)
             self._socket = connection
-            self._unsettled = True
+            self._unsettled = self._touched
         self._settle()
 
     def _adopt(self, welcome: wire.Welcome) -> None:
