@@ -71,7 +71,7 @@ MODELS: Final = {
             kv_heads=2,
             head_dim=16,
             intermediate=128,
-            max_model_len=2048,
+            max_model_len=32_768,
         ),
         ModelConfig(
             name="demo",
@@ -81,7 +81,7 @@ MODELS: Final = {
             kv_heads=4,
             head_dim=64,
             intermediate=1536,
-            max_model_len=8192,
+            max_model_len=16_384,
         ),
     )
 }
