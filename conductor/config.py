@@ -12,6 +12,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from conductor.engines import Role
+from conductor.policy import POLICIES
 from kvstore.config import Loaded, Positive, Section, load
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
@@ -46,6 +47,12 @@ class PolicyConfig(Section, frozen=True):
     """
 
     name: str = "longest-prefix"
+
+    def __post_init__(self) -> None:
+        """Refuse a policy that does not exist."""
+        if self.name not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise ValueError(f"name: {self.name!r} is none of {known}")
 
 
 class QueueConfig(Section, frozen=True):

@@ -90,6 +90,10 @@ class Metrics(Collector):
         if retried:
             self._retries.inc()
 
+    def refused(self, status: int, outcome: str) -> None:
+        """A request was refused before anything was decided about it."""
+        self._requests.labels(str(status), outcome).inc()
+
     def ended(self, decision: Decision) -> None:
         """A request has ended."""
         self._requests.labels(str(decision.status or 0), decision.outcome).inc()

@@ -22,6 +22,7 @@ from conductor.decisions import Attempt, Decision, DecisionLog
 from conductor.engines import EngineRegistry
 from conductor.metrics import Metrics
 from conductor.openai import (
+    BadRequestError,
     Completion,
     error_body,
     error_response,
@@ -117,15 +118,21 @@ class Proxy:
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
         raw = await http.read()
-        body = parse_completion(raw)
+        try:
+            body = parse_completion(raw)
+        except BadRequestError:
+            self._parts.metrics.refused(400, "invalid")
+            raise
         request_id = _request_id(http, body)
         known = self._parts.registry.models()
         model = body.model if body.model is not None or len(known) != 1 else known[0]
         if not known:
+            self._parts.metrics.refused(503, "rejected")
             return error_response(
                 503, "no_engine", "no engine has registered", retry_after_s=1, request_id=request_id
             )
         if model not in known:
+            self._parts.metrics.refused(404, "invalid")
             what = f"model: {model!r} is not served here; known: {', '.join(known)}"
             return error_response(
                 404, "model_not_found", what, field="model", request_id=request_id

@@ -62,6 +62,7 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.tokenized = 0
+        self.tokenize_status = 200
         self.running = 0
         self.running_most = 0
         self.aborted = 0
@@ -105,6 +106,8 @@ class FakeEngine:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self.tokenized += 1
+        if self.tokenize_status != 200:
+            return web.json_response({}, status=self.tokenize_status)
         tokens = list((await http.json())["prompt"].encode())
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
@@ -243,9 +246,9 @@ def texts(events: Iterable[Any]) -> list[str]:
     return [e["choices"][0]["text"] for e in events if isinstance(e, dict) and "choices" in e]
 
 
-def configured(**sections: dict[str, object]) -> ConductorConfig:
+def configured(**sections: Any) -> ConductorConfig:
     """A configuration for tests: quick probes, short deadlines, a free port."""
-    tree: dict[str, dict[str, object]] = {
+    tree: dict[str, Any] = {
         "http": {"port": 0, "drain_s": 2.0},
         "policy": {"name": "round-robin"},
         "queue": {"wait_s": 5.0},
@@ -254,12 +257,12 @@ def configured(**sections: dict[str, object]) -> ConductorConfig:
         "index": {"entries_max": 4096},
     }
     for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
     return msgspec.convert(tree, ConductorConfig)
 
 
 @asynccontextmanager
-async def serving(*engines: FakeEngine, **sections: dict[str, object]) -> AsyncIterator[Client]:
+async def serving(*engines: FakeEngine, **sections: Any) -> AsyncIterator[Client]:
     """A Conductor that knows these engines; everything ends with the context."""
     async with AsyncExitStack() as stack:
         for engine in engines:

@@ -121,7 +121,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
+TestIndex.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def many(count: int, seed: int = 0) -> bytes:
