@@ -197,7 +197,8 @@ def test_the_small_endpoints() -> None:
     async def run() -> None:
         async with service(mode="decode") as s:
             assert await s.get("/health") == (200, {"status": "ok"})
-            tokenized = {"tokens": [104, 195, 169], "count": 3, "max_model_len": 2048}
+            longest = s.engine.config.max_model_len
+            tokenized = {"tokens": [104, 195, 169], "count": 3, "max_model_len": longest}
             assert await s.post("/tokenize", {"prompt": "hé"}) == (200, tokenized)
             status, models = await s.get("/v1/models")
             assert [m["id"] for m in models["data"]] == ["reference-tiny"]
