@@ -15,6 +15,7 @@ from bench import measure
 GROUPS: Final = {
     "demo": "bench.demo",
     "host": "bench.host",
+    "keys": "bench.keys",
     "kvpool": "bench.kvpool",
     "replay": "bench.replay",
 }

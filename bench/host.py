@@ -1,214 +1,283 @@
 """How fast do pages move between this process and a node's shared memory, and how fast is asking?
 
-A second process runs the node; digests are on. Sizes and counts are in the names of the cases:
-``put/8MiB/x16`` is one call with 16 pages of 8 MiB, waited for. ``get`` copies into buffers,
-``view`` verifies pages where they are and gives them back. In ``busy`` cases another thread of this
-process runs Python all the time (not while the bound is measured). ``roundtrip/p50`` asks for one
-key, ``lookup/N`` for N keys that are all there.
+A second process runs the node; digests are on. ``put/8MiB/x16`` is one call with 16 pages of 8 MiB,
+waited for; ``get`` copies into buffers, ``view`` verifies pages where they are and gives them back.
+In ``busy`` cases another thread of this process runs Python all the time (but not while the bound
+is measured). ``roundtrip/p50`` asks for one key, ``lookup/N`` for N keys that are all there.
 """
 
 import argparse
-import itertools
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from itertools import count
 from statistics import median
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from time import perf_counter
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from bench import measure, node, ping_pong
-from bench.measure import Measured, Memcpy, Progress, Report, Result, timed
+from bench.busy import BusyThread
+from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore import wire
 from kvstore.client import KVStore
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.space import Space
 
-Arrays = list[npt.NDArray[np.uint8]]
+Buffers = list[npt.NDArray[np.uint8]]
+"""One array of ``page_bytes`` for each page of a call."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 POOL_MIB: Final = 1024
+POOL_MIB_MIN: Final = 64
+LAYER_TOKEN_BYTES: Final = 2 * 8 * 128 * 2
+"""K and V of a token in one layer: 8 heads x 128 in bfloat16."""
 ROUND_TRIPS: Final = 32
-"""Requests in one measurement of a latency: alternating one by one would measure other caches."""
+"""Requests in one measurement of a latency: taking turns one by one would measure cold caches."""
 LOOKUP_COUNTS: Final = (1, 128, 1000, 2048)
 
 
 class Shape(NamedTuple):
-    """Pages of one size and how many of them go in one call.
-
-    Attributes:
-        name: as in the names of the cases.
-        page_bytes: bytes of one page.
-        page_tokens: tokens of one page.
-        layers: of the model whose pages have this size.
-        count: pages in a call.
-        busy: also measured beside a busy thread.
-        views: also measured as views.
-    """
+    """Pages of one size, and how many of them one call moves."""
 
     name: str
-    page_bytes: int
     page_tokens: int
     layers: int
-    count: int
-    busy: bool
-    views: bool
+    pages: int
+    views: bool = True
+    """Also measured as views, and all of it beside a busy thread."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.page_tokens * self.layers * LAYER_TOKEN_BYTES
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes that one call moves."""
+        return self.page_bytes * self.pages
 
 
 SHAPES: Final = (
-    Shape("64KiB/x1", 64 * KIB, 16, 1, 1, busy=False, views=False),
-    Shape("64KiB/x128", 64 * KIB, 16, 1, 128, busy=False, views=False),
-    Shape("1MiB/x1", MIB, 64, 4, 1, busy=True, views=True),
-    Shape("1MiB/x16", MIB, 64, 4, 16, busy=True, views=True),
-    Shape("8MiB/x1", 8 * MIB, 64, 32, 1, busy=True, views=True),
-    Shape("8MiB/x16", 8 * MIB, 64, 32, 16, busy=True, views=True),
+    Shape("64KiB/x1", page_tokens=16, layers=1, pages=1, views=False),
+    Shape("64KiB/x128", page_tokens=16, layers=1, pages=128, views=False),
+    Shape("1MiB/x1", page_tokens=64, layers=4, pages=1),
+    Shape("1MiB/x16", page_tokens=64, layers=4, pages=16),
+    Shape("8MiB/x1", page_tokens=64, layers=32, pages=1),
+    Shape("8MiB/x16", page_tokens=64, layers=32, pages=16),
 )
-"""8 KV heads x 128 in bfloat16: 256 KiB a layer at 64 tokens."""
+
+
+def move_cases(shape: Shape) -> list[str]:
+    """Names of the cases that move pages of this shape, in the order they are measured."""
+    verbs, ends = (
+        (("put", "get", "view"), ("", "/busy")) if shape.views else (("put", "get"), ("",))
+    )
+    return [f"{verb}/{shape.name}{end}" for verb in verbs for end in ends]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long for a case")
-    parser.add_argument("--cases", type=re.compile, default="", help="only cases that this finds")
-    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="the node's memory")
+    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
+    parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
+                        help="only cases in whose names it is found")  # fmt: skip
+    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="memory of the node")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what is asked for."""
-    wanted = re.compile(options.cases)
-    names = [name for name in case_names() if wanted.search(name)]
-    if not names:
+    """Measure what is asked for; 2 when that is nothing."""
+    moves = {shape: [*filter(options.cases.search, move_cases(shape))] for shape in SHAPES}
+    asks = {"roundtrip/p50": 1} | {f"lookup/{count}": count for count in LOOKUP_COUNTS}
+    asks = {name: count for name, count in asks.items() if options.cases.search(name)}
+    total = sum(map(len, moves.values())) + len(asks)
+    if not total:
+        sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
-    pool_bytes = options.pool_mib * MIB
+    pool_bytes = max(options.pool_mib, POOL_MIB_MIN) * MIB
     with (
         Report(json=options.json) as report,
-        Progress("host", len(names)) as progress,
+        Progress("host", total) as progress,
+        BusyThread() as busy,
         node.running(pool_bytes) as address,
         node.connected(address) as store,
-        BusyThread() as busy,
     ):
-        bench = Bench(store, busy, pool_bytes, options.seconds, report, progress)
-        bench.run(set(names))
+        node.wait_populated(store, pool_bytes)
+        bench = Bench(store, pool_bytes, busy, options.seconds, report, progress)
+        for shape, names in moves.items():
+            if names:
+                _move(bench, shape, names)
+        for name, count in asks.items():
+            _ask(bench, name, count)
     return 0
 
 
-def case_names() -> list[str]:
-    """Every case of this group, in order."""
-    names = []
-    for shape in SHAPES:
-        for verb in ("put", "get", "view") if shape.views else ("put", "get"):
-            names += [f"{verb}/{shape.name}{end}" for end in (("", "/busy") if shape.busy else ("",))]
-    return [*names, "roundtrip/p50", *(f"lookup/{count}" for count in LOOKUP_COUNTS)]
+class Bench(NamedTuple):
+    """What every case needs: a node, company, and where results go."""
+
+    store: KVStore
+    pool_bytes: int
+    busy: BusyThread
+    seconds: float
+    report: Report
+    progress: Progress
 
 
-class BusyThread:
-    """Another thread of this process that runs Python whenever it is asked to.
+# Moving pages
 
-    A context manager; ``beside(case)`` measures a case beside the running thread.
+
+class Calls:
+    """Calls that move pages of one shape; each goes on where the last one ended.
+
+    Args:
+        store: of the node.
+        shape: what a call moves.
+        memory_bytes: of each side in this process; a whole number of calls.
+        cold: take buffers to copy into that have never been touched.
+
+    Attributes:
+        prompts: keys of what ``get`` and ``view`` read, one run a call.
     """
 
-    def __init__(self) -> None:
-        self._spin = False
-        self._ended = False
-        self._go = threading.Event()
-        self._spinning = threading.Event()
-        self._idle = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bench-busy")
-
-    def beside(self, case: Measured) -> Measured:
-        """The same case, measured while the thread runs."""
-
-        def measured() -> float:
-            self._idle.clear()
-            self._spin = True
-            self._go.set()
-            self._spinning.wait()
-            try:
-                return case()
-            finally:
-                self._spin = False
-                self._idle.wait()
-
-        return measured
-
-    def _run(self) -> None:
-        while True:
-            self._go.wait()
-            self._go.clear()
-            if self._ended:
-                return
-            self._spinning.set()
-            number = 0
-            while self._spin:
-                number += 1
-            self._spinning.clear()
-            self._idle.set()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ended = True
-        self._go.set()
-        self._thread.join()
-
-
-@dataclass
-class Arena:
-    """Memory of this process, cut into the buffers of calls that are used one after the other."""
-
-    memory: npt.NDArray[np.uint8]
-
-    def calls(self, shape: Shape) -> list[Arrays]:
-        """The buffers of each call: shape (calls, pages) arrays of ``page_bytes``."""
-        call_bytes = shape.page_bytes * shape.count
-        size = len(self.memory) // call_bytes * call_bytes
-        pages = list(self.memory[:size].reshape(-1, shape.page_bytes))
-        return [pages[at : at + shape.count] for at in range(0, len(pages), shape.count)]
-
-
-class Bench:
-    """The node, this process's memory, and where results go."""
-
     def __init__(
-        self,
-        store: KVStore,
-        busy: BusyThread,
-        pool_bytes: int,
-        seconds: float,
-        report: Report,
-        progress: Progress,
+        self, store: KVStore, shape: Shape, memory_bytes: int, *, cold: bool = False
     ) -> None:
-        self._store = store
-        self._busy = busy
-        self._pool_bytes = pool_bytes
-        self._seconds = seconds
-        self._report = report
-        self._progress = progress
-        self._random = np.random.default_rng(1)
-        self._spaces: dict[int, Space] = {}
+        self.shape = shape
+        self.prompts: list[PrefixKeys] = []
+        self._space = open_space(store, shape)
+        self._random = np.random.default_rng()
+        self._sources = _cut(measure.prefaulted(memory_bytes), shape)
+        target = np.empty(memory_bytes, np.uint8) if cold else measure.prefaulted(memory_bytes)
+        self._targets = _cut(target, shape)
+        self._turn = count()
 
-    def run(self, names: set[str]) -> None:
-        """Measure the cases in ``names``."""
-        node.wait_populated(self._store, self._pool_bytes)
-        for shape in SHAPES:
-            chosen = {verb for verb in ("put", "get", "view") if self._any(names, verb, shape)}
-            if chosen:
-                self._move(shape, names)
-                self._cold(shape, chosen)
-        if "roundtrip/p50" in names:
-            self._ask("roundtrip/p50", 1)
-        for count in LOOKUP_COUNTS:
-            if f"lookup/{count}" in names:
-                self._ask(f"lookup/{count}", count)
+    def fill(self) -> None:
+        """Store what ``get`` and ``view`` read, and look at all of it once."""
+        self.prompts = [self._fresh_keys() for _ in self._sources]
+        for keys, pages in zip(self.prompts, self._sources, strict=True):
+            assert self._space.put(keys, pages).stored == self.shape.pages
+        for _ in self.prompts:
+            self.view()
+
+    def put(self) -> float:
+        """Store pages under new keys; seconds."""
+        keys = self._fresh_keys()
+        pages = self._sources[next(self._turn) % len(self._sources)]
+        start = perf_counter()
+        result = self._space.put(keys, pages)
+        seconds = perf_counter() - start
+        assert result.stored == self.shape.pages, f"{result}: not all {self.shape.pages} pages"
+        return seconds
+
+    def get(self) -> float:
+        """Copy stored pages into buffers; seconds."""
+        turn = next(self._turn) % len(self.prompts)
+        keys, buffers = self.prompts[turn], self._targets[turn]
+        start = perf_counter()
+        pages = self._space.get(keys, out=buffers)
+        seconds = perf_counter() - start
+        assert pages == self.shape.pages, f"{pages} pages, not {self.shape.pages}"
+        return seconds
+
+    def view(self) -> float:
+        """Look at stored pages, verified, and give them back; seconds."""
+        keys = self.prompts[next(self._turn) % len(self.prompts)]
+        start = perf_counter()
+        with self._space.get(keys) as views:
+            pages = len(views)
+        seconds = perf_counter() - start
+        assert pages == self.shape.pages, f"{pages} pages, not {self.shape.pages}"
+        return seconds
+
+    def _fresh_keys(self) -> PrefixKeys:
+        return random_keys(self._space, self.shape.pages, self._random)
+
+
+def open_space(store: KVStore, shape: Shape) -> Space:
+    """The space of a model whose pages have this shape."""
+    identity = SpaceIdentity(
+        model=f"bench-{shape.name}", kv_dtype="bfloat16", page_tokens=shape.page_tokens
+    )
+    layout = CanonicalLayout(head_dim=128)
+    space = store.space(
+        identity, [ShardSpec(layout=layout, layers=(0, shape.layers), heads=(0, 8))]
+    )
+    assert space.page_bytes == (shape.page_bytes,)
+    return space
+
+
+def random_keys(space: Space, count: int, random: np.random.Generator) -> PrefixKeys:
+    """Keys of a prompt of ``count`` pages that nobody has seen before."""
+    tokens = random.integers(0, 2**32, count * space.identity.page_tokens, dtype=np.uint32)
+    return space.page_keys(tokens)
+
+
+def _cut(memory: npt.NDArray[np.uint8], shape: Shape) -> list[Buffers]:
+    pages = list(memory.reshape(-1, shape.page_bytes))
+    return [pages[at : at + shape.pages] for at in range(0, len(pages), shape.pages)]
+
+
+def _move(bench: Bench, shape: Shape, names: list[str]) -> None:
+    """Measure the cases ``names`` of one shape."""
+    fitting = bench.pool_bytes // 2 // shape.call_bytes * shape.call_bytes
+    calls = Calls(bench.store, shape, min(measure.working_set_bytes(shape.call_bytes), fitting))
+    memcpy = Memcpy(shape.page_bytes, shape.pages)
+    for _ in range(bench.pool_bytes // shape.call_bytes):
+        calls.put()  # from here on the pool is full, all of it touched, and each put evicts
+    for name in names:
+        bench.progress.step(name)
+        verb = name.partition("/")[0]
+        if verb != "put":
+            calls.fill()
+        case: Measured = getattr(calls, verb)
+        if name.endswith("/busy"):
+            case = bench.busy.beside(case)
+        measured = measure.interleave(case, memcpy, min_seconds=bench.seconds)
+        bench.report.add(measure.throughput(name, shape.call_bytes, measured, memcpy.name))
+    bench.progress.note(_cold(shape))
+
+
+def _cold(shape: Shape) -> str:
+    """A line of figures for memory that neither the node nor this process has touched before."""
+    pool_bytes = max(4 * shape.call_bytes, POOL_MIB_MIN * MIB)
+    seconds: dict[str, float] = {}
+    with node.running(pool_bytes, prefault=False) as address:
+        with node.connected(address) as store:
+            writer = Calls(store, shape, shape.call_bytes)
+            seconds["put"] = writer.put()
+            writer.fill()
+        for verb in ("get", "view"):
+            with node.connected(address) as store:  # maps the memory anew
+                reader = Calls(store, shape, shape.call_bytes, cold=True)
+                reader.prompts = writer.prompts
+                seconds[verb] = getattr(reader, verb)()
+    figures = ", ".join(f"{verb} {shape.call_bytes / it / 1e9:.2f}" for verb, it in seconds.items())
+    return f"cold {shape.name}: {figures} GB/s"
+
+
+# Asking
+
+
+def _ask(bench: Bench, name: str, pages: int) -> None:
+    """Measure a lookup of ``pages`` keys that are all there."""
+    bench.progress.step(name)
+    shape = SHAPES[0]
+    space = open_space(bench.store, shape)
+    keys = random_keys(space, pages, np.random.default_rng())
+    page = np.zeros(shape.page_bytes, np.uint8)
+    assert space.put(keys, [page] * pages).stored == pages
+    assert space.lookup(keys).pages == pages
+    request = len(wire.encode(wire.Lookup(1 << 16, 1, [0], keys.packed)))
+    answer = len(wire.encode(wire.Found(1 << 16, pages, 0)))
+    with ping_pong.answering(request, answer) as exchange:
+        ask = measure.timed(lambda: space.lookup(keys))
+        measured = measure.interleave(
+            _repeated(ask), _repeated(exchange), min_seconds=bench.seconds
+        )
+    bench.report.add(measure.latency(name, measured, exchange.name))
+
+
+def _repeated(case: Measured) -> Measured:
+    """The median of some calls in a row."""
+    return lambda: median(case() for _ in range(ROUND_TRIPS))

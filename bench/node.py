@@ -1,6 +1,5 @@
 """A node in a second process, for benches to measure from this one."""
 
-import os
 import select
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from kvstore.client import KVStore
@@ -37,9 +37,10 @@ def running(pool_bytes: int, *, prefault: bool = True) -> Iterator[str]:
         the address to connect to.
     """
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        path = f"{folder}/kvstore.sock"
+        path = Path(folder, "kvstore.sock")
         settings = {
-            "node.name": f"bench-{os.getpid()}",
+            # Unlike any other: else the other's mapped memory would pass for an earlier boot's.
+            "node.name": path.parent.name,
             "socket.path": path,
             "host.capacity_bytes": pool_bytes,
             "host.extent_bytes": min(pool_bytes // 4, EXTENT_BYTES_MAX),

@@ -55,7 +55,7 @@ def answering(request_bytes: int, answer_bytes: int) -> Iterator[PingPong]:
             child = subprocess.Popen(
                 [sys.executable, __file__, *arguments], stdin=subprocess.DEVNULL, pass_fds=[number]
             )
-        # The kernel's deadline: one of Python's would poll before each call, no bare socket any more.
+        # The kernel's deadline: one of Python's would poll before each call.
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", WAIT_S, 0))
         try:
             exchange = PingPong(mine, request_bytes, answer_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from time import perf_counter
-from typing import Final, Protocol, overload
+from typing import Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +42,8 @@ _names: Final = count(1)
 """Names leases and puts; never repeats in a process."""
 
 
-class Buffer(Protocol):
-    """Anything with the buffer protocol: bytes, memoryview, numpy array."""
-
-    def __buffer__(self, flags: int, /) -> memoryview:
-        """PEP 688."""
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
+"""What holds the bytes of one page; any dtype."""
 
 
 class Services:
