@@ -83,6 +83,8 @@ class Link:
         self.name = name
         self.session = session
         self.epoch = 0
+        #: Moves of earlier epochs are those of the process that this one was forked from.
+        self._first_epoch = 0
         self.why = "not connected yet"
         self._socket: socket.socket | None = None
         self._mapping: Mapping | None = None
@@ -111,6 +113,7 @@ class Link:
         #: Moves, mappings and the epoch.
         self._state = threading.Lock()
         self._wake = threading.Event()
+        self._reviving = threading.Lock()
 
     def _start(self) -> None:
         self._pid = os.getpid()
@@ -159,6 +162,8 @@ class Link:
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """See :class:`NodeLink`."""
+        if self._pid != os.getpid():
+            self._revive()
         with self._state:
             mapping, epoch = self._mapping, self.epoch
             if mapping is None:
@@ -169,7 +174,8 @@ class Link:
         try:
             yield mapping
         finally:
-            self._moved(mapping, epoch)
+            if epoch >= self._first_epoch:
+                self._moved(mapping, epoch)
 
     def close(self) -> None:
         """See :class:`NodeLink`."""
@@ -391,16 +397,21 @@ class Link:
         self._mapping, self._retired = None, []
         self._moves.clear()
         self._users.clear()
+        self._touched = self._unsettled = False
         self.epoch += 1
+        self._first_epoch = self.epoch
         self.why = "forked"
 
     def _revive(self) -> None:
-        """The first request of a forked child."""
-        try:
-            self._connect()
-        except KVStoreError as error:
-            self.why = str(error)
-        self._start()
+        """The first request or move of a forked child."""
+        with self._reviving:
+            if self._pid == os.getpid():
+                return
+            try:
+                self._connect()
+            except KVStoreError as error:
+                self.why = str(error)
+            self._start()
 
 
 def _open(path: str) -> socket.socket:
