@@ -187,8 +187,11 @@ class Link:
             self._thread.join(CONNECT_TIMEOUT_S * 3)
         with self._state:
             mappings = [*self._retired, *([self._mapping] if self._mapping else [])]
-            self._mapping, self._retired = None, []
-        for mapping in mappings:
+            # What is still being moved or viewed is unmapped when that ends.
+            self._retired = [mapping for mapping in mappings if self._users[id(mapping)]]
+            self._mapping = None
+            idle = [mapping for mapping in mappings if mapping not in self._retired]
+        for mapping in idle:
             mapping.close()
 
     # ---- one exchange -----------------------------------------------------------------------
