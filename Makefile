@@ -6,7 +6,7 @@ ARGS ?=
 
 .PHONY: demo test lint soak clean
 
-$(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c
+$(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned requirements into $(VENV) (the first time takes a minute or two)"
 	@$(BIN)/pip install --quiet -r requirements/dev.txt

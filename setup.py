@@ -11,6 +11,7 @@ setup(
         Extension(
             "kvstore._mover",
             ["kvstore/_mover.c"],
+            depends=["kvstore/_xxh3.h"],
             extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra"],
             optional=True,
         )

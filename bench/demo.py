@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="`name: question` a line")
     parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--model", default="demo", help="of the reference engine: demo or tiny")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,8 +89,8 @@ def run(options: argparse.Namespace) -> int:
         "are off, so every reused token comes through the store.\n"
     )
     try:
-        with Cluster(Options()) as cluster:
-            rows = asyncio.run(_replay(cluster, chosen, options))
+        with Cluster(Options(model=options.model)) as cluster:
+            rows = asyncio.run(converse(cluster, chosen, options.max_tokens, options.temperature))
             _show(rows, as_json=options.json)
             if options.serve:
                 _serve(cluster)
@@ -99,9 +100,14 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(row.tokens_equal and row.hashes_equal for row in rows) else 1
 
 
-async def _replay(
-    cluster: Cluster, chosen: list[Turn], options: argparse.Namespace
+async def converse(
+    cluster: Cluster, chosen: list[Turn], max_tokens: int, temperature: float
 ) -> list[Row]:
+    """Ask all questions in turn, each through the store and of the engine without one.
+
+    A turn's prompt is the document, what was said so far (outputs included) and the question. Each
+    turn is seeded with its number; ``temperature`` 0 is greedy.
+    """
     rows: list[Row] = []
     async with aiohttp.ClientSession() as session:
         document = _tokenize(cluster, DOCUMENT)
@@ -115,7 +121,8 @@ async def _replay(
                 said = history.get(turn.user, document)
                 question = _tokenize(cluster, f"\n{turn.user}: {turn.question}\nHarbour: ")
                 prompt = said + question
-                row = await _ask(cluster, session, turn, prompt, number, options)
+                parameters = {"max_tokens": max_tokens, "temperature": temperature, "seed": number}
+                row = await _ask(cluster, session, turn, prompt, parameters)
                 history[turn.user] = prompt + row.with_store.tokens
                 rows.append(row)
     return rows
@@ -126,14 +133,8 @@ async def _ask(
     session: aiohttp.ClientSession,
     turn: Turn,
     prompt: list[int],
-    number: int,
-    options: argparse.Namespace,
+    parameters: dict[str, Any],
 ) -> Row:
-    parameters = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "seed": number,
-    }
     alone = await complete(session, cluster.mono_url, prompt, **parameters)
     shared = await complete(session, cluster.conductor_url, prompt, **parameters)
     decision = request("GET", f"{cluster.conductor_url}/v1/decisions/{shared.request_id}")
@@ -227,7 +228,7 @@ def _serve(cluster: Cluster) -> None:
         f"  node's socket   {cluster.store_url}\n{engines}\n"
         f"  logs            {cluster.directory}\n\n"
         f"curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f"  -d '{{\"prompt\": \"The harbour has two\", \"max_tokens\": 16, \"stream\": true}}'\n"
+        f'  -d \'{{"prompt": "The harbour has two", "max_tokens": 16, "stream": true}}\'\n'
     )
     sys.stdout.flush()
     ended = threading.Event()

@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the replay."""
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines; skipped if absent")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--block-tokens", type=int, default=64, help="tokens a block of 512 becomes")
+    parser.add_argument(
+        "--block-tokens", type=int, default=64, help="tokens a block of 512 becomes"
+    )
     parser.add_argument("--max-output", type=int, default=8, help="output tokens at most")
     parser.add_argument("--speed", type=float, default=0.0, help="of arrivals; 0: at once")
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight at most")
@@ -82,15 +84,15 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         with Cluster(settings) as cluster:
-            shared = asyncio.run(_replay("through the store", cluster.conductor_url, calls, options))
-            restored = _restored_tokens(cluster, shared)
-            alone = asyncio.run(_replay("alone", cluster.mono_url, calls, options))
+            shared = asyncio.run(
+                replay_calls("through the store", cluster.conductor_url, calls, options)
+            )
+            restored = restored_tokens(cluster, shared)
+            alone = asyncio.run(replay_calls("alone", cluster.mono_url, calls, options))
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    equal = sum(
-        bool(b.tokens) and a.tokens == b.tokens for a, b in zip(shared, alone, strict=True)
-    )
+    equal = sum(bool(b.tokens) and a.tokens == b.tokens for a, b in zip(shared, alone, strict=True))
     with Report(json=options.json) as report:
         _report(report, calls, shared, alone, restored, equal)
     return 0 if equal == len(calls) else 1
@@ -137,7 +139,7 @@ def _block(number: int, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng(number).integers(32, 127, tokens)
 
 
-async def _replay(
+async def replay_calls(
     label: str, url: str, calls: list[Call], options: argparse.Namespace
 ) -> list[Completion]:
     """Send all calls, at their times if asked, never more than ``concurrency`` at once."""
@@ -162,7 +164,7 @@ async def _replay(
     return results
 
 
-def _restored_tokens(cluster: Cluster, results: list[Completion]) -> int:
+def restored_tokens(cluster: Cluster, results: list[Completion]) -> int:
     """Prompt tokens that prefill engines restored, as the Conductor's decisions say."""
     total = 0
     for result in results:
@@ -185,7 +187,14 @@ def _report(
     share = restored / reusable if reusable else 1.0
     report.add(Result("replay/hit-tokens", restored, "tokens", "oracle", reusable, share))
     report.add(
-        Result("replay/hit-rate", 100 * restored / prompt, "%", "oracle", 100 * reusable / prompt, share)
+        Result(
+            "replay/hit-rate",
+            100 * restored / prompt,
+            "%",
+            "oracle",
+            100 * reusable / prompt,
+            share,
+        )
     )
     for percent in (50, 90, 99):
         ours = percentile([result.ttft_s for result in shared], percent) * 1e3

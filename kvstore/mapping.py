@@ -4,6 +4,7 @@ Mappings do not pass to a forked child (``MADV_DONTFORK``), so a child can neith
 slot that its parent's session owns.
 """
 
+import logging
 import mmap
 import os
 import threading
@@ -14,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
+from kvstore.errors import TierUnavailable
 from kvstore.wire import ADDRESS
+
+log = logging.getLogger(__name__)
 
 #: Mappings inherited through a fork: never unmapped, because their addresses may be re-used.
 _inherited: Final[list["Mapping"]] = []
@@ -125,4 +129,8 @@ class Mapping:
         for start in range(0, size, step):
             if self._closing:
                 return
-            mover.populate(address + start, min(step, size - start), write=write)
+            try:
+                mover.populate(address + start, min(step, size - start), write=write)
+            except TierUnavailable as error:
+                log.warning("memory is not pre-faulted, first copies will be slow: %s", error)
+                return

@@ -38,6 +38,9 @@ BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
 LOAD_BYTES_PER_S_GUESS: Final = 5e9
 
+VERIFY = True
+"""A test switches it off, to show that without the check wrong bytes would reach an engine."""
+
 _names: Final = count(1)
 """Names leases and puts; never repeats in a process."""
 
@@ -405,7 +408,7 @@ class Space:
         progress: mover.Progress | None,
     ) -> int:  # fmt: skip
         """Length of the verified run; reports the first page that failed (unless cancelled)."""
-        if bool(good.all()):
+        if bool(good.all()) or not VERIFY:
             return len(good)
         first = int(np.argmin(good))
         if progress is None or not progress.cancelled:

@@ -8,6 +8,7 @@ After a restart, mappings that clients still have of the previous boot's memory 
 :func:`stale_bytes` finds them, so that the new node can hold back as much of its own.
 """
 
+import logging
 import mmap
 import os
 import re
@@ -21,8 +22,12 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import TierUnavailable
 
+log = logging.getLogger(__name__)
+
 _NAME: Final = re.compile(r"/memfd:kvstore:([\w.-]+):([0-9a-f]+):\d+ \(deleted\)$")
 _CLOSE_TIMEOUT_S: Final = 30.0
+_TOUCH_BYTES: Final = 64 << 20
+_IDLE_S: Final = 5.0
 
 
 class HostMemory:
@@ -107,26 +112,30 @@ class HostMemory:
         while True:
             with self._lock:
                 while not self._waiting and not self._closing:
-                    self._wake.wait()
+                    self._wake.wait(_IDLE_S)
                 if self._stopping():
                     return
                 number = self._waiting.pop(0)
                 descriptor = os.dup(self._descriptors[number])
             try:
-                with mmap.mmap(descriptor, self._extent_bytes) as memory:
-                    view = np.frombuffer(memory, dtype=np.uint8)
-                    step = 64 << 20
-                    for start in range(0, self._extent_bytes, step):
-                        if self._stopping():
-                            break
-                        length = min(step, self._extent_bytes - start)
-                        mover.populate(view.ctypes.data + start, length, write=True)
-                    del view
+                self._touch(descriptor)
+            except TierUnavailable as error:
+                log.warning("extent %d is not pre-faulted: %s", number, error)
+                continue
             finally:
                 os.close(descriptor)
             with self._lock:
                 if number in self._descriptors and not self._stopping():
                     self._populated.add(number)
+
+    def _touch(self, descriptor: int) -> None:
+        with mmap.mmap(descriptor, self._extent_bytes) as memory:
+            address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+            for start in range(0, self._extent_bytes, _TOUCH_BYTES):
+                if self._stopping():
+                    return
+                length = min(_TOUCH_BYTES, self._extent_bytes - start)
+                mover.populate(address + start, length, write=True)
 
 
 def stale_bytes(node: str, boot: bytes, proc: Path = Path("/proc")) -> int:

@@ -1,5 +1,6 @@
 """Goal: the same as with the fake store, with the real one between two engines of one process."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,53 @@ def test_a_second_engine_does_not_compute_what_the_first_has_stored(
     answer = ask(two, text, 80).wait()
     assert answer.tokens == expected
     assert answer.request.timings.restored_tokens == len(text) // 64 * 64
+
+
+def flip_a_byte_of_every_page(store: Borrowed) -> int:
+    """In the node's memory itself, as a fault would; returns how many pages there are."""
+    link = store._link
+    slots = link.node.pages.slots
+    flipped = 0
+    for space in link.node.pages.spaces:
+        for node in space.nodes.values():
+            for slot in node.slots.values():
+                extent, _, offset = slots.address(slot)
+                descriptor = link.memory.descriptor(extent)
+                at = offset + 4 * 37 + 3  # sign and exponent of some K of the first layer
+                byte = os.pread(descriptor, 1, at)
+                os.pwrite(descriptor, bytes([byte[0] ^ 0xFF]), at)
+                flipped += 1
+    return flipped
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["verified", "verification off"])
+def test_flipped_bytes_change_tokens_only_when_verification_is_off(
+    make_engine: MakeEngine,
+    ask: Ask,
+    store: Borrowed,
+    monkeypatch: pytest.MonkeyPatch,
+    verified: bool,
+) -> None:
+    """What the decode engine reads is what the prefill engine stored; and wrong bytes never pass."""
+    mono = make_engine(prefix_cache=False)
+    prefill = make_engine(store, mode="prefill", blocks=512)
+    decode = make_engine(store, mode="decode", blocks=512, prefix_cache=False)
+    text = prompts(9)[8] * 2
+    expected = ask(mono, text, 16, id="r").wait().tokens
+    handoff = ask(prefill, text, 1, id="r", to_handoff=True).wait().handoff
+    assert flip_a_byte_of_every_page(store) >= len(text) // 64
+    monkeypatch.setattr("kvstore.space.VERIFY", verified)
+    answer = ask(decode, text, 16, id="r", from_handoff=handoff).wait()
+    hashes_equal = decode.kv_hashes("r") == mono.kv_hashes("r")
+    if verified:
+        assert answer.tokens == expected
+        assert hashes_equal
+        assert answer.request.timings.restored_tokens == 0
+        assert store.troubles["corrupt"] >= 1
+        assert store.stats()["counts"]["removed_corrupt"] >= 1
+    else:
+        assert not hashes_equal
+        assert answer.tokens != expected
 
 
 def test_an_engine_whose_node_is_not_there_serves(
