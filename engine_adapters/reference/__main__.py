@@ -10,9 +10,9 @@ import uuid
 
 import torch
 
+from engine_adapters.reference.config import MODELS
 from engine_adapters.reference.engine import Engine, EngineOptions
 from engine_adapters.reference.kv_events import EngineEvents
-from engine_adapters.reference.model import MODELS
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import Identity, Server, serve
 from engine_adapters.reference.store_client import Store

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from engine_adapters.reference.config import MODELS
 from engine_adapters.reference.metrics import Metrics
-from engine_adapters.reference.model import MODELS, Chunk, Model
+from engine_adapters.reference.model import Chunk, Model
 from engine_adapters.reference.pool import LayerHash, PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree, TreeChange
 from engine_adapters.reference.request import Handoff, Output, Request, State

@@ -14,77 +14,20 @@ What remains is an assumption about the matrix library: that a row of a fixed-sh
 depend on its place in the tile. tests/reference/test_batch_invariance.py holds it to that.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from engine_adapters.reference.config import ModelConfig
+from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.tokenizer import PRINTABLE, VOCAB_SIZE
-
-if TYPE_CHECKING:
-    from engine_adapters.reference.pool import PagedPool
 
 TILE_ROWS: Final = 64
 NORM_EPSILON: Final = 1e-5
 ROPE_BASE: Final = 10_000.0
 _GAIN: Final = 2.0
-_NUMERICS: Final = "1"  # change it whenever the same tokens would give other K or V
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Shape and seed of a model; equal configs have bit-equal weights.
-
-    Attributes:
-        head_dim: elements of one head, even.
-        seed: of the random weights.
-        max_model_len: prompt and output tokens of one request together.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    max_model_len: int
-    seed: int = 0
-
-    @property
-    def revision(self) -> str:
-        """Names the weights and the arithmetic: differs whenever K or V would."""
-        return hashlib.sha256(f"{self!r} numerics {_NUMERICS}".encode()).hexdigest()[:16]
-
-
-MODELS: Final = {
-    config.name: config
-    for config in (
-        ModelConfig(
-            name="tiny",
-            hidden=64,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            intermediate=128,
-            max_model_len=32_768,
-        ),
-        ModelConfig(
-            name="demo",
-            hidden=512,
-            layers=8,
-            heads=8,
-            kv_heads=4,
-            head_dim=64,
-            intermediate=1536,
-            max_model_len=16_384,
-        ),
-    )
-}
 
 
 class Chunk(NamedTuple):
@@ -149,7 +92,7 @@ class Model:
         self._cos, self._sin = angle.cos().float(), angle.sin().float()
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], pool: "PagedPool") -> torch.Tensor:
+    def forward(self, chunks: Sequence[Chunk], pool: PagedPool) -> torch.Tensor:
         """Compute ``chunks``, write their K/V into ``pool`` and give the logits after each.
 
         Args:

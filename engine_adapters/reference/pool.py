@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from engine_adapters.reference.model import ModelConfig
+from engine_adapters.reference.config import ModelConfig
 
 
 class LayerHash(NamedTuple):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapters.reference.model import MODELS, Chunk, Model
+from engine_adapters.reference.config import MODELS
+from engine_adapters.reference.model import Chunk, Model
 from engine_adapters.reference.pool import PagedPool
 
 BLOCKS = 96

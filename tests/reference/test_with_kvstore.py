@@ -127,7 +127,7 @@ def test_flipped_bytes_change_tokens_only_when_verification_is_off(
     monkeypatch: pytest.MonkeyPatch,
     verified: bool,
 ) -> None:
-    """What the decode engine reads is what the prefill engine stored; and wrong bytes never pass."""
+    """What the decode engine reads is what prefill stored; and wrong bytes never pass."""
     mono = make_engine(prefix_cache=False)
     prefill = make_engine(store, mode="prefill", blocks=512)
     decode = make_engine(store, mode="decode", blocks=512, prefix_cache=False)
