@@ -117,6 +117,14 @@ class Proxy:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
+        if self.active >= self._parts.queue.requests_max:
+            self._parts.metrics.refused(429, "rejected")
+            return error_response(
+                429,
+                "queue_full",
+                f"{self.active} requests are here already",
+                retry_after_s=self._parts.queue.retry_after_s,
+            )
         raw = await http.read()
         try:
             body = parse_completion(raw)

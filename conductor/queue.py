@@ -121,6 +121,11 @@ class RequestQueue:
         return self._in_flight[engine_id]
 
     @property
+    def requests_max(self) -> int:
+        """Requests that may be here in all: waiting, or as many as engines may have in flight."""
+        return self._waiting_max + sum(engine.info.max_running for engine in self._registry)
+
+    @property
     def retry_after_s(self) -> int:
         """When the queue as it is will probably have been served, seconds, 1 to 60."""
         return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self._entries) * self._pace_s)))

@@ -63,6 +63,8 @@ class FakeEngine:
         self.headers: list[Mapping[str, str]] = []
         self.tokenized = 0
         self.tokenize_status = 200
+        self.tokenize_gate = asyncio.Event()
+        self.tokenize_gate.set()
         self.running = 0
         self.running_most = 0
         self.aborted = 0
@@ -106,6 +108,7 @@ class FakeEngine:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self.tokenized += 1
+        await self.tokenize_gate.wait()
         if self.tokenize_status != 200:
             return web.json_response({}, status=self.tokenize_status)
         tokens = list((await http.json())["prompt"].encode())
@@ -280,6 +283,7 @@ async def serving(*engines: FakeEngine, **sections: Any) -> AsyncIterator[Client
             finally:
                 for engine in engines:
                     engine.gate.set()
+                    engine.tokenize_gate.set()
                     engine.mid_gate.set()
                 stop.set()
 

@@ -52,7 +52,7 @@ class FakePublisher:
         self.kept: dict[int, bytes] = {}
         self.asked: list[int] = []
         self.silent = False
-        self._pub = context.socket(zmq.PUB)
+        self._pub = context.socket(zmq.XPUB)  # a PUB that hears of subscriptions
         self._router = context.socket(zmq.ROUTER)
         self._pub.bind("tcp://127.0.0.1:*")
         self._router.bind("tcp://127.0.0.1:*")
@@ -70,6 +70,10 @@ class FakePublisher:
                     frames = [client, b"", self.topic, number.to_bytes(8, "big"), payload]
                     await self._router.send_multipart(frames)
             await self._router.send_multipart([client, b"", self.topic, END_OF_REPLAY, b""])
+
+    async def subscribed(self) -> None:
+        """From here on nothing that is sent live is lost."""
+        assert await self._pub.recv() == b"\x01"
 
     async def send(
         self, number: int, *events: object, live: bool = True, keep: bool = True
@@ -94,7 +98,7 @@ class Following:
     def __init__(self) -> None:
         self.index = PrefixIndex(4096)
         self.context = zmq.asyncio.Context()
-        config = EventsConfig(replay_s=2.0, verify_s=0.05)
+        config = EventsConfig(replay_s=10.0, verify_s=0.05)
         self.followers = EventFollowers(self.index, IndexConfig(), config, lambda: None)
 
     @property
@@ -184,6 +188,7 @@ async def test_a_gap_is_filled_by_replay_and_nothing_is_dropped() -> None:
     async with with_fake() as (it, publisher):
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         await publisher.send(1, stored(KEYS[2:4]), live=False)
         await publisher.send(2, removed(KEYS[3:4]), live=False)
         await publisher.send(3, stored(KEYS[3:6]))
@@ -197,6 +202,7 @@ async def test_a_gap_that_cannot_be_filled_drops_what_the_worker_had() -> None:
     async with with_fake() as (it, publisher):
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         assert it.prefix() == 2
         await publisher.send(2, stored(KEYS[:1]))
         await eventually(lambda: it.prefix() == 1, "only what came after the gap is believed")
@@ -207,6 +213,7 @@ async def test_a_gap_that_cannot_be_filled_drops_what_the_worker_had() -> None:
 async def test_without_replay_a_gap_drops_what_the_worker_had() -> None:
     async with with_fake() as (it, publisher):
         await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
         await publisher.send(0, stored(KEYS[:2]))
         await eventually(lambda: it.prefix() == 2)
         await publisher.send(5, stored(KEYS[:1]))
@@ -218,6 +225,7 @@ async def test_another_boot_id_drops_the_old_life_and_replays_the_new_one() -> N
     async with with_fake() as (it, publisher):
         await publisher.send(0, stored(KEYS[:8]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         assert it.prefix() == 8
         publisher.topic, publisher.kept = b"kvstore@n@bb", {}
         await publisher.send(0, stored(KEYS[:2]), live=False)
@@ -230,6 +238,7 @@ async def test_another_boot_id_drops_the_old_life_and_replays_the_new_one() -> N
 async def test_without_boot_ids_a_sequence_that_runs_backwards_drops_the_old_life() -> None:
     async with with_fake(topic=b"") as (it, publisher):
         await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
         for number in range(4):
             await publisher.send(number, stored(KEYS[number : number + 1]))
         await eventually(lambda: it.prefix() == 4)
@@ -243,6 +252,7 @@ async def test_without_boot_ids_a_silent_restart_is_seen_by_its_last_batch() -> 
         for number in range(3):
             await publisher.send(number, stored(KEYS[number : number + 1]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         assert it.prefix() == 3
         publisher.kept = {}
         for number in range(3, -1, -1):  # the new life is as long as the old one, and different
@@ -256,6 +266,7 @@ async def test_without_boot_ids_a_silent_restart_is_seen_by_its_last_batch() -> 
 async def test_batches_missed_at_the_end_are_found_although_nothing_more_is_published() -> None:
     async with with_fake() as (it, publisher):
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         await publisher.send(0, stored(KEYS[:5]), live=False)
         await eventually(lambda: it.prefix() == 5)
 
@@ -265,6 +276,7 @@ async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() ->
     async with with_fake() as (it, publisher):
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         await publisher.send_raw([b"only", b"two"])
         await publisher.send_raw([publisher.topic, b"short", b"x"])
         await eventually(lambda: it.node.malformed == 2)
@@ -283,6 +295,7 @@ async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follo
         it.followers._events_config = EventsConfig(replay_s=0.05, verify_s=0.05)
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
         assert it.prefix() == 2
         publisher.silent = True
         await eventually(lambda: it.prefix() == 0)
@@ -308,6 +321,7 @@ async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: i
         )
         it.followers.follow_engine(info)
         await eventually(lambda: it.followers.is_current("engine/v"))
+        await publisher.subscribed()
         event = {
             "type": "BlockStored",
             "block_hashes": hashes,

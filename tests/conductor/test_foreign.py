@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.foreign import ForeignBlocks
@@ -106,23 +106,24 @@ class Engine:
         }
 
 
+@settings(max_examples=100)
 @given(
     size=st.sampled_from([16, 32, 48, 64, 128]),
+    at_first=st.integers(0, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60),
 )
 def test_whatever_comes_and_goes_the_map_never_claims_a_page_that_is_not_whole(
-    size: int, steps: list[tuple[bool, int]]
+    size: int, at_first: int, steps: list[tuple[bool, int]]
 ) -> None:
     engine = Engine(size, 12)
     blocks = ForeignBlocks(PAGE, BLOCKS_MAX)
     claimed: set[bytes] = set()
     leaf_first = True
-    for store, number in steps:
+    for store, number in [*((True, n) for n in range(at_first)), *steps]:
         if store and (number == 0 or number - 1 in engine.present):
             ids = engine.tokens[number * size : (number + 1) * size]
-            claimed |= set(
-                blocks.stored("GPU", [number], number - 1 if number else None, ids, size)
-            )
+            parent = number - 1 if number else None
+            claimed |= set(blocks.stored("GPU", [number], parent, ids, size))
             engine.present.add(number)
         elif not store and number in engine.present:
             leaf_first &= max(engine.present) == number

@@ -115,6 +115,22 @@ async def test_a_full_queue_is_429_with_retry_after_and_the_others_are_still_ser
 
 
 @in_loop
+async def test_requests_that_are_still_being_tokenised_count_against_the_bound() -> None:
+    engine = FakeEngine("e", "mixed", max_running=1)
+    async with serving(
+        engine, queue={"waiting_max": 1}, policy={"name": "longest-prefix"}
+    ) as client:
+        engine.tokenize_gate.clear()
+        kept = [asyncio.create_task(client.complete(f"p{i}")) for i in range(2)]
+        await eventually(lambda: client.conductor.proxy.active == 2)
+        status, _, headers = await client.complete("one more")
+        assert status == 429
+        assert "Retry-After" in headers
+        engine.tokenize_gate.set()
+        assert [(await request)[0] for request in kept] == [200, 200]
+
+
+@in_loop
 async def test_a_request_that_waits_too_long_for_an_engine_is_503() -> None:
     engine = FakeEngine("e", "mixed", max_running=1)
     async with serving(engine, queue={"wait_s": 0.05}) as client:
