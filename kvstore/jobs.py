@@ -90,10 +90,10 @@ class Job(Generic[T]):
             self._value = self._call()
         except KVStoreError as error:
             self._error = error
-        except BaseException as error:
-            # A programmer's error must not leave an engine waiting for this job for ever.
+        except Exception as error:
+            # A mistake of ours must neither end the worker nor leave an engine waiting.
+            log.exception("a job failed")
             self._error = KVStoreError(f"{type(error).__name__}: {error}")
-            raise
         finally:
             self._ended.set()
 
@@ -133,13 +133,17 @@ class RestoreJob(Job[RestoreResult]):
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
         """Wait until layer ``layer`` of all restored pages is in place, or the job has ended.
 
-        Only a job of order ``segment`` tells layers apart; for others this waits for the end. How
-        many pages hold valid KV is known from ``result()`` at the end; after a True for a layer,
-        that of every page the job will report.
+        Only a job of order ``segment`` tells layers apart; for others this waits for the end. Which
+        pages hold valid KV of the layer: the first ``verified_pages``.
         """
         if not self._layered:
             return self.wait(timeout_s)
         return self._progress.wait(layer + 1, timeout_s)
+
+    @property
+    def verified_pages(self) -> int:
+        """Leading pages that verified: of a ``segment`` job known once layer 0 is in place."""
+        return self._progress.good_pages
 
     def cancel(self) -> None:
         """Ask it to stop early: a hint. Wait for its end before using the blocks otherwise."""

@@ -265,7 +265,7 @@ class Node:
 
     def _settled(self, process: Process, _request: wire.Settled, _now_ns: int) -> None:
         for other in list(process.session.processes.values()):
-            if other.lost and other.pid == process.pid:
+            if other.lost and other.pid and other.pid == process.pid:
                 self._end(other)
 
     def _report_prefill(self, process: Process, request: wire.ReportPrefill, _now_ns: int) -> None:

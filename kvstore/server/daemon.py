@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic_ns
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import uvloop
@@ -64,11 +64,17 @@ class Daemon:
             config.socket, self.node, self.memory, self._publish, self._stats_json
         )
         self.loop_lag_s = 0.0
+        self._failed = False
 
-    async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT."""
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT.
+
+        Returns:
+            exit status: 1 when an invariant broke; the state could not be trusted any more.
+        """
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
+        loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         with ExitStack() as undo:
@@ -85,6 +91,14 @@ class Daemon:
                 await stop.wait()
                 for task in serving:
                     task.cancel()
+        return int(self._failed)
+
+    def _fail(self, context: dict[str, object], stop: asyncio.Event) -> None:
+        """Something raised on the loop that owns the state: end rather than go on with it."""
+        error = context.get("exception")
+        log.critical("%s", context.get("message"), exc_info=cast("BaseException | None", error))
+        self._failed = True
+        stop.set()
 
     def stats(self) -> dict[str, object]:
         """Everything that can be counted, as plain values; call it on the loop."""
@@ -157,11 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             sys.stdout.write(show(loaded))
             return 0
-        uvloop.run(Daemon(loaded.config).run())
+        return uvloop.run(Daemon(loaded.config).run())
     except KVStoreError as error:
         sys.stderr.write(f"kvstore-server: {error.code}: {error}\n")
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Extent:
         domain: who may map it; None while unassigned.
         slot_bytes: bytes of each slot; 0 while unassigned.
         free: all and only the indexes of FREE slots.
+        pinned: slots with a pin.
         used_at: tick of the last commit or pin of any of its slots.
         generation: allocations so far; each slot remembers the one that made it WRITING.
     """
@@ -61,6 +62,7 @@ class Extent:
     holds: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
+    pinned: int = 0
     used_at: int = 0
     generation: int = 0
 
@@ -185,6 +187,7 @@ class SlotTable:
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.READY
+            extent.pinned += not extent.pins[index]
             extent.pins[index] += 1
             extent.used_at = tick
 
@@ -194,6 +197,7 @@ class SlotTable:
             extent, index = self._locate(slot)
             assert extent.pins[index] > 0
             extent.pins[index] -= 1
+            extent.pinned -= not extent.pins[index]
             self._settle(slot, extent, index)
 
     def pin_to_hold(self, slots: Iterable[Slot]) -> None:
@@ -202,6 +206,7 @@ class SlotTable:
             extent, index = self._locate(slot)
             assert extent.pins[index] > 0
             extent.pins[index] -= 1
+            extent.pinned -= not extent.pins[index]
             extent.holds[index] += 1
 
     def unhold(self, slots: Iterable[Slot]) -> None:
@@ -264,7 +269,7 @@ class SlotTable:
                 continue
             for state in SlotState:
                 by_state[state] += extent.states.count(state) * extent.slot_bytes
-            pinned += sum(1 for pins in extent.pins if pins) * extent.slot_bytes
+            pinned += extent.pinned * extent.slot_bytes
         return SlotStats(
             capacity_bytes=len(self.extents) * self.extent_bytes,
             withheld_bytes=self.withheld * self.extent_bytes,
@@ -286,6 +291,7 @@ class SlotTable:
                 used = extent.pins[index] + extent.holds[index]
                 assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
                 assert state != SlotState.LIMBO or used > 0
+            assert extent.pinned == sum(1 for pins in extent.pins if pins)
             if extent.free and extent.domain is not None:
                 assert position in self._open[extent.domain, extent.slot_bytes]
 
