@@ -147,11 +147,17 @@ class SocketServer:
         except (KVStoreError, OSError, TimeoutError) as error:
             self._refuse(raw, error)
             return
-        self._watch(raw, pid)
-        connection = Connection(self, number, pid)
-        self.node.connected(number, pid)
+        connection = Connection(self, number, pid, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
-        self.node.receive(number, request, monotonic_ns())
+
+    def begin(
+        self, connection: "Connection", raw: socket.socket, hello: wire.Hello, rest: bytes
+    ) -> None:
+        """Say Hello to the node, before this or another connection of the process can be lost."""
+        self.connections[connection.number] = connection
+        self._watch(raw, connection.pid)
+        self.node.connected(connection.number, connection.pid)
+        self.node.receive(connection.number, hello, monotonic_ns())
         self.flush()
         if rest:
             connection.data_received(rest)
@@ -228,17 +234,21 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: SocketServer, number: int, pid: int) -> None:
-        """Belong to ``server`` as ``number``; ``pid`` is the peer."""
+    def __init__(
+        self, server: SocketServer, number: int, pid: int,
+        first: tuple[socket.socket, wire.Hello, bytes],
+    ) -> None:  # fmt: skip
+        """Belong to ``server`` as ``number``; ``pid`` is the peer, ``first`` what it began with."""
         self.number = number
         self.pid = pid
         self._server = server
+        self._first = first
         self._reader = wire.FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The loop took the socket over."""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's own class
-        self._server.connections[self.number] = self
+        self._server.begin(self, *self._first)
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
