@@ -61,7 +61,7 @@ class Daemon:
         kinds: Counter[str] = Counter()
         for entry in Path(f"/proc/{self.pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
-                kinds[re.sub(r"\d+", "*", str(entry.readlink()))] += 1
+                kinds[re.sub(r"\d.*", "", str(entry.readlink()))] += 1
         return kinds
 
     def threads(self) -> int:
@@ -135,9 +135,10 @@ class Puppet:
         if not wait_for(lambda: {"at": gate} in self.said(), ANSWER_WAIT_S):
             pytest.fail(f"{self.process} never came to gate {gate}\n{self.process.report()}")
 
-    def go(self) -> None:
-        """Open the gate it stands at."""
-        self._write(self._gates, "go\n")
+    def go(self, gate: str | None = None) -> None:
+        """Open a gate it stands at: the last one it came to."""
+        came_to = [said["at"] for said in self.said() if "at" in said]
+        self._write(self._gates / (gate or came_to[-1]), "go\n")
 
     def said(self) -> list[dict[str, Any]]:
         whole_lines = self.process.stdout.rpartition("\n")[0]
@@ -195,8 +196,8 @@ class Scene:
         """A client in a process of its own."""
         number = len(self._puppets)
         commands, gates = (self._folder / f"{kind}-{number}" for kind in ("commands", "gates"))
-        for pipe in (commands, gates):
-            os.mkfifo(pipe)
+        os.mkfifo(commands)
+        gates.mkdir()
         program = [sys.executable, "-m", "tests.faults.puppet", self.daemon.address]
         process = self._spawn([*program, commands, gates, str(timeout_s)], ready=r'^\{"ready": ')
         puppet = Puppet(process, commands, gates)

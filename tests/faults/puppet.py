@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.faults.puppet ADDRESS COMMANDS GATES [TIMEOUT_S]``. Commands come as JSON
 lines through the named pipe COMMANDS, each with a number; answers go to standard output as JSON
-lines with that number. An armed gate says ``{"at": name}`` there and waits for a line in GATES.
+lines with that number. At a gate it says ``{"at": name}`` there and waits for a line in the pipe of
+that name in the folder GATES.
 """
 
 import json
@@ -43,7 +44,7 @@ class Puppet:
     def __init__(self, address: str, gates: Path, timeout_s: float) -> None:
         self.store = KVStore.connect(address, name="puppet", timeout_s=timeout_s)
         self.space = content.open_space(self.store)
-        self._gates = open_pipe(gates)
+        self._gates = gates
         self._views: dict[str, PageViews] = {}
         self._load: threading.Thread | None = None
         self._loading = threading.Event()
@@ -52,8 +53,13 @@ class Puppet:
     # ---- gates
 
     def _gate(self, name: str) -> None:
-        say({"at": name})
-        assert self._gates.readline()
+        """Say that we are there and wait until the test opens it."""
+        pipe = self._gates / name
+        if not pipe.exists():
+            os.mkfifo(pipe)
+        with open_pipe(pipe) as opened:
+            say({"at": name})
+            assert opened.readline()
 
     def arm(self, where: str, when: str) -> None:
         """The next ``mover.gather`` or ``mover.scatter`` waits ``before`` or in the ``middle``."""
@@ -110,7 +116,6 @@ class Puppet:
         planes = tuple(plane.ctypes.data for plane in memory)
         pool = KVPool(planes, content.PAGE_BYTES // 8, content.PAGE_BYTES // 8, count)
         job = self.space.restore_to_kvpool(content.keys(chain, count), pool, np.arange(count))
-        say({"at": "submitted"})
         self._gate("cancel")
         job.cancel()
         ended_early = job.wait(0.0)
