@@ -7,6 +7,7 @@ Stored and Removed actions, as any index that follows the events does.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -53,7 +54,7 @@ class Writer:
 class PagesMachine(RuleBasedStateMachine):
     """Two tenants, three spaces of three shards, up to five processes, a pool of 16 pages."""
 
-    @initialize(quota=st.sampled_from([6 * PAGE, 12 * PAGE, 1 << 40]), extents=st.integers(2, 5))
+    @initialize(quota=st.sampled_from([6 * PAGE, 12 * PAGE, 1 << 40]), extents=st.integers(1, 3))
     def start(self, quota: int, extents: int) -> None:
         self.world = World(extents=extents, quota=quota)
         self.table = self.world.table
@@ -133,11 +134,20 @@ class PagesMachine(RuleBasedStateMachine):
                 return count
         return 0
 
-    @rule(path=PATHS, shard=st.integers(0, 2), who=st.integers(0, 9), life_ns=st.integers(1, 6))
-    def acquire(self, path: str, shard: int, who: int, life_ns: int) -> None:
-        process, (space,) = self.processes[who % len(self.processes)]
-        if process.lost:
+    @rule(data=st.data(), life_ns=st.integers(1, 6))
+    def acquire(self, data: st.DataObject, life_ns: int) -> None:
+        if not self.ready:
             return
+        number, path, shard = data.draw(st.sampled_from(sorted(self.ready)))
+        able = [
+            (process, space)
+            for process, (space,) in self.processes
+            if space.number == number and not process.lost
+        ]
+        if not able:
+            return
+        process, space = data.draw(st.sampled_from(able))
+        path += data.draw(st.sampled_from(["", "a"]))
         expected = []
         for end in range(1, len(path) + 1):
             page = (space.number, path[:end], shard)
@@ -356,3 +366,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPagesMachine = PagesMachine.TestCase
+TestPagesMachine.settings = settings(max_examples=4 * settings().max_examples)
