@@ -102,17 +102,22 @@ class Mapping:
             return known
         with self._lock:
             missing = [number for number in wanted if number not in known]
-            for number, descriptor in zip(missing, self._fetch(missing), strict=True):
-                try:
+            descriptors = self._fetch(missing)
+            try:
+                for number, descriptor in zip(missing, descriptors, strict=True):
                     known[number] = self._map(descriptor, write=write)
-                finally:
+            finally:
+                for descriptor in descriptors:
                     os.close(descriptor)
         return known
 
     def _map(self, descriptor: int, *, write: bool) -> npt.NDArray[np.uint8]:
         size = os.fstat(descriptor).st_size
         access = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
-        memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        try:
+            memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
+        except OSError as error:
+            raise TierUnavailable(f"an extent of {size} bytes cannot be mapped: {error}") from error
         memory.madvise(mmap.MADV_DONTFORK)
         array = np.frombuffer(memory, dtype=np.uint8)
         self._memories.append(memory)
