@@ -93,7 +93,9 @@ class Engine:
     def __init__(self, store: KVStore, shape: Shape) -> None:
         self._shape = shape
         self._space = open_space(store, shape)
-        self._memory = measure.prefaulted(measure.working_set_bytes(shape.call_bytes))
+        # At most half of what the node holds: restores must find what was stored for them.
+        size = min(measure.working_set_bytes(shape.call_bytes), POOL_CALLS // 2 * shape.call_bytes)
+        self._memory = measure.prefaulted(size)
         self._random = np.random.default_rng()
         self._turn = itertools.count()
         self._prompts: list[PrefixKeys] = []

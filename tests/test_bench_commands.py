@@ -1,0 +1,113 @@
+"""The commands of ``python -m bench`` that measure keep the contract of their output."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import host
+
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = ["case", "value", "unit", "bound", "bound_value", "ratio"]
+HIGHER_IS_BETTER = {"GB/s": True, "us": False, "ms": False}
+
+
+def measured(*arguments: str) -> list[dict[str, object]]:
+    """Run a group as a user does; its results."""
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", *arguments, "--json", "--seconds", "0.01"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "commit" in run.stderr.splitlines()[0], "machine and commit come first, on stderr"
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def assert_keeps_the_contract(result: dict[str, object]) -> None:
+    assert list(result) == FIELDS
+    value, bound_value, ratio = (float(result[name]) for name in ("value", "bound_value", "ratio"))
+    assert all(math.isfinite(number) and number > 0 for number in (value, bound_value, ratio))
+    better = value / bound_value if HIGHER_IS_BETTER[result["unit"]] else bound_value / value
+    assert ratio == pytest.approx(better, rel=2e-3)  # both were rounded to four digits
+    assert result["bound"]
+
+
+def children(environment_mark: str) -> list[str]:
+    """Processes that inherited this environment variable."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if environment_mark.encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_host_measures_moves_and_requests_and_leaves_no_process(monkeypatch):
+    mark = f"BENCH_COMMANDS_TEST={os.getpid()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    cases = "^(put|view)/1MiB/x1(/busy)?$|^roundtrip|/128$"
+    results = measured("host", "--pool-mib", "64", "--cases", cases)
+
+    moves = ["put/1MiB/x1", "put/1MiB/x1/busy", "view/1MiB/x1", "view/1MiB/x1/busy"]
+    assert [result["case"] for result in results] == [*moves, "roundtrip/p50", "lookup/128"]
+    for result in results:
+        assert_keeps_the_contract(result)
+    assert not children(mark)
+
+
+def test_host_knows_every_case_that_has_a_floor():
+    names = {name for shape in host.SHAPES for name in host.move_cases(shape)}
+
+    sizes = [f"{size}/{count}" for size in ("1MiB", "8MiB") for count in ("x1", "x16")]
+    wanted = {f"{verb}/{size}" for verb in ("put", "get", "view") for size in sizes}
+    wanted |= {f"{name}/busy" for name in wanted}
+    wanted |= {f"{verb}/64KiB/{count}" for verb in ("put", "get") for count in ("x1", "x128")}
+    assert names == wanted
+    sizes_bytes = {shape.name.partition("/")[0]: shape.page_bytes for shape in host.SHAPES}
+    assert sizes_bytes == {"64KiB": 64 << 10, "1MiB": 1 << 20, "8MiB": 8 << 20}
+
+
+def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():
+    results = measured("kvpool", "--layers", "1", "--cases", "block(1|16)/permuted")
+
+    verbs = ("restore", "extract")
+    expected = [f"{verb}/block{size}/permuted" for verb in verbs for size in (1, 16)]
+    assert [result["case"] for result in results] == expected
+    for result in results:
+        assert_keeps_the_contract(result)
+
+
+def test_keys_measures_lists_arrays_and_a_grown_prompt():
+    results = measured("keys", "--tokens", "8192")
+
+    names = ["keys/8k-64/list", "keys/8k-64/array", "keys/grown"]
+    assert [result["case"] for result in results] == names
+    for result in results:
+        assert_keeps_the_contract(result)
+
+
+@pytest.mark.parametrize("group", ["host", "kvpool"])
+def test_a_pattern_that_no_case_matches_is_refused(group):
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=ROOT,
+        check=False,
+    )
+
+    assert run.returncode == 2
+    assert "no such case" in run.stderr
+    assert not run.stdout
