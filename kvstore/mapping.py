@@ -38,8 +38,11 @@ class Mapping:
         self._fetch = fetch
         self._read: dict[int, npt.NDArray[np.uint8]] = {}
         self._write: dict[int, npt.NDArray[np.uint8]] = {}
+        #: Address of each array above: asking numpy takes longer than all the rest of `locate`.
+        self._read_starts: dict[int, int] = {}
+        self._write_starts: dict[int, int] = {}
         self._memories: list[mmap.mmap] = []
-        #: Protects the three above.
+        #: Protects the five above.
         self._lock = threading.Lock()
         self._populating: list[threading.Thread] = []
         self._closing = False
@@ -51,14 +54,12 @@ class Mapping:
             shape (n,), uint64 addresses, valid until :meth:`close`.
         """
         slots = np.frombuffer(addresses, dtype=ADDRESS)
-        extents = slots["extent"]
-        wanted = np.unique(extents).tolist() if len(extents) > 1 else extents.tolist()
-        arrays = self._arrays(wanted, write=write)
-        if len(wanted) == 1:
-            base = np.uint64(arrays[wanted[0]].ctypes.data)
-            return np.asarray(slots["offset"] + base, dtype=np.uint64)
-        bases = np.array([arrays[int(number)].ctypes.data for number in extents], dtype=np.uint64)
-        return np.asarray(slots["offset"] + bases, dtype=np.uint64)
+        numbers = slots["extent"].tolist()
+        self._arrays(set(numbers), write=write)
+        starts = self._write_starts if write else self._read_starts
+        found = np.array([starts[number] for number in numbers], dtype=np.uint64)
+        found += slots["offset"]
+        return found
 
     def views(self, addresses: bytes, size: int) -> list[npt.NDArray[np.uint8]]:
         """Read-only arrays of ``size`` bytes over the slots at ``addresses``."""
@@ -81,8 +82,8 @@ class Mapping:
         for thread in self._populating:
             thread.join()
         with self._lock:
-            self._read.clear()
-            self._write.clear()
+            for known in (self._read, self._write, self._read_starts, self._write_starts):
+                known.clear()
             for memory in self._memories:
                 try:
                     memory.close()
@@ -94,18 +95,19 @@ class Mapping:
         """In a forked child: forget everything without unmapping anything."""
         _inherited.append(self)
 
-    def _arrays(
-        self, wanted: Sequence[int] | set[int], *, write: bool
-    ) -> dict[int, npt.NDArray[np.uint8]]:
+    def _arrays(self, wanted: set[int], *, write: bool) -> dict[int, npt.NDArray[np.uint8]]:
         known = self._write if write else self._read
-        if all(number in known for number in wanted):
+        if wanted <= known.keys():
             return known
+        starts = self._write_starts if write else self._read_starts
         with self._lock:
             missing = [number for number in wanted if number not in known]
             descriptors = self._fetch(missing)
             try:
                 for number, descriptor in zip(missing, descriptors, strict=True):
-                    known[number] = self._map(descriptor, write=write)
+                    array = self._map(descriptor, write=write)
+                    starts[number] = array.ctypes.data  # before `known`: who finds that needs it
+                    known[number] = array
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)

@@ -319,7 +319,7 @@ class Space:
             request = wire.BeginPut(0, put, space, numbers[shard], keys.packed, keys.parent, tokens)
             granted = link.request(request, self._services.timeout_s)
             assert isinstance(granted, wire.PutGranted)
-            statuses = Counter(granted.statuses)
+            statuses = granted.statuses
             if granted.addresses:
                 try:
                     digests = self._write(memory, granted, keys, source, shard)
@@ -329,13 +329,13 @@ class Space:
                 commit = wire.CommitPut(0, put, digests, int(ttl_s * 1000), read_once)
                 committed = link.request(commit, self._services.timeout_s)
                 assert isinstance(committed, wire.Committed)
-                statuses += Counter(committed.statuses)
+                statuses += committed.statuses
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
         return PutResult(
-            statuses[PageStatus.STORED],
-            statuses[PageStatus.EXISTS],
-            statuses[PageStatus.PENDING],
-            sum(statuses[status] for status in refused),
+            statuses.count(PageStatus.STORED),
+            statuses.count(PageStatus.EXISTS),
+            statuses.count(PageStatus.PENDING),
+            sum(statuses.count(status) for status in refused),
         )
 
     def _write(
@@ -442,7 +442,7 @@ def _addresses(
         if not array.flags.c_contiguous or (writable and not array.flags.writeable):
             need = "writable and C-contiguous" if writable else "C-contiguous"
             raise InvalidArgument("pages", f"page {index} is not {need}")
-        found[index] = array.ctypes.data
+        found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
     return found
 
 
