@@ -84,7 +84,7 @@ class Waiting:
     Attributes:
         number: unique; grows with arrival.
         model: model that it wants.
-        deadline: when it is refused for having waited too long.
+        deadline: from then on it is refused rather than held.
         excluded: engines that failed it already.
     """
 
@@ -270,12 +270,9 @@ class _Call:
 
     def decide(self, request: Waiting, now: float) -> Decision:
         retry_after_s = self.view.retry_after_s
-        if now >= request.deadline:
-            reason = "waited too long for an engine"
-            return Reject(request.number, reason, retry_after_s, "queue_timeout")
         group = (request.model, request.excluded)
         if group in self.full:
-            return Hold(request.number, _FULL)
+            return self._hold(request, now)
         fit = [e for e in self.of_model.get(request.model, ()) if e.id not in request.excluded]
         firsts, seconds = _stages(fit)
         if not firsts:
@@ -286,13 +283,20 @@ class _Call:
         ]
         if not firsts:
             self.full.add(group)
-            return Hold(request.number, _FULL)
+            return self._hold(request, now)
         prefixes = self.view.prefixes(request) if self.policy.needs_prefixes else {}
         first = self._best(firsts, prefixes)
         second = first
         if first.role is not Role.MIXED:
             second = self._best(seconds, prefixes)
         return self._assign(request, first, second, prefixes)
+
+    def _hold(self, request: Waiting, now: float) -> Hold | Reject:
+        """Every engine is full: wait on, or no longer."""
+        if now < request.deadline:
+            return Hold(request.number, _FULL)
+        reason = f"waited too long: {_FULL}"
+        return Reject(request.number, reason, self.view.retry_after_s, "queue_timeout")
 
     def _has_room(self, engine: EngineView) -> bool:
         return self.in_flight[engine.id] < engine.max_running
