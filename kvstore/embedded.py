@@ -51,7 +51,9 @@ class Embedded:
         """True until :meth:`close`."""
         return self._open
 
-    def request(self, message: wire.Request, timeout_s: float) -> wire.Answer:
+    def request(
+        self, message: wire.Request, timeout_s: float, _epoch: int | None = None
+    ) -> wire.Answer:
         """See :class:`~kvstore.link.NodeLink`."""
         deadline = monotonic() + timeout_s
         with self._answered:

@@ -36,6 +36,7 @@ CONNECT_TIMEOUT_S: Final = 1.0
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RECEIVE_BYTES: Final = 1 << 16
 _FETCH_MAX: Final = 64
+_ORIGIN_BYTES: Final = 16
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _send: Final = ctypes.PyDLL(None).send
 _send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
@@ -54,8 +55,15 @@ class NodeLink(Protocol):
     def connected(self) -> bool:
         """Whether a request may succeed now."""
 
-    def request(self, message: wire.Request, timeout_s: float) -> wire.Answer:
+    def request(
+        self, message: wire.Request, timeout_s: float, epoch: int | None = None
+    ) -> wire.Answer:
         """Send a request and wait for its answer.
+
+        Args:
+            message: gets its ``id`` here.
+            timeout_s: longest wait.
+            epoch: the connection it is meant for; on another one it is not sent.
 
         Raises:
             TransferTimeout, PeerUnreachable: no answer.
@@ -87,7 +95,8 @@ class Link:
         self.path = path
         self.name = name
         self.session = session
-        self.epoch = 0
+        self._epoch = 0
+        self._origin = os.urandom(_ORIGIN_BYTES)
         #: Moves of earlier epochs are those of the process that this one was forked from.
         self._first_epoch = 0
         self.why = "not connected yet"
@@ -98,9 +107,6 @@ class Link:
         self._users: Counter[int] = Counter()
         self._identifier = 0
         self._timeout_s = 0.0
-        #: Whether anything was moved over this link: only then has it anything to settle. One that
-        #: only asks must not speak for another link of this process, which may still be writing.
-        self._touched = False
         self._unsettled = False
         self._closing = False
         self._locks()
@@ -126,11 +132,20 @@ class Link:
         self._thread.start()
 
     @property
+    def epoch(self) -> int:
+        """See :class:`NodeLink`."""
+        if self._pid != os.getpid():
+            self._revive()
+        return self._epoch
+
+    @property
     def connected(self) -> bool:
         """Whether a request may succeed now."""
         return self._socket is not None
 
-    def request(self, message: wire.Request, timeout_s: float) -> wire.Answer:
+    def request(
+        self, message: wire.Request, timeout_s: float, epoch: int | None = None
+    ) -> wire.Answer:
         """See :class:`NodeLink`."""
         if self._pid != os.getpid():
             self._revive()
@@ -143,6 +158,8 @@ class Link:
             connection = self._socket
             if connection is None:
                 raise PeerUnreachable(f"{self.path}: {self.why}")
+            if epoch is not None and epoch != self._epoch:
+                raise PeerUnreachable(f"{self.path}: connected anew in the middle of a call")
             try:
                 answer = self._exchange(connection, message, deadline)
             except (OSError, KVStoreError) as error:
@@ -169,10 +186,9 @@ class Link:
         if self._pid != os.getpid():
             self._revive()
         with self._state:
-            mapping, epoch = self._mapping, self.epoch
+            mapping, epoch = self._mapping, self._epoch
             if mapping is None:
                 raise PeerUnreachable(f"{self.path}: {self.why}")
-            self._touched = True
             self._moves[epoch] += 1
             self._users[id(mapping)] += 1
         try:
@@ -250,9 +266,8 @@ class Link:
         connection = _open(self.path)
         try:
             deadline = monotonic() + CONNECT_TIMEOUT_S
-            boot = self._mapping.boot if self._mapping else b""
             hello = wire.Hello(
-                0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session, boot
+                0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session, self._origin
             )
             self._timeout_s = 0.0
             answer = self._exchange(connection, hello, deadline)
@@ -269,13 +284,13 @@ class Link:
                 return
             self._adopt(answer)
             self._socket = connection
-            self._unsettled = self._touched
+            self._unsettled = True
         self._settle()
 
     def _adopt(self, welcome: wire.Welcome) -> None:
         """Take over what the node said of itself; memory of an earlier boot is retired."""
         self.session = welcome.session
-        self.epoch += 1
+        self._epoch += 1
         old = self._mapping
         if old is None or old.boot != welcome.boot:
             self._mapping = Mapping(welcome.boot, self._fetch)
@@ -389,7 +404,7 @@ class Link:
     def _settle(self) -> None:
         """Tell the node once that nothing begun on earlier connections moves bytes any more."""
         with self._state:
-            if not self._unsettled or any(epoch < self.epoch for epoch in self._moves):
+            if not self._unsettled or any(epoch < self._epoch for epoch in self._moves):
                 return
             self._unsettled = False
         self.send(wire.Settled())
@@ -407,9 +422,10 @@ class Link:
         self._mapping, self._retired = None, []
         self._moves.clear()
         self._users.clear()
-        self._touched = self._unsettled = False
-        self.epoch += 1
-        self._first_epoch = self.epoch
+        self._unsettled = False
+        self._origin = os.urandom(_ORIGIN_BYTES)
+        self._epoch += 1
+        self._first_epoch = self._epoch
         self.why = "forked"
 
     def _revive(self) -> None:

@@ -182,7 +182,7 @@ class Node:
             token = self._new_token()
             session = Session(token, request.name[:128], self.limits.session_quota_bytes)
             self.sessions[token] = session
-        process = Process(connection, self._pids.get(connection, 0), session)
+        process = Process(connection, self._pids.get(connection, 0), session, request.origin)
         session.processes[connection] = process
         self.processes[connection] = process
         return wire.Welcome(
@@ -265,7 +265,7 @@ class Node:
 
     def _settled(self, process: Process, _request: wire.Settled, _now_ns: int) -> None:
         for other in list(process.session.processes.values()):
-            if other.lost and other.pid and other.pid == process.pid:
+            if other.lost and other.origin and other.origin == process.origin:
                 self._end(other)
 
     def _report_prefill(self, process: Process, request: wire.ReportPrefill, _now_ns: int) -> None:

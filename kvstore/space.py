@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from time import perf_counter
-from typing import Final, overload
+from typing import Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,14 @@ class Services:
             log.warning("a read became a miss: %s", error)
 
 
+class Opened(NamedTuple):
+    """What a space and the engine's shards are called on one connection."""
+
+    epoch: int
+    space: int
+    shards: list[int]
+
+
 class Space:
     """The pages of one space, as the shards of one engine.
 
@@ -107,7 +115,7 @@ class Space:
         self.shards = tuple(shards)
         self.page_bytes = tuple(spec.page_bytes(identity) for spec in shards)
         self._seeds = tuple(digest_seed(identity, spec) for spec in shards)
-        self._opened: dict[int, tuple[int, int, list[int]]] = {}
+        self._opened: dict[int, Opened] = {}
 
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""
@@ -129,11 +137,12 @@ class Space:
             return MISS
         link = self._services.waiting_link() if wait_s > 0 else self._services.link
         try:
-            space, numbers = self.numbers(link)
+            opened = self.numbers(link)
+            numbers = opened.shards
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
             wait_ms = min(int(wait_s * 1000), 60_000)
-            request = wire.Lookup(0, space, wanted, keys.packed, wait_ms)
-            found = link.request(request, self._services.timeout_s + wait_s)
+            request = wire.Lookup(0, opened.space, wanted, keys.packed, wait_ms)
+            found = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
         except KVStoreError as error:
             self._services.note_trouble(error)
             return MISS
@@ -274,17 +283,17 @@ class Space:
 
     # ---- moving -----------------------------------------------------------------------------
 
-    def numbers(self, link: NodeLink | None = None) -> tuple[int, list[int]]:
+    def numbers(self, link: NodeLink | None = None) -> Opened:
         """Space and shard numbers on the present connection, opened anew after a reconnect."""
         link = link or self._services.link
         epoch = link.epoch
         opened = self._opened.get(id(link))
-        if opened is None or opened[0] != epoch:
+        if opened is None or opened.epoch != epoch:
             request = wire.OpenSpace(0, self.identity, list(self.shards))
-            answer = link.request(request, self._services.timeout_s)
+            answer = link.request(request, self._services.timeout_s, epoch)
             assert isinstance(answer, wire.SpaceOpened)
-            opened = self._opened[id(link)] = (epoch, answer.space, answer.shards)
-        return opened[1], opened[2]
+            opened = self._opened[id(link)] = Opened(epoch, answer.space, answer.shards)
+        return opened
 
     def load_pieces(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
@@ -312,12 +321,13 @@ class Space:
         self, keys: PrefixKeys, source: mover.Pieces, shard: int, ttl_s: float, *, read_once: bool
     ) -> PutResult:
         link = self._services.link
-        space, numbers = self.numbers()
+        opened = self.numbers()  # before the memory: a request of its epoch is of its memory
         put = next(_names)
         tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
         with link.moving() as memory:
-            request = wire.BeginPut(0, put, space, numbers[shard], keys.packed, keys.parent, tokens)
-            granted = link.request(request, self._services.timeout_s)
+            number = opened.shards[shard]
+            request = wire.BeginPut(0, put, opened.space, number, keys.packed, keys.parent, tokens)
+            granted = link.request(request, self._services.timeout_s, opened.epoch)
             assert isinstance(granted, wire.PutGranted)
             statuses = granted.statuses
             if granted.addresses:
@@ -327,7 +337,7 @@ class Space:
                     link.send(wire.AbortPut(put))
                     raise
                 commit = wire.CommitPut(0, put, digests, int(ttl_s * 1000), read_once)
-                committed = link.request(commit, self._services.timeout_s)
+                committed = link.request(commit, self._services.timeout_s, opened.epoch)
                 assert isinstance(committed, wire.Committed)
                 statuses += committed.statuses
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
@@ -357,8 +367,9 @@ class Space:
     ) -> int:  # fmt: skip
         link = self._services.link
         lease = next(_names)
+        opened = self.numbers()  # before the memory, as in _put_batch
         with link.moving() as memory:
-            leased = self._acquire(keys, shard, lease)
+            leased = self._acquire(opened, keys, shard, lease)
             count = len(leased.digests) // DIGEST_BYTES
             if not count:
                 return 0
@@ -372,7 +383,7 @@ class Space:
                     progress,
                     order,
                 )
-                return self._verified(keys, shard, leased, good, progress)
+                return self._verified(opened, keys, shard, leased, good, progress)
             finally:
                 link.send(wire.Release(lease))
 
@@ -380,43 +391,45 @@ class Space:
         link = self._services.link
         with ExitStack() as undo:
             try:
+                opened = self.numbers()  # before the memory, as in _put_batch
                 memory = undo.enter_context(link.moving())
                 lease = next(_names)
                 undo.callback(link.send, wire.Release(lease))
-                leased = self._acquire(keys, shard, lease)
+                leased = self._acquire(opened, keys, shard, lease)
                 size = self.page_bytes[shard]
                 expected = np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
                 seeds = page_seeds(keys.packed[: len(expected) * KEY_BYTES], self._seeds[shard])
                 found = mover.digest(memory.locate(leased.addresses, write=False), size, seeds)
                 good = (found == expected).all(axis=1)
-                count = self._verified(keys, shard, leased, good, None)
+                count = self._verified(opened, keys, shard, leased, good)
                 views = memory.views(leased.addresses, size)[:count]
             except KVStoreError as error:
                 self._services.note_trouble(error)
                 return PageViews([], lambda: None)
             return PageViews(views, undo.pop_all().close)
 
-    def _acquire(self, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
-        space, numbers = self.numbers()
-        request = wire.Acquire(0, lease, space, numbers[shard], keys.packed, int(LEASE_S * 1000))
-        leased = self._services.link.request(request, self._services.timeout_s)
+    def _acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
+        number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
+        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms)
+        leased = self._services.link.request(request, self._services.timeout_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)
         return leased
 
     def _verified(
-        self, keys: PrefixKeys, shard: int, leased: wire.Acquired, good: npt.NDArray[np.bool_],
-        progress: mover.Progress | None,
+        self, opened: Opened, keys: PrefixKeys, shard: int, leased: wire.Acquired,
+        good: npt.NDArray[np.bool_], progress: mover.Progress | None = None,
     ) -> int:  # fmt: skip
         """Length of the verified run; reports the first page that failed (unless cancelled)."""
         if bool(good.all()) or not VERIFY:
             return len(good)
         first = int(np.argmin(good))
         if progress is None or not progress.cancelled:
-            space, numbers = self.numbers()
             slot = np.frombuffer(leased.addresses, dtype=wire.ADDRESS)[first]
-            self._services.link.send(
-                wire.Corrupt(space, numbers[shard], keys[first], int(slot["generation"]))
-            )
+            number, generation = opened.shards[shard], int(slot["generation"])
+            if self._services.link.epoch == opened.epoch:
+                self._services.link.send(
+                    wire.Corrupt(opened.space, number, keys[first], generation)
+                )
             self._services.troubles["corrupt"] += 1
             log.error("page %s failed its digest: quarantined, a miss", keys[first].hex()[:16])
         return first

@@ -35,8 +35,8 @@ class Hello(msgspec.Struct, array_like=True, tag=1):
     minor: int
     name: str
     session: bytes = b""
-    boot: bytes = b""
-    """Boot id this client was connected to before; empty for none."""
+    origin: bytes = b""
+    """Random name of what connects: its later connections may settle what its earlier ones left."""
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=2):

@@ -63,6 +63,7 @@ class HttpServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind((config.host, config.port))
+            self._listener.listen(128)  # from the ready line on, connections wait for the thread
         except OSError as error:
             self._listener.close()
             raise ConfigError(f"http.port={config.port} on {config.host}: {error}") from error

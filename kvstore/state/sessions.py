@@ -71,12 +71,14 @@ class Process:
     Attributes:
         connection: names it on this node.
         pid: its process id as the kernel told it; 0 when it could not be told.
+        origin: what connected, as it names itself; empty when it does not.
         lost: its connection broke, but the process was not seen to end.
     """
 
     connection: int
     pid: int
     session: "Session"
+    origin: bytes = b""
     leases: dict[int, Lease] = field(default_factory=dict)
     puts: dict[int, Put] = field(default_factory=dict)
     lost: bool = False

@@ -101,9 +101,6 @@ def test_a_late_write_over_a_cut_connection_lands_in_no_slot_that_others_use(
     assert writer.do("put", chain=CHAIN, count=WRITTEN)["stored"] == WRITTEN
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, reason="CommitPut over a new connection is refused as a caller's mistake"
-)
 def test_a_put_whose_connection_was_cut_fails_retryably(scene: Scene, wait_until: WaitUntil):
     writer = scene.puppet()
     writer.do("arm", where="gather", when="middle")

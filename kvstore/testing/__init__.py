@@ -1,0 +1,1 @@
+"""What users and our own tests check a store with: simulated time, processes and connections."""
