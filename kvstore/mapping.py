@@ -127,8 +127,12 @@ class Mapping:
             target=self._populate, args=(array.ctypes.data, size, write), daemon=True,
             name="kvstore-populate",
         )  # fmt: skip
-        self._populating.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: first copies will be slow, that is all
+            log.warning("memory is not pre-faulted: %s", error)
+        else:
+            self._populating.append(thread)
         return array
 
     def _populate(self, address: int, size: int, write: bool) -> None:  # noqa: FBT001

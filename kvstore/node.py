@@ -27,6 +27,7 @@ from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
 
+TOKEN_BYTES: Final = 16
 WAIT_MS_MAX: Final = 60_000
 WAITERS_MAX: Final = 4096
 _NS_PER_MS: Final = 1_000_000
@@ -179,9 +180,13 @@ class Node:
             raise ProtocolError("a connection says Hello once")
         session = self.sessions.get(request.session)
         if session is None:
-            token = self._new_token()
+            # Kept over a restart of the node, so that an engine's processes meet again.
+            token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
             session = Session(token, request.name[:128], self.limits.session_quota_bytes)
             self.sessions[token] = session
+        for older in list(session.processes.values()):
+            if older.origin and older.origin == request.origin and not older.lost:
+                self.pages.lose(older)  # whoever connects anew has given its old connection up
         process = Process(connection, self._pids.get(connection, 0), session, request.origin)
         session.processes[connection] = process
         self.processes[connection] = process

@@ -40,7 +40,7 @@ class Hello(msgspec.Struct, array_like=True, tag=1):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=2):
-    """Answer to Hello. ``session`` differs from the one asked for when that one is not known."""
+    """Answer to Hello. ``session`` is the one asked for, or a new one when none was."""
 
     id: int
     major: int

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
@@ -45,7 +46,10 @@ class Daemon:
         self.config = config
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes
-        stale = min(extents, -(-stale_bytes(config.node.name, self.boot) // host.extent_bytes))
+        # Of all nodes on this machine, the one on this socket is this one.
+        place = hashlib.sha256(os.path.realpath(config.socket.path).encode()).hexdigest()[:12]
+        self._label = f"{config.node.name}.{place}"
+        stale = min(extents, -(-stale_bytes(self._label, self.boot) // host.extent_bytes))
         if stale:
             log.warning("%d of %d extents held back: clients still map the previous boot's memory",
                         stale, extents)  # fmt: skip
@@ -55,9 +59,7 @@ class Daemon:
         self.node = Node(
             config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16)
         )
-        self.memory = HostMemory(
-            config.node.name, self.boot, host.extent_bytes, prefault=host.prefault
-        )
+        self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
         self.socket = SocketServer(
@@ -135,8 +137,8 @@ class Daemon:
                 await self._take_back()
 
     async def _take_back(self) -> None:
-        name, size = self.config.node.name, self.config.host.extent_bytes
-        stale = await asyncio.to_thread(stale_bytes, name, self.boot)
+        size = self.config.host.extent_bytes
+        stale = await asyncio.to_thread(stale_bytes, self._label, self.boot)
         slots = self.node.pages.slots
         numbers = slots.provide(slots.withheld - -(-stale // size))
         self.memory.create(numbers)

@@ -34,7 +34,7 @@ class HostMemory:
     """The memory behind the extents of one node.
 
     Args:
-        node: the node's name.
+        node: names the node; no other node of this machine has that name.
         boot: this boot's id.
         extent_bytes: bytes of each extent.
         prefault: touch new memory in the background.

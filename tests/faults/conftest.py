@@ -87,9 +87,9 @@ class Daemon:
         """All memory of any boot of this node that a process maps or the daemon holds."""
         sizes: dict[int, int] = {}
         for entry in Path("/proc").glob("[0-9]*/map_files/*"):
-            _note(entry, f"/memfd:kvstore:{self.name}:", sizes)
+            _note(entry, f"/memfd:kvstore:{self.name}.", sizes)
         for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            _note(entry, f"/memfd:kvstore:{self.name}:", sizes)
+            _note(entry, f"/memfd:kvstore:{self.name}.", sizes)
         return sum(sizes.values())
 
 
