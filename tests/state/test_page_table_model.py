@@ -6,14 +6,16 @@ Stored and Removed actions, as any index that follows the events does.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.errors import CapacityError
 from kvstore.page import PrefixKey, ShardSpec
-from kvstore.state.outcomes import PageStatus, Removed, Stored
+from kvstore.state.outcomes import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.sessions import Process
 from kvstore.state.slots import Slot, SlotState
 from kvstore.state.tree import Space
@@ -21,7 +23,8 @@ from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, key
 
 SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
 WINDOW_SHARD, WINDOW_PAGES = 2, WINDOW.window_pages
-PATHS = st.text("ab", min_size=1, max_size=4)
+CHANCES = st.integers(0, 2**32 - 1).map(Random)
+"""Uniform choices: Hypothesis's own are so often the simplest that a pool rarely gets full."""
 PATH_OF: dict[PrefixKey, str] = {ROOT: ""}
 for _length in range(1, 5):
     for _number in range(2**_length):
@@ -51,6 +54,10 @@ class Writer:
     """All and only the pages that it still has in the index."""
 
 
+def _path(chance: Random) -> str:
+    return "".join(chance.choices("ab", k=chance.randint(1, 4)))
+
+
 class PagesMachine(RuleBasedStateMachine):
     """Two tenants, three spaces of three shards, up to five processes, a pool of 16 pages."""
 
@@ -61,7 +68,8 @@ class PagesMachine(RuleBasedStateMachine):
         self.capacity = extents * 4 * PAGE
         self.now_ns = 0
         self.ready: set[Page] = set()
-        self.pins: Counter[Page] = Counter()
+        self.pins: Counter[Slot] = Counter()
+        self.slot_of: dict[Page, Slot] = {}
         self.readers: dict[int, Reader] = {}
         self.writers: dict[int, Writer] = {}
         self.processes: list[tuple[Process, list[Space]]] = []
@@ -75,6 +83,10 @@ class PagesMachine(RuleBasedStateMachine):
         if space not in self.spaces:
             self.spaces.append(space)
         self.processes.append((process, [space]))
+
+    def _someone(self, chance: Random) -> tuple[Process, Space]:
+        process, (space,) = chance.choice([p for p in self.processes if not p[0].lost])
+        return process, space
 
     # ---- what the table did -----------------------------------------------------------------
 
@@ -95,12 +107,20 @@ class PagesMachine(RuleBasedStateMachine):
                 for one in action.keys:
                     page = (action.space.number, PATH_OF[one], action.shard)
                     self.ready.remove(page)
-                    assert action.cause != "evicted" or not self.pins[page], "evicted under a pin"
+                    pinned = self.pins[self.slot_of.pop(page)] > 0
+                    assert action.cause != "evicted" or not pinned, "evicted under a pin"
             else:
-                gone = {(action.space.number, PATH_OF[one]) for one in action.keys}
-                for writer in self.writers.values():
-                    writer.alive -= {page for page in writer.alive if page[:2] in gone}
+                self._abandoned(action)
         self.table.actions.clear()
+
+    def _abandoned(self, action: Abandoned) -> None:
+        """The action does not say of which shard; the tree does."""
+        gone = {(action.space.number, PATH_OF[one]) for one in action.keys}
+        for writer in self.writers.values():
+            for page, slot in writer.pages:
+                node = action.space.nodes.get(key(page[1])) if page[:2] in gone else None
+                if page[:2] in gone and (node is None or node.slots.get(page[2]) != slot):
+                    writer.alive.discard(page)
 
     def _writing(self) -> set[Page]:
         return {page for writer in self.writers.values() for page in writer.alive}
@@ -112,11 +132,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     # ---- reading ----------------------------------------------------------------------------
 
-    @rule(
-        path=PATHS, at=st.integers(0, 9), shards=st.sets(st.integers(0, 2), min_size=1).map(sorted)
-    )
-    def lookup(self, path: str, at: int, shards: list[int]) -> None:
-        space = self.spaces[at % len(self.spaces)]
+    @rule(chance=CHANCES)
+    def lookup(self, chance: Random) -> None:
+        path, space = _path(chance), chance.choice(self.spaces)
+        shards = sorted(chance.sample(range(3), chance.randint(1, 3)))
         pages, pending = self.world.lookup(space, path, shards)
         assert pages == self._longest(space, path, shards, self.ready)
         present = self._longest(space, path, shards, self.ready | self._writing())
@@ -134,20 +153,14 @@ class PagesMachine(RuleBasedStateMachine):
                 return count
         return 0
 
-    @rule(data=st.data(), life_ns=st.integers(1, 6))
-    def acquire(self, data: st.DataObject, life_ns: int) -> None:
-        if not self.ready:
+    @rule(chance=CHANCES)
+    def acquire(self, chance: Random) -> None:
+        process, space = self._someone(chance)
+        there = sorted(page for page in self.ready if page[0] == space.number)
+        if not there:
             return
-        number, path, shard = data.draw(st.sampled_from(sorted(self.ready)))
-        able = [
-            (process, space)
-            for process, (space,) in self.processes
-            if space.number == number and not process.lost
-        ]
-        if not able:
-            return
-        process, space = data.draw(st.sampled_from(able))
-        path += data.draw(st.sampled_from(["", "a"]))
+        _, path, shard = chance.choice(there)
+        path += chance.choice(["", "a"])
         expected = []
         for end in range(1, len(path) + 1):
             page = (space.number, path[:end], shard)
@@ -155,7 +168,7 @@ class PagesMachine(RuleBasedStateMachine):
                 break
             expected.append(page)
         used = process.session.used_bytes
-        until_ns = self.now_ns + life_ns
+        until_ns = self.now_ns + chance.randint(1, 6)
         try:
             number, lease = self.world.acquire(process, space, path, shard=shard, until_ns=until_ns)
         except CapacityError:
@@ -167,12 +180,12 @@ class PagesMachine(RuleBasedStateMachine):
         if expected:
             pairs = list(zip(expected, lease.slots, strict=True))
             self.readers[number] = Reader(process, space.number, pairs, until_ns)
-            self.pins.update(expected)
+            self.pins.update(lease.slots)
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(chance=CHANCES)
+    def release(self, chance: Random) -> None:
         if self.readers:
-            number = data.draw(st.sampled_from(sorted(self.readers)))
+            number = chance.choice(sorted(self.readers))
             self._reader_gone(number)
             self.table.release(self.gone_reader.process, number)
             self._apply()
@@ -180,19 +193,25 @@ class PagesMachine(RuleBasedStateMachine):
     def _reader_gone(self, number: int) -> None:
         reader = self.gone_reader = self.readers.pop(number)
         if not reader.expired:
-            self.pins.subtract(page for page, _ in reader.pages)
+            self.pins.subtract(slot for _, slot in reader.pages)
 
     # ---- writing ----------------------------------------------------------------------------
 
-    @rule(
-        path=PATHS, start=st.integers(0, 3), shard=st.integers(0, 2), who=st.integers(0, 9),
-        whole=st.booleans(),
-    )  # fmt: skip
-    def begin_put(self, path: str, start: int, shard: int, who: int, whole: bool) -> None:
-        process, (space,) = self.processes[who % len(self.processes)]
-        start = 0 if whole else min(start, len(path) - 1)
-        if process.lost:
-            return
+    @rule(chance=CHANCES)
+    def store(self, chance: Random) -> None:
+        """Begin and commit with nothing between: most puts are like that."""
+        number = self._begin(chance)
+        if number is not None:
+            self._commit(number, chance)
+
+    @rule(chance=CHANCES)
+    def begin_put(self, chance: Random) -> None:
+        self._begin(chance)
+
+    def _begin(self, chance: Random) -> int | None:
+        process, space = self._someone(chance)
+        path, shard = _path(chance), chance.choice([0, 0, 1, 2])
+        start = chance.choice([0, 0, chance.randrange(len(path))])
         touched, ready, writing = self._touched(), set(self.ready), self._writing()
         number, statuses, put = self.world.begin(process, space, path, start=start, shard=shard)
         self._apply()
@@ -217,16 +236,18 @@ class PagesMachine(RuleBasedStateMachine):
                     assert end > start + 1 or head not in ready | writing
                     break
                 case PageStatus.NO_ROOM:
-                    self._assert_no_room(process, space, shard)
+                    self._assert_no_room(process, space, page)
                     break
         assert len(statuses) == len(path) - start
         if mine:
             pages = {page for page, _ in mine}
             self.writers[number] = Writer(process, space.number, shard, mine, pages)
+            return number
+        return None
 
-    def _assert_no_room(self, process: Process, space: Space, shard: int) -> None:
+    def _assert_no_room(self, process: Process, space: Space, refused: Page) -> None:
         """Nothing of this class could have been evicted, or the quota is used up."""
-        size = space.shards[shard].slot_bytes
+        size = space.shards[refused[2]].slot_bytes
         if not process.session.admits(size):
             return
         for other in self.spaces:
@@ -236,18 +257,27 @@ class PagesMachine(RuleBasedStateMachine):
                 node = other.nodes[key(path)]
                 pages = [(other.number, path, number) for number in node.slots]
                 sizes = {other.shards[number].slot_bytes for number in node.slots}
+                if other is space and refused[1].startswith(path):
+                    continue  # its own head: evicting that would make it unreachable
                 leaf = not node.children and self.ready.issuperset(pages)
                 assert not (
-                    leaf and size in sizes and not any(self.pins[page] for page in pages)
+                    leaf
+                    and size in sizes
+                    and not any(self.pins[slot] for slot in node.slots.values())
                 ), f"{path} could have been evicted"
 
-    @rule(data=st.data(), ttl_ns=st.sampled_from([0, 0, 3]), read_once=st.booleans())
-    def commit(self, data: st.DataObject, ttl_ns: int, read_once: bool) -> None:
-        open_puts = [n for n, writer in self.writers.items() if not writer.process.lost]
-        if not open_puts:
-            return
-        number = data.draw(st.sampled_from(open_puts))
+    @rule(chance=CHANCES)
+    def commit(self, chance: Random) -> None:
+        if open_puts := self._open_puts():
+            self._commit(chance.choice(open_puts), chance)
+
+    def _open_puts(self) -> list[int]:
+        return [number for number, writer in self.writers.items() if not writer.process.lost]
+
+    def _commit(self, number: int, chance: Random) -> None:
+        ttl_ns, read_once = chance.choice([0, 0, 0, 9]), chance.random() < 0.1
         writer = self.writers.pop(number)
+        self.slot_of |= {page: slot for page, slot in writer.pages if page in writer.alive}
         expires_ns = self.now_ns + ttl_ns if ttl_ns else 0
         statuses = self.world.commit(writer.process, number, expires_ns, read_once=read_once)
         expected = [
@@ -258,22 +288,21 @@ class PagesMachine(RuleBasedStateMachine):
         self._apply()
         assert self.ready >= writer.alive
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        open_puts = [n for n, writer in self.writers.items() if not writer.process.lost]
-        if open_puts:
-            number = data.draw(st.sampled_from(open_puts))
+    @rule(chance=CHANCES)
+    def abort(self, chance: Random) -> None:
+        if open_puts := self._open_puts():
+            number = chance.choice(open_puts)
             writer = self.writers.pop(number)
             self.table.abort_put(writer.process, number)
             self._apply()
 
     # ---- ends -------------------------------------------------------------------------------
 
-    @rule(who=st.integers(0, 9))
-    def lose(self, who: int) -> None:
+    @rule(chance=CHANCES)
+    def lose(self, chance: Random) -> None:
         """The connection breaks; a new process of the same engine takes its place in the test."""
-        process, (space,) = self.processes[who % len(self.processes)]
-        if process.lost or len(self.processes) > 8:
+        process, space = self._someone(chance)
+        if len(self.processes) > 6 or chance.random() < 0.7:
             return
         self.table.lose(process)
         self._apply()
@@ -281,11 +310,15 @@ class PagesMachine(RuleBasedStateMachine):
             assert writer.process is not process or not writer.alive
         self._join(process.session.name, space.identity.tenant)
 
-    @rule(who=st.integers(0, 9))
-    def end(self, who: int) -> None:
-        process, (space,) = self.processes.pop(who % len(self.processes))
+    @rule(chance=CHANCES)
+    def end(self, chance: Random) -> None:
+        if chance.random() < 0.5:
+            return
+        process, (space,) = self.processes.pop(chance.randrange(len(self.processes)))
         self._end(process)
-        if not any(other.session is process.session for other, _ in self.processes):
+        if not any(
+            other.session is process.session and not other.lost for other, _ in self.processes
+        ):
             self._join(process.session.name, space.identity.tenant)
 
     def _end(self, process: Process) -> None:
@@ -295,11 +328,11 @@ class PagesMachine(RuleBasedStateMachine):
         self.world.end(process)
         self._apply()
 
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
+    @rule(chance=CHANCES)
+    def drop(self, chance: Random) -> None:
         """A reader found the page corrupt."""
-        if self.ready:
-            number, path, shard = data.draw(st.sampled_from(sorted(self.ready)))
+        if self.ready and chance.random() < 0.3:
+            number, path, shard = chance.choice(sorted(self.ready))
             self.table.drop(self.spaces[number].nodes[key(path)], shard, "corrupt")
             self._apply()
             assert (number, path, shard) not in self.ready
@@ -310,7 +343,7 @@ class PagesMachine(RuleBasedStateMachine):
         for reader in self.readers.values():
             if not reader.expired and reader.deadline_ns <= self.now_ns:
                 reader.expired = True
-                self.pins.subtract(page for page, _ in reader.pages)
+                self.pins.subtract(slot for _, slot in reader.pages)
         self.table.expire(self.now_ns)
         self._apply()
         assert not 0 < self.table.next_deadline_ns() <= self.now_ns
@@ -366,4 +399,27 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPagesMachine = PagesMachine.TestCase
-TestPagesMachine.settings = settings(max_examples=4 * settings().max_examples)
+TestPagesMachine.settings = settings(stateful_step_count=60)
+
+
+WALKS = {
+    "store": 8, "begin_put": 4, "commit": 4, "abort": 1, "lookup": 4, "acquire": 6, "release": 4,
+    "lose": 1, "end": 1, "drop": 1, "time_passes": 2,
+}  # fmt: skip
+"""How often a step of a walk is which rule."""
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_walks_agree_with_the_model(seed):
+    """What short histories rarely reach: full pools, many readers, puts below pending ones."""
+    chance = Random(seed)
+    machine = PagesMachine()
+    quota = chance.choice([6 * PAGE, 12 * PAGE, 1 << 40])
+    machine.start(quota=quota, extents=chance.randint(1, 4))
+    for name in chance.choices([*WALKS], weights=[*WALKS.values()], k=500):
+        step = getattr(machine, name)
+        step(ns=chance.randint(1, 4)) if name == "time_passes" else step(chance=chance)
+        machine.the_actions_tell_the_whole_truth()
+        machine.no_page_is_out_of_reach()
+        machine.checks_and_quotas_hold()
+    machine.teardown()

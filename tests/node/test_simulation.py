@@ -1,0 +1,42 @@
+"""Goal: in no history does a client read a wrong byte, wait for ever, or leave anything behind."""
+
+import pytest
+
+from kvstore.testing.simulation import Faults, Simulation
+
+SEEDS = 30
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_history_of_clients_and_faults_shows_a_wrong_byte(seed):
+    outcome = Simulation(seed).run(seconds=0.3)
+
+    assert outcome.pages_stored > 0
+    assert outcome.pages_read > 0
+
+
+def test_the_histories_contain_what_they_are_there_for():
+    outcome = Simulation(1).run(seconds=1.5)
+
+    assert outcome.connections_lost > 10
+    assert outcome.processes_ended > 10
+    assert outcome.late_pieces > 10, "nobody wrote after it had lost its connection"
+    assert outcome.lookups_waited > 0
+
+
+def test_one_seed_is_one_history():
+    assert Simulation(7).run(0.3) == Simulation(7).run(0.3) != Simulation(8).run(0.3)
+
+
+def test_without_faults_nothing_is_lost():
+    outcome = Simulation(3, faults=Faults(0, 0, 0)).run(0.5)
+
+    assert outcome.connections_lost == outcome.processes_ended == 5, "the five at the end"
+    assert outcome.late_pieces == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hundred", range(20))
+def test_two_thousand_histories_show_no_wrong_byte(hundred):
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        Simulation(10_000 + seed).run(seconds=2.0)
