@@ -17,13 +17,13 @@ that does not answer waits outside; nobody makes an exception, not for the mayor
 weather.
 
 3. The light on the mole shows white while the entrance is free, green while a ship leaves, and \
-red while one arrives. If the light fails, the keeper lowers the black ball, and until it is raised \
-again every ship counts as arriving. The keeper tests the light at noon and writes the result on \
-the slate by the door.
+red while one arrives. If the light fails, the keeper lowers the black ball, and until it is \
+raised again every ship counts as arriving. The keeper tests the light at noon and writes \
+the result on the slate by the door.
 
 4. Cargo that can burn is unloaded only at the outer quay, only by day, and only with the fire \
-boat alongside. Grain is unloaded at the mill quay. Fish has precedence over everything else from the \
-first of May until the last of September, because it will not wait.
+boat alongside. Grain is unloaded at the mill quay. Fish has precedence over everything else from \
+the first of May until the last of September, because it will not wait.
 
 5. Whoever finds something adrift brings it to the weigh house. If nobody asks for it within a \
 year and a day, it belongs to the finder, except for barrels that bear the town's mark: those were \

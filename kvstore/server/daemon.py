@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        loaded = load(ServerConfig, options.config, os.environ, options.set)
+        loaded = load(ServerConfig, options.config, overrides=options.set)
         if options.print_config:
             sys.stdout.write(show(loaded))
             return 0
