@@ -21,6 +21,7 @@ from typing import Any, Final
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.match import awaited_key
 from kvstore.state.outcomes import Abandoned, Action
 from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Process, Session
@@ -105,8 +106,15 @@ class Node:
 
     def receive(self, connection: int, request: wire.Request, now_ns: int) -> None:
         """Carry out one request; its answer, if it wants one, is added to ``outbox``."""
+        handler = self._handlers.get(type(request))
+        process = self.processes.get(connection)
         try:
-            answer = self._handle(connection, request, now_ns)
+            if handler is not None and process is not None:
+                answer = handler(process, request, now_ns)
+            elif isinstance(request, wire.Hello):
+                answer = self._hello(connection, request)
+            else:
+                raise ProtocolError(f"{type(request).__name__} is not expected here")
         except KVStoreError as error:
             self.pages.counts[f"refused_{error.code}"] += 1
             number = getattr(request, "id", 0)
@@ -114,23 +122,28 @@ class Node:
             answer = wire.Failure(number, error.code, str(error), field) if number else None
         if answer is not None:
             self.outbox.append((connection, answer))
-        self._after(now_ns)
+        if self.pages.actions:
+            self._after()
+
+    def rest(self) -> None:
+        """Do what nobody waits for; to be called when the answers are out."""
+        self.pages.evict_ahead()
+        if self.pages.actions:
+            self._after()
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         self._pids.pop(connection, None)
-        self._waiters = {
-            key: [waiter for waiter in waiters if waiter.connection != connection]
-            for key, waiters in self._waiters.items()
-        }
-        self._waiter_count = sum(map(len, self._waiters.values()))
+        for waiter in [one for waiters in self._waiters.values() for one in waiters]:
+            if waiter.connection == connection:
+                self._forget_waiter(waiter)
         process = self.processes.get(connection)
         if process is not None:
             if ended or process.idle:
                 self._end(process)
             else:
                 self.pages.lose(process)
-        self._after(now_ns)
+        self._after()
 
     def process_ended(self, pid: int, now_ns: int) -> list[int]:
         """The kernel says that process ``pid`` is gone: nothing of it touches bytes any more.
@@ -142,7 +155,7 @@ class Node:
         still_open = [process.connection for process in ended if not process.lost]
         for process in ended:
             self._end(process)
-        self._after(now_ns)
+        self._after()
         return still_open
 
     def advance(self, now_ns: int) -> None:
@@ -153,22 +166,13 @@ class Node:
                 if waiter.deadline_ns <= now_ns:
                     self._forget_waiter(waiter)
                     self._answer_waiter(waiter)
-        self._after(now_ns)
+        self._after()
 
     def waits_for(self, pid: int) -> bool:
         """Whether anything here depends on seeing process ``pid`` end."""
         return any(process.pid == pid for process in self.processes.values())
 
     # ---- requests ---------------------------------------------------------------------------
-
-    def _handle(self, connection: int, request: wire.Request, now_ns: int) -> wire.Answer | None:
-        process = self.processes.get(connection)
-        if isinstance(request, wire.Hello):
-            return self._hello(connection, request)
-        handler = self._handlers.get(type(request))
-        if process is None or handler is None:
-            raise ProtocolError(f"{type(request).__name__} is not expected here")
-        return handler(process, request, now_ns)
 
     def _hello(self, connection: int, request: wire.Hello) -> wire.Answer:
         if request.major != wire.PROTOCOL_MAJOR:
@@ -207,9 +211,8 @@ class Node:
         pages, pending = self.pages.lookup(space, request.shards, request.keys)
         if pending and request.wait_ms and self._waiter_count < WAITERS_MAX:
             deadline = now_ns + request.wait_ms * _NS_PER_MS
-            self._watch(
-                _Waiter(process.connection, request, space, deadline, PrefixKey(b"")), pages
-            )
+            waiter = _Waiter(process.connection, request, space, deadline, PrefixKey(b""))
+            self._watch(waiter, pages + pending)
             return None
         return wire.Found(request.id, pages, pending)
 
@@ -281,7 +284,7 @@ class Node:
 
     def _space(self, process: Process, number: int, shards: list[int]) -> Space:
         space = self.pages.spaces.get(number, process.session)
-        if not shards or not all(0 <= shard < len(space.shards) for shard in shards):
+        if not shards or min(shards) < 0 or max(shards) >= len(space.shards):
             raise InvalidArgument("shards", f"{shards} are not all open in space {number}")
         return space
 
@@ -294,10 +297,8 @@ class Node:
             assert session.used_bytes == 0
             del self.sessions[session.token]
 
-    def _after(self, _now_ns: int) -> None:
+    def _after(self) -> None:
         """Hand on what the page table did, and wake the lookups that waited for it."""
-        if not self.pages.actions:
-            return
         actions, self.pages.actions = self.pages.actions, []
         woken: dict[int, _Waiter] = {}
         for action in actions:
@@ -310,14 +311,14 @@ class Node:
             request = waiter.request
             pages, pending = self.pages.lookup(waiter.space, request.shards, request.keys)
             if pending:
-                self._watch(waiter, pages)
+                self._watch(waiter, pages + pending)
             else:
                 self.outbox.append((waiter.connection, wire.Found(request.id, pages, 0)))
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
 
-    def _watch(self, waiter: _Waiter, pages: int) -> None:
-        start = pages * KEY_BYTES
-        waiter.watched = PrefixKey(waiter.request.keys[start : start + KEY_BYTES])
+    def _watch(self, waiter: _Waiter, count: int) -> None:
+        request = waiter.request
+        waiter.watched = awaited_key(waiter.space, request.shards, request.keys, count)
         self._waiters.setdefault(waiter.watched, []).append(waiter)
         self._waiter_count += 1
 

@@ -39,11 +39,33 @@ def longest_match(space: Space, shards: list[int], packed: bytes) -> Match:
     """
     windows: dict[int, int] = {}
     for number in shards:
-        window = space.shards[number].spec.window_pages
+        window = space.shards[number].window_pages
         windows[window] = windows.get(window, 0) | 1 << number
-    if set(windows) == {0}:
+    if len(windows) == 1 and 0 in windows:
         return _bisect(space, windows[0], packed)
     return _scan(space, windows, packed)
+
+
+def awaited_key(space: Space, shards: list[int], packed: bytes, count: int) -> PrefixKey:
+    """The first page without which ``count`` pages are no hit yet; it is being written.
+
+    Args:
+        space: where to look.
+        shards: numbers of the shards needed.
+        packed: what :func:`longest_match` was asked.
+        count: pages and pending pages that it found.
+    """
+    assert count > 0
+    key = PrefixKey(b"")
+    for at in range(count):
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        node = space.nodes.get(key)
+        ready = node.ready if node is not None else 0
+        for shard in shards:
+            window = space.shards[shard].spec.window_pages
+            if (not window or at >= count - window) and not ready >> shard & 1:
+                return key
+    return key
 
 
 def _bisect(space: Space, mask: int, packed: bytes) -> Match:
