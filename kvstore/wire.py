@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
@@ -219,6 +219,8 @@ Answer = (
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+_NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
+"""Broken bytes, bytes nested without end, and values that their own type refuses."""
 
 
 def encode(message: Request | Answer) -> bytes:
@@ -235,7 +237,7 @@ def decode_request(body: bytes | memoryview) -> Request:
     """
     try:
         request: Request = _REQUESTS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _NO_MESSAGE as error:
         raise ProtocolError(f"not a request of protocol {PROTOCOL_MAJOR}: {error}") from error
     return request
 
@@ -248,7 +250,7 @@ def decode_answer(body: bytes | memoryview) -> Answer:
     """
     try:
         answer: Answer = _ANSWERS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _NO_MESSAGE as error:
         raise ProtocolError(f"not an answer of protocol {PROTOCOL_MAJOR}: {error}") from error
     return answer
 

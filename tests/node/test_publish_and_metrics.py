@@ -1,0 +1,110 @@
+"""Goal: what the node did is told to indexes and to Prometheus, no more and no less."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.config import EventsConfig
+from kvstore.events import RemovedEvent, StoredEvent
+from kvstore.node import Node, NodeLimits
+from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.server.metrics import render
+from kvstore.server.publish import Publication, events_of
+from kvstore.state.outcomes import Abandoned, Removed, Stored
+from kvstore.state.slots import SlotTable
+from kvstore.state.tree import Space
+
+SPACES = [
+    Space(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2)) for at in (0, 1)
+]
+
+
+def keys(*numbers: int) -> list[PrefixKey]:
+    return [PrefixKey(number.to_bytes(32, "big")) for number in numbers]
+
+
+def test_a_stored_run_carries_its_parent_tokens_space_and_shard():
+    tokens = (7).to_bytes(4, "little") * 2 + (2**32 - 1).to_bytes(4, "little") * 2
+    (event,) = events_of([Stored(SPACES[1], 3, keys(5, 6), keys(4)[0], tokens)])
+
+    assert event == StoredEvent(
+        block_hashes=keys(5, 6),
+        parent_block_hash=keys(4)[0],
+        token_ids=[7, 7, 2**32 - 1, 2**32 - 1],
+        block_size=2,
+        medium="CPU",
+        space=SPACES[1].label,
+        shard=3,
+    )
+
+
+def test_a_chains_start_has_no_parent_and_unknown_tokens_are_empty():
+    (event,) = events_of([Stored(SPACES[0], 0, keys(1), PrefixKey(b""), b"")])
+
+    assert isinstance(event, StoredEvent)
+    assert event.parent_block_hash is None
+    assert event.token_ids == []
+
+
+def test_removals_of_one_shard_that_follow_each_other_are_one_event():
+    def removed(space: int, shard: int, *numbers: int) -> Removed:
+        return Removed(SPACES[space], shard, keys(*numbers), "evicted")
+
+    stored = Stored(SPACES[0], 0, keys(9), PrefixKey(b""), b"")
+    events = events_of(
+        [removed(0, 0, 3), removed(0, 0, 2), removed(0, 1, 2), stored, removed(0, 1, 1),
+         removed(1, 1, 1)]
+    )  # fmt: skip
+
+    told = [
+        (event.block_hashes, event.space, event.shard)
+        for event in events
+        if isinstance(event, RemovedEvent)
+    ]
+    assert told == [
+        (keys(3, 2), SPACES[0].label, 0),
+        (keys(2), SPACES[0].label, 1),
+        (keys(1), SPACES[0].label, 1),
+        (keys(1), SPACES[1].label, 1),
+    ]
+    assert isinstance(events[2], StoredEvent), "the order of what happened is kept"
+
+
+def test_pages_that_were_never_ready_are_not_told_of():
+    assert events_of([Abandoned(SPACES[0], keys(1))]) == []
+    assert events_of([]) == []
+
+
+def test_events_can_be_configured_off():
+    off = Publication(EventsConfig(endpoint=""), "n", b"b" * 16)
+
+    off.publish([Stored(SPACES[0], 0, keys(1), PrefixKey(b""), b"")])
+
+    assert (off.endpoint, off.replay_endpoint, off.stats()) == ("", "", {})
+    off.close()
+
+
+@pytest.mark.parametrize("events", [{}, {"batches_sent": 4, "batches_dropped": 1}])
+def test_metrics_are_what_prometheus_can_read(events):
+    node = Node("n", b"b", SlotTable(1 << 16, 2, 1), NodeLimits(1, 1), lambda: b"t")
+    node.pages.counts.update(removed_evicted=5, refused_protocol=2, lookup_pages=9, hit_pages=4)
+    stats = {
+        **node.stats(), "populated_bytes": 7, "connections": 3, "loop_lag_s": 0.5, "events": events
+    }  # fmt: skip
+
+    text = render(stats).decode()
+
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    assert found["kvstore_host_capacity_bytes",] == 2 << 16
+    assert found["kvstore_host_bytes", ("state", "withheld")] == 1 << 16
+    assert found["kvstore_host_bytes", ("state", "free")] == 2 << 16
+    assert found["kvstore_removed_total", ("cause", "evicted")] == 5
+    assert found["kvstore_refused_total", ("code", "protocol")] == 2
+    assert found["kvstore_lookup_pages_total",] == 9
+    assert found["kvstore_hit_pages_total",] == 4
+    assert found["kvstore_loop_lag_seconds",] == 0.5
+    assert ("kvstore_event_batches_total",) in found or not events

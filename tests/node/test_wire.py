@@ -1,0 +1,125 @@
+"""Goal: what is sent arrives, however it is cut up; what is no message is refused, never more."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import wire
+from kvstore.errors import ProtocolError
+from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
+
+IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=64, scope="s")
+SHARDS = [
+    ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(0, 2), window_pages=3, group="g"),
+    ShardSpec(layout=OpaqueLayout("vllm", "1", "avx2", 16, 4096), layers=(2, 4), heads=(0, 2)),
+]
+REQUESTS = [
+    wire.Hello(1, 1, 0, "engine", b"s" * 16, b"o"),
+    wire.OpenSpace(2, IDENTITY, SHARDS),
+    wire.Lookup(3, 0, [0, 1], b"k" * 64, 10),
+    wire.Acquire(4, 9, 0, 1, b"k" * 32, 30_000),
+    wire.Release(9),
+    wire.BeginPut(5, 8, 0, 0, b"k" * 32, b"p" * 32, b"t" * 256),
+    wire.CommitPut(6, 8, b"d" * 16, 5, read_once=True),
+    wire.AbortPut(8),
+    wire.Corrupt(0, 1, b"k" * 32, 77),
+    wire.Settled(),
+    wire.ReportPrefill(0.25),
+    wire.Stats(7),
+    wire.FetchExtents(b"s" * 16, [3, 4]),
+]
+ANSWERS = [
+    wire.Welcome(1, 1, 0, b"b" * 16, "node", b"s" * 16, 1 << 28),
+    wire.SpaceOpened(2, 5, [0, 3]),
+    wire.Found(3, 10, 2),
+    wire.Acquired(4, b"a" * 32, b"d" * 32),
+    wire.PutGranted(5, bytes([0, 1, 2]), b"a" * 16),
+    wire.Committed(6, bytes([5])),
+    wire.StatsReply(7, b"{}"),
+    wire.ExtentsFollow([3, 4]),
+    wire.Failure(8, "capacity", "full", "field"),
+]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
+def test_requests_arrive_as_they_were_sent(message):
+    assert wire.decode_request(wire.encode(message)[4:]) == message
+
+
+@pytest.mark.parametrize("message", ANSWERS, ids=lambda message: type(message).__name__)
+def test_answers_arrive_as_they_were_sent(message):
+    assert wire.decode_answer(wire.encode(message)[4:]) == message
+
+
+@given(st.lists(st.integers(0, len(REQUESTS) - 1), max_size=8), st.data())
+def test_frames_are_found_however_the_stream_is_cut(chosen, data):
+    stream = b"".join(wire.encode(REQUESTS[at]) for at in chosen)
+    reader = wire.FrameReader()
+    bodies: list[bytes] = []
+    while stream:
+        size = data.draw(st.integers(1, min(len(stream), 200)))
+        bodies += reader.feed(stream[:size])
+        stream = stream[size:]
+
+    assert [wire.decode_request(body) for body in bodies] == [REQUESTS[at] for at in chosen]
+
+
+def test_an_empty_frame_is_a_frame():
+    assert wire.FrameReader().feed(bytes(4) + wire.encode(REQUESTS[4])) == [
+        b"",
+        wire.encode(REQUESTS[4])[4:],
+    ]
+
+
+def test_a_frame_over_the_limit_is_refused_from_its_length_alone():
+    most = wire.FRAME_BYTES_MAX.to_bytes(4, "little")
+    assert wire.FrameReader().feed(most + b"x") == []
+    with pytest.raises(ProtocolError, match="limit"):
+        wire.FrameReader().feed((wire.FRAME_BYTES_MAX + 1).to_bytes(4, "little"))
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused_and_nothing_else(garbage):
+    for decode in (wire.decode_request, wire.decode_answer):
+        try:
+            message = decode(garbage)
+        except ProtocolError:
+            continue
+        assert isinstance(message, msgspec.Struct)
+
+
+@given(st.integers(0, len(REQUESTS) - 1), st.integers(0, 10_000), st.integers(0, 255))
+def test_a_damaged_message_is_refused_or_still_a_message(at, position, value):
+    body = bytearray(wire.encode(REQUESTS[at])[4:])
+    body[position % len(body)] = value
+
+    try:
+        message = wire.decode_request(bytes(body))
+    except ProtocolError:
+        return
+    assert isinstance(message, msgspec.Struct)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode([3, 1, {"model": "", "kv_dtype": "uint8", "page_tokens": 1}, []]),
+        b"\x92\x09" + b"\x91" * 100_000,
+        b"\x93\x10" + b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x92\xcc\xff\x01",
+    ],
+    ids=["a refused value", "deep", "deep where nothing is expected", "long array", "long bytes",
+         "unknown tag"],
+)  # fmt: skip
+def test_hostile_bodies_are_protocol_errors(body):
+    with pytest.raises(ProtocolError):
+        wire.decode_request(body)
+
+
+def test_a_later_minor_version_may_add_fields_at_the_end():
+    longer = msgspec.msgpack.encode([9, 5, "a field of protocol 1.1"])
+
+    assert wire.decode_request(longer) == wire.Release(5)
