@@ -129,6 +129,8 @@ class RestoreJob(Job[RestoreResult]):
         self._progress = progress
         self._layered = layered
         super().__init__(worker, run)
+        if self.done:  # refused: no layer will come
+            progress.finish()
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
         """Wait until layer ``layer`` of all restored pages is in place, or the job has ended.

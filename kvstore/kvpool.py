@@ -37,6 +37,8 @@ class KVPool:
 
     def __post_init__(self) -> None:
         """Refuse a pool whose numbers cannot describe memory."""
+        if self.planes_per_layer < 1:
+            raise InvalidArgument("planes_per_layer", f"{self.planes_per_layer} is not positive")
         if not self.planes or len(self.planes) % self.planes_per_layer:
             raise InvalidArgument("planes", f"{len(self.planes)} are no whole number of layers")
         if not 0 < self.block_bytes <= self.block_stride_bytes:

@@ -227,7 +227,7 @@ class Space:
             how many pages were copied, or views of them (empty on any trouble).
         """
         if out is None:
-            return self._view(keys, shard)
+            return self._view(keys, shard) if len(keys) else PageViews([], lambda: None)
         size = self.page_bytes[shard]
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
@@ -301,7 +301,8 @@ class Space:
     ) -> int:  # fmt: skip
         """Copy and verify the leading run of pages that is there; returns its length."""
         loaded = 0
-        whole = [(0, len(keys))] if order == "segment" else self._batches(len(keys), shard)
+        at_once = order == "segment" and len(keys)
+        whole = [(0, len(keys))] if at_once else self._batches(len(keys), shard)
         try:
             for start, stop in whole:
                 part = target.pages(start, stop)
@@ -444,17 +445,20 @@ def _addresses(
         InvalidArgument: one has another size, is not contiguous, or may not be written.
     """
     found = np.empty(len(buffers), dtype=np.uint64)
+    field, need = "pages", "C-contiguous"
+    if writable:
+        field, need = "out", "writable and C-contiguous"
     for index, buffer in enumerate(buffers):
-        array = (
-            buffer
-            if isinstance(buffer, np.ndarray)
-            else np.frombuffer(memoryview(buffer), dtype=np.uint8)
-        )
+        if isinstance(buffer, np.ndarray):
+            array, contiguous = buffer, buffer.flags.c_contiguous
+        else:
+            view = memoryview(buffer)
+            contiguous = view.c_contiguous
+            array = np.frombuffer(view if contiguous else b"", dtype=np.uint8)
+        if not contiguous or (writable and not array.flags.writeable):
+            raise InvalidArgument(field, f"page {index} is not {need}")
         if array.nbytes != size:
-            raise InvalidArgument("pages", f"page {index} has {array.nbytes} bytes, not {size}")
-        if not array.flags.c_contiguous or (writable and not array.flags.writeable):
-            need = "writable and C-contiguous" if writable else "C-contiguous"
-            raise InvalidArgument("pages", f"page {index} is not {need}")
+            raise InvalidArgument(field, f"page {index} has {array.nbytes} bytes, not {size}")
         found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
     return found
 

@@ -1,0 +1,145 @@
+"""Goal: a job always ends, in order, and says how; an engine never waits for what will not come."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import jobs
+from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.jobs import RestoreJob, StoreJob, Worker
+from kvstore.mover import Progress
+from kvstore.results import RestoreResult
+
+TIMEOUT_S = 10.0
+
+
+class Gate:
+    """Holds the worker inside a job until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> int:
+        self.entered.set()
+        assert self.opened.wait(TIMEOUT_S)
+        return 0
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("test-jobs")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+def raising(error: BaseException):
+    def run() -> int:
+        raise error
+
+    return run
+
+
+def test_jobs_run_one_after_the_other_in_the_order_they_came(worker, gate):
+    order: list[int] = []
+    first = StoreJob(worker, gate)
+    others = [StoreJob(worker, lambda at=at: order.append(at) or at) for at in range(5)]
+
+    assert gate.entered.wait(TIMEOUT_S)
+    assert not first.done
+    assert not any(job.done for job in others)
+    assert not others[-1].wait(0.01)
+    with pytest.raises(TransferTimeout):
+        first.result(0.01)
+    gate.opened.set()
+
+    assert [job.result(TIMEOUT_S) for job in others] == order == list(range(5))
+
+
+def test_more_jobs_than_may_wait_have_failed_at_once(gate, monkeypatch):
+    monkeypatch.setattr(jobs, "QUEUE_MAX", 2)
+    worker = Worker("small")
+    running = StoreJob(worker, gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    waiting = [StoreJob(worker, lambda: 1) for _ in range(2)]
+
+    refused = StoreJob(worker, lambda: 1)
+    restore = RestoreJob(worker, lambda: RestoreResult(9), Progress(), layered=True)
+
+    assert refused.done
+    with pytest.raises(CapacityError, match="2 jobs wait"):
+        refused.result(0)
+    assert restore.result(0) == RestoreResult(0), "a restore that cannot be is a miss"
+    gate.opened.set()
+    assert [job.result(TIMEOUT_S) for job in (running, *waiting)] == [0, 1, 1]
+    worker.close()
+
+
+def test_a_restore_that_was_refused_lets_nobody_wait_for_its_layers(worker):
+    worker.close()
+    job = RestoreJob(worker, lambda: RestoreResult(1), Progress(), layered=True)
+
+    before = time.monotonic()
+    assert not job.wait_layer(0, TIMEOUT_S)
+    assert time.monotonic() - before < TIMEOUT_S / 2
+    assert job.result(0).pages == 0
+
+
+def test_a_store_raises_its_trouble_and_a_restore_is_a_miss(worker):
+    error = PeerUnreachable("nobody there")
+
+    with pytest.raises(PeerUnreachable):
+        StoreJob(worker, raising(error)).result(TIMEOUT_S)
+    job = RestoreJob(worker, raising(error), Progress(), layered=False)
+    assert job.result(TIMEOUT_S) == RestoreResult(0)
+
+
+@pytest.mark.parametrize("layered", [True, False])
+def test_waiting_for_a_layer_ends_with_the_job(worker, layered):
+    job = RestoreJob(worker, lambda: RestoreResult(3), Progress(), layered=layered)
+
+    assert job.wait(TIMEOUT_S)
+    assert job.wait_layer(5, TIMEOUT_S) is not layered, "no layer was counted"
+    assert job.result(0).pages == 3
+
+
+def test_a_programmers_error_ends_its_job_but_strands_no_other(worker, gate, caplog):
+    StoreJob(worker, gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    broken = StoreJob(worker, raising(ZeroDivisionError("mine")))
+    after = StoreJob(worker, lambda: 7)
+    gate.opened.set()
+
+    with pytest.raises(KVStoreError, match="ZeroDivisionError: mine"):
+        broken.result(TIMEOUT_S)
+    assert after.result(TIMEOUT_S) == 7
+    assert "ZeroDivisionError: mine" in caplog.text, "it is not swallowed either"
+
+
+def test_closing_runs_what_was_submitted_and_takes_no_more(worker, gate):
+    first, second = StoreJob(worker, gate), StoreJob(worker, lambda: 2)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+
+    assert (first.result(0), second.result(0)) == (0, 2)
+    with pytest.raises(CapacityError, match="closed"):
+        StoreJob(worker, lambda: 3).result(0)
+
+
+def test_a_worker_without_jobs_has_no_thread():
+    before = threading.active_count()
+    worker = Worker("idle")
+
+    assert threading.active_count() == before
+    worker.close()
