@@ -307,6 +307,20 @@ def test_a_lookup_that_needs_only_the_last_state_wakes_when_that_one_is_stored(n
     assert node.found(2) == [(4, 0)]
 
 
+def test_a_lookup_that_needs_a_window_wakes_when_the_last_page_of_it_is_stored(node):
+    node.join(2)
+    node.ask(1, wire.OpenSpace(0, IDENTITY, [msgspec.structs.replace(WINDOW, window_pages=2)]))
+    node.store(1, KEYS[:4])
+    first, second = node.begin(1, KEYS[2:3], shard=2), node.begin(1, KEYS[3:4], shard=2)
+
+    assert node.lookup(2, KEYS, wait_ms=100, shards=(0, 2)) is None
+    node.ask(1, wire.CommitPut(0, second, DIGEST))
+    assert node.found(2) == []
+    node.ask(1, wire.CommitPut(0, first, DIGEST))
+
+    assert node.found(2) == [(4, 0)]
+
+
 def test_a_miss_with_nothing_being_written_does_not_wait(node):
     assert node.lookup(1, KEYS, wait_ms=100) == (0, 0)
 
