@@ -11,6 +11,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Final
 
@@ -112,6 +113,16 @@ class KVStore:
     def report_prefill(self, seconds_per_token: float) -> None:
         """Tell the node what computing a token costs this engine."""
         self._link.send(wire.ReportPrefill(seconds_per_token))
+
+    def ping(self) -> float:
+        """Seconds that one round trip to the node takes.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it does not answer.
+        """
+        start = perf_counter()
+        self._link.request(wire.Ping(0), self._timeout_s)
+        return perf_counter() - start
 
     def stats(self) -> dict[str, Any]:
         """The node's statistics.

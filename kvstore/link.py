@@ -109,6 +109,8 @@ class Link:
         self._timeout_s = 0.0
         self._unsettled = False
         self._closing = False
+        #: None in a forked child until its first request.
+        self._thread: threading.Thread | None = None
         self._locks()
         try:
             self._connect()
@@ -127,14 +129,13 @@ class Link:
         self._reviving = threading.Lock()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._maintain, name="kvstore-link", daemon=True)
         self._thread.start()
 
     @property
     def epoch(self) -> int:
         """See :class:`NodeLink`."""
-        if self._pid != os.getpid():
+        if self._thread is None:
             self._revive()
         return self._epoch
 
@@ -147,12 +148,12 @@ class Link:
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
     ) -> wire.Answer:
         """See :class:`NodeLink`."""
-        if self._pid != os.getpid():
+        if self._thread is None:
             self._revive()
         deadline = monotonic() + timeout_s
         if self._socket is None:
             raise PeerUnreachable(f"{self.path}: {self.why}")
-        if not self._lock.acquire(timeout=timeout_s):
+        if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=timeout_s)):
             raise TransferTimeout(f"{self.path}: other requests took longer than {timeout_s} s")
         try:
             connection = self._socket
@@ -183,7 +184,7 @@ class Link:
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """See :class:`NodeLink`."""
-        if self._pid != os.getpid():
+        if self._thread is None:
             self._revive()
         with self._state:
             mapping, epoch = self._mapping, self._epoch
@@ -203,7 +204,7 @@ class Link:
         self._wake.set()
         with self._lock:
             self._disconnect("closed")
-        if self._pid == os.getpid():
+        if self._thread is not None:
             self._thread.join(CONNECT_TIMEOUT_S * 3)
         with self._state:
             mappings = [*self._retired, *([self._mapping] if self._mapping else [])]
@@ -369,7 +370,7 @@ class Link:
                 connection.sendall(wire.encode(wire.FetchExtents(self.session, part)))
                 data, got, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, len(part))
                 descriptors += got
-                answer = wire.decode_answer(data[4:])
+                answer = wire.decode_answer(memoryview(data)[4:])
                 if isinstance(answer, wire.Failure):
                     raise error_from_code(answer.code, answer.message, answer.field)
                 if len(got) != len(part):
@@ -427,11 +428,12 @@ class Link:
         self._epoch += 1
         self._first_epoch = self._epoch
         self.why = "forked"
+        self._thread = None
 
     def _revive(self) -> None:
         """The first request or move of a forked child."""
         with self._reviving:
-            if self._pid == os.getpid():
+            if self._thread is not None:
                 return
             try:
                 self._connect()

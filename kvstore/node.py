@@ -96,6 +96,7 @@ class Node:
             wire.Corrupt: self._corrupt,
             wire.Settled: self._settled,
             wire.ReportPrefill: self._report_prefill,
+            wire.Ping: lambda _process, request, _now_ns: wire.Pong(request.id),
         }
 
     # ---- connections ------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Node:
         if self.pages.actions:
             self._after()
 
-    def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
+    def disconnected(self, connection: int, _now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         self._pids.pop(connection, None)
         for waiter in [one for waiters in self._waiters.values() for one in waiters]:
@@ -145,7 +146,7 @@ class Node:
                 self.pages.lose(process)
         self._after()
 
-    def process_ended(self, pid: int, now_ns: int) -> list[int]:
+    def process_ended(self, pid: int, _now_ns: int) -> list[int]:
         """The kernel says that process ``pid`` is gone: nothing of it touches bytes any more.
 
         Returns:

@@ -207,13 +207,25 @@ class Failure(msgspec.Struct, array_like=True, tag=22):
     field: str = ""
 
 
+class Ping(msgspec.Struct, array_like=True, tag=23):
+    """Are you there?"""
+
+    id: int
+
+
+class Pong(msgspec.Struct, array_like=True, tag=24):
+    """Answer to Ping."""
+
+    id: int
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
-    | Settled | ReportPrefill | Stats | FetchExtents
+    | Settled | ReportPrefill | Stats | FetchExtents | Ping
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
-    | Failure
+    | Failure | Pong
 )  # fmt: skip
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -279,15 +291,17 @@ class FrameReader:
         """Start with nothing received."""
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes) -> list[bytes | memoryview]:
         """Take received bytes; give the bodies that are complete now.
 
         Raises:
             ProtocolError: a frame is too long.
         """
         buffer = self._buffer
+        if not buffer and len(data) > _LENGTH.size and frame_length(data) == len(data) - 4:
+            return [memoryview(data)[4:]]  # one whole frame, as nearly always
         buffer += data
-        bodies: list[bytes] = []
+        bodies: list[bytes | memoryview] = []
         start = 0
         while len(buffer) - start >= _LENGTH.size:
             length = frame_length(memoryview(buffer)[start:])

@@ -105,7 +105,7 @@ class SocketServer:
         if node.actions:
             self._after()
 
-    def receive(self, connection: "Connection", body: bytes) -> None:
+    def receive(self, connection: "Connection", body: bytes | memoryview) -> None:
         """One message of a session's connection."""
         try:
             request = wire.decode_request(body)
@@ -119,6 +119,9 @@ class SocketServer:
             return
         self.node.receive(connection.number, request, monotonic_ns())
         self.flush()
+        if self.node.pages.ahead:
+            self.node.rest()
+            self.flush()
 
     def lost(self, connection: "Connection") -> None:
         """A connection closed."""
@@ -243,6 +246,7 @@ class Connection(asyncio.Protocol):
         self.pid = pid
         self._server = server
         self._first = first
+        self._raw = first[0]
         self._reader = wire.FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -268,9 +272,24 @@ class Connection(asyncio.Protocol):
         self._server.lost(self)
 
     def answer(self, answer: wire.Answer) -> None:
-        """Send one answer; a peer that lets them pile up is cut off."""
-        self.transport.write(wire.encode(answer))
-        if self.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        """Send one answer; a peer that lets them pile up is cut off.
+
+        What the socket takes goes out now: the transport would send it only when this turn of the
+        loop ends, after the events of the same request have been published.
+        """
+        frame = wire.encode(answer)
+        waiting = self.transport.get_write_buffer_size()
+        if not waiting:
+            try:
+                frame = frame[self._raw.send(frame, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.transport.abort()
+                return
+        if frame:
+            self.transport.write(frame)
+        if waiting > UNSENT_BYTES_MAX:
             log.warning("process %d does not read its answers: cut off", self.pid)
             self.transport.abort()
 

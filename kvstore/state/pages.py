@@ -8,6 +8,7 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 import heapq
 from collections import Counter
 from itertools import count
+from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -18,12 +19,18 @@ from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import EvictionQueue, Node, Space, is_live
 
+AHEAD_MAX: Final = 32
+"""Pages evicted before anyone asks, at most; only after a put has had to evict."""
+
 
 class PageTable:
     """All pages of one node, and who holds them.
 
     Args:
         slots: the slots of the host tier.
+
+    Attributes:
+        ahead: what :meth:`evict_ahead` would make room for: domain, slot bytes, pages.
     """
 
     def __init__(self, slots: SlotTable) -> None:
@@ -37,6 +44,7 @@ class PageTable:
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
+        self.ahead: tuple[str, int, int] | None = None
         self._tick = 0
         self._sequence = count()
 
@@ -125,6 +133,8 @@ class PageTable:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
         put = Put([], shard, 0)
         statuses: list[PageStatus] = []
+        told: list[bytes] = []
+        evicted = self.counts["removed_evicted"]
         token_bytes = len(tokens) // len(keys) if keys else 0
         for index, key in enumerate(keys):
             status = self._grant(process, put, space, key, parent)
@@ -132,12 +142,25 @@ class PageTable:
                 statuses += [status] * (len(keys) - index)
                 break
             if status is PageStatus.GRANTED:
-                put.tokens += tokens[index * token_bytes : (index + 1) * token_bytes]
+                told.append(tokens[index * token_bytes : (index + 1) * token_bytes])
             statuses.append(status)
             parent = key
         if put.pages:
+            put.tokens = b"".join(told)
             process.puts[put_id] = put
+            if self.counts["removed_evicted"] > evicted:
+                of = space.shards[shard]
+                self.ahead = (space.identity.tenant, of.slot_bytes, len(put.pages))
         return statuses, put
+
+    def evict_ahead(self) -> None:
+        """Make room for a put like the last one, which had to wait until room was made for it."""
+        if self.ahead is None:
+            return
+        (domain, slot_bytes, count), self.ahead = self.ahead, None
+        for _ in range(min(count, AHEAD_MAX) - self.slots.free_count(domain, slot_bytes)):
+            if not self._make_room(domain, slot_bytes):
+                return
 
     def commit_put(
         self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool
@@ -260,7 +283,7 @@ class PageTable:
                     owned[slot] = node
                     ready = self.slots.state(slot) == SlotState.READY
                     assert ready == bool(node.ready >> shard & 1)
-                    needs_head = not space.shards[shard].spec.window_pages
+                    needs_head = not space.shards[shard].window_pages
                     head = node.parent
                     assert head is space.root or not needs_head or shard in head.slots  # type: ignore[union-attr]
                 if self._evictable(node):
@@ -296,7 +319,7 @@ class PageTable:
             known.access = self._tick
             return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
         of = space.shards[shard]
-        if parent and not of.spec.window_pages:
+        if parent and not of.window_pages:
             head = space.nodes.get(parent)
             if head is None or shard not in head.slots:
                 return PageStatus.NO_PARENT
@@ -368,7 +391,7 @@ class PageTable:
 
     def _drop_below(self, node: Node, shard: int, cause: str) -> None:
         """Take out what lies below ``node``: without their head nobody reaches those pages."""
-        if node.space.shards[shard].spec.window_pages:
+        if node.space.shards[shard].window_pages:
             return
         for below in reversed(_subtree(node)[1:]):
             if below.ready >> shard & 1:

@@ -243,6 +243,12 @@ class SlotTable:
         """Which entry of ``extents`` holds the slot."""
         return slot >> _INDEX_BITS
 
+    def free_count(self, domain: str, slot_bytes: int) -> int:
+        """FREE slots of a class, and those that unassigned extents would give it."""
+        open_positions = self._open.get((domain, slot_bytes), ())
+        free = sum(len(self.extents[position].free) for position in open_positions)
+        return free + len(self._unassigned) * (self.extent_bytes // slot_bytes)
+
     def colder_extent(self, domain: str, slot_bytes: int, tick: int) -> int | None:
         """The least recently used extent of any other class, if not used since ``tick``."""
         candidates = [

@@ -87,11 +87,15 @@ class Node:
 
 @dataclass(slots=True)
 class Shard:
-    """One shard of a space, as the node knows it."""
+    """One shard of a space, as the node knows it; ``window_pages`` as in its ``spec``."""
 
     spec: ShardSpec
     page_bytes: int
     slot_bytes: int
+    window_pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.window_pages = self.spec.window_pages
 
 
 @dataclass(slots=True)
