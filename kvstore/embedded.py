@@ -78,6 +78,8 @@ class Embedded:
             if self._open:
                 self._tell(message)
 
+    send_later = send
+
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """See :class:`~kvstore.link.NodeLink`."""

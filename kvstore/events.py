@@ -46,6 +46,9 @@ _SEND_BURST: Final = 256
 """Batches sent before replay requests are looked at again."""
 _POLL_MS: Final = 1_000
 """Every wait has a deadline; the wake-up descriptor normally ends this one at once."""
+_GATHER_S: Final = 0.002
+"""How long a first batch waits for others: one turn at the interpreter lock sends them all, so that
+a node under load does not share the lock with this thread after every put."""
 _CLOSE_GRACE_S: Final = 1.0
 """What the thread gets beyond the timeout of ``close`` to give its sockets back."""
 _REPLAY_REQUESTS_MAX: Final = 64
@@ -316,6 +319,8 @@ class EventPublisher:
                 ready = dict(poller.poll(0 if more else _POLL_MS))
                 if self._wake_fd in ready:
                     os.eventfd_read(self._wake_fd)
+                    if not self._closing:
+                        time.sleep(_GATHER_S)
                 more = self._send_burst()
                 if self._router is not None and self._router in ready:
                     self._answer(self._router)

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -37,6 +37,8 @@ _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RECEIVE_BYTES: Final = 1 << 16
 _FETCH_MAX: Final = 64
 _ORIGIN_BYTES: Final = 16
+_LATER_MAX: Final = 32
+_LATER_MS: Final = 50
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _send: Final = ctypes.PyDLL(None).send
 _send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
@@ -73,6 +75,9 @@ class NodeLink(Protocol):
     def send(self, message: wire.Request) -> None:
         """Send a message that has no answer; lost without a word when the node is away."""
 
+    def send_later(self, message: wire.Request) -> None:
+        """Send a message that has no answer and no hurry: with the next one, or soon."""
+
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """Touch the node's memory inside: it stays mapped, and the node knows when it ended."""
@@ -106,6 +111,8 @@ class Link:
         self._moves: Counter[int] = Counter()
         self._users: Counter[int] = Counter()
         self._identifier = 0
+        #: Frames that wait for the next message; all of them for the present connection.
+        self._later: deque[bytes] = deque()
         self._timeout_s = 0.0
         self._unsettled = False
         self._closing = False
@@ -181,6 +188,31 @@ class Link:
             if _send_now(self._socket, frame) != len(frame):
                 self._disconnect("it does not take our messages")
 
+    def send_later(self, message: wire.Request) -> None:
+        """See :class:`NodeLink`.
+
+        A node that is woken for it would keep this process from its own work for some 50 µs.
+        """
+        self._later.append(wire.encode(message))
+        if len(self._later) >= _LATER_MAX:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what has waited."""
+        with self._lock:
+            connection = self._socket
+            if connection is None or not self._later:
+                return
+            frames = self._take_later()
+            if _send_now(connection, frames) != len(frames):
+                self._disconnect("it does not take our messages")
+
+    def _take_later(self) -> bytes:
+        frames = []
+        while self._later:  # other threads may append meanwhile; none is lost
+            frames.append(self._later.popleft())
+        return b"".join(frames)
+
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """See :class:`NodeLink`."""
@@ -200,6 +232,7 @@ class Link:
 
     def close(self) -> None:
         """See :class:`NodeLink`."""
+        self._flush()
         self._closing = True
         self._wake.set()
         with self._lock:
@@ -224,6 +257,8 @@ class Link:
         message.id = self._identifier  # type: ignore[union-attr]
         self._limit(connection, deadline)
         frame = wire.encode(message)
+        if self._later:
+            frame = self._take_later() + frame
         sent = _send_now(connection, frame)
         if sent < len(frame):
             connection.sendall(frame[max(sent, 0) :])  # waits, or raises what is wrong
@@ -307,6 +342,7 @@ class Link:
     def _disconnect(self, why: str) -> None:
         """Close the connection; the caller holds ``_lock``."""
         connection, self._socket = self._socket, None
+        self._later.clear()  # its leases end with it
         if connection is None:
             return
         self.why = why
@@ -343,10 +379,12 @@ class Link:
         poll = select.poll()
         try:
             poll.register(connection.fileno(), select.POLLRDHUP)
-            gone = poll.poll(200)
+            gone = poll.poll(_LATER_MS)
         except (OSError, ValueError):
             return  # closed by another thread meanwhile
         if not gone:
+            if self._later:
+                self._flush()
             return
         with self._lock:
             if self._socket is connection:
@@ -424,6 +462,7 @@ class Link:
         self._moves.clear()
         self._users.clear()
         self._unsettled = False
+        self._later.clear()
         self._origin = os.urandom(_ORIGIN_BYTES)
         self._epoch += 1
         self._first_epoch = self._epoch

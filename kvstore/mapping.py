@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
-from kvstore.wire import ADDRESS
+from kvstore.wire import unpack_addresses
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +53,17 @@ class Mapping:
         Returns:
             shape (n,), uint64 addresses, valid until :meth:`close`.
         """
-        slots = np.frombuffer(addresses, dtype=ADDRESS)
-        numbers = slots["extent"].tolist()
-        self._arrays(set(numbers), write=write)
+        slots = unpack_addresses(addresses)
         starts = self._write_starts if write else self._read_starts
-        found = np.array([starts[number] for number in numbers], dtype=np.uint64)
-        found += slots["offset"]
-        return found
+        if not all(number in starts for number, _, _ in slots):
+            self._arrays({number for number, _, _ in slots}, write=write)
+        return np.array([starts[number] + at for number, _, at in slots], dtype=np.uint64)
 
     def views(self, addresses: bytes, size: int) -> list[npt.NDArray[np.uint8]]:
         """Read-only arrays of ``size`` bytes over the slots at ``addresses``."""
-        slots = np.frombuffer(addresses, dtype=ADDRESS)
-        numbers = slots["extent"].tolist()
-        arrays = self._arrays(set(numbers), write=False)
-        return [
-            arrays[number][offset : offset + size]
-            for number, offset in zip(numbers, slots["offset"].tolist(), strict=True)
-        ]
+        slots = unpack_addresses(addresses)
+        arrays = self._arrays({number for number, _, _ in slots}, write=False)
+        return [arrays[number][offset : offset + size] for number, _, offset in slots]
 
     @property
     def mapped_bytes(self) -> int:

@@ -386,7 +386,7 @@ class Space:
                 )
                 return self._verified(opened, keys, shard, leased, good, progress)
             finally:
-                link.send(wire.Release(lease))
+                link.send_later(wire.Release(lease))
 
     def _view(self, keys: PrefixKeys, shard: int) -> PageViews:
         link = self._services.link
@@ -395,7 +395,7 @@ class Space:
                 opened = self.numbers()  # before the memory, as in _put_batch
                 memory = undo.enter_context(link.moving())
                 lease = next(_names)
-                undo.callback(link.send, wire.Release(lease))
+                undo.callback(link.send_later, wire.Release(lease))
                 leased = self._acquire(opened, keys, shard, lease)
                 size = self.page_bytes[shard]
                 expected = np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)

@@ -272,6 +272,11 @@ def pack_address(extent: int, generation: int, offset: int) -> bytes:
     return _ADDRESS.pack(extent, generation & 0xFFFFFFFF, offset)
 
 
+def unpack_addresses(addresses: bytes) -> list[tuple[int, int, int]]:
+    """``(extent, generation, offset)`` of each :data:`ADDRESS`; faster than numpy for a few."""
+    return list(_ADDRESS.iter_unpack(addresses))
+
+
 def frame_length(prefix: bytes | bytearray | memoryview) -> int:
     """The body length that a frame's first four bytes announce.
 

@@ -44,6 +44,8 @@ class PageTable:
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
+        #: Classes that have had no FREE slot when one was asked for.
+        self._pressed: set[tuple[str, int]] = set()
         self.ahead: tuple[str, int, int] | None = None
         self._tick = 0
         self._sequence = count()
@@ -134,7 +136,6 @@ class PageTable:
         put = Put([], shard, 0)
         statuses: list[PageStatus] = []
         told: list[bytes] = []
-        evicted = self.counts["removed_evicted"]
         token_bytes = len(tokens) // len(keys) if keys else 0
         for index, key in enumerate(keys):
             status = self._grant(process, put, space, key, parent)
@@ -148,13 +149,13 @@ class PageTable:
         if put.pages:
             put.tokens = b"".join(told)
             process.puts[put_id] = put
-            if self.counts["removed_evicted"] > evicted:
-                of = space.shards[shard]
-                self.ahead = (space.identity.tenant, of.slot_bytes, len(put.pages))
+            kind = (space.identity.tenant, space.shards[shard].slot_bytes)
+            if kind in self._pressed:
+                self.ahead = (*kind, len(put.pages))
         return statuses, put
 
     def evict_ahead(self) -> None:
-        """Make room for a put like the last one, which had to wait until room was made for it."""
+        """Make room for a put like the last one, if puts of its class have had to wait for room."""
         if self.ahead is None:
             return
         (domain, slot_bytes, count), self.ahead = self.ahead, None
@@ -342,6 +343,7 @@ class PageTable:
 
     def _allocate(self, domain: str, slot_bytes: int) -> Slot | None:
         while not (taken := self.slots.allocate(1, domain, slot_bytes)):
+            self._pressed.add((domain, slot_bytes))
             if not self._make_room(domain, slot_bytes):
                 return None
         return taken[0]
