@@ -71,7 +71,16 @@ class KVStore:
     def open(
         cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False
     ) -> "KVStore":
-        """Run a node of ``capacity_bytes`` in this process, for it alone."""
+        """Run a node of ``capacity_bytes`` in this process, for it alone.
+
+        Raises:
+            InvalidArgument: a size that no memory can have; names it.
+        """
+        for field, size in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
+            if size < 1 << 16:
+                raise InvalidArgument(field, f"{size} is less than {1 << 16}")
+        if extent_bytes % 4096:
+            raise InvalidArgument("extent_bytes", f"{extent_bytes} is no multiple of 4096")
         from kvstore.embedded import Embedded
 
         host = HostConfig(

@@ -1,5 +1,6 @@
 """The node in the caller's own process, for one engine alone: no daemon, no socket."""
 
+import logging
 import os
 import secrets
 import threading
@@ -15,7 +16,10 @@ from kvstore.node import Node, NodeLimits
 from kvstore.state.slots import SlotTable
 from kvstore.tier.host import HostMemory
 
+log = logging.getLogger(__name__)
+
 _CONNECTION = 1
+_MOVES_TIMEOUT_S = 30.0
 
 
 class Embedded:
@@ -41,6 +45,8 @@ class Embedded:
         #: The node; also signalled when an answer has come.
         self._answered = threading.Condition()
         self._answers: dict[int, wire.Answer] = {}
+        #: Threads inside :meth:`moving`; as all of the below, protected by ``_answered``.
+        self._movers = 0
         self._identifier = 0
         self._open = True
         self.node.connected(_CONNECTION, os.getpid())
@@ -61,6 +67,8 @@ class Embedded:
             identifier = message.id = self._identifier  # type: ignore[union-attr]
             self._tell(message)
             while identifier not in self._answers:
+                if not self._open:
+                    raise PeerUnreachable("the store is closed")
                 if monotonic() >= deadline:
                     raise TransferTimeout("the node did not answer in time")
                 # A lookup that waits for another thread's put; its own deadline ends it.
@@ -83,18 +91,30 @@ class Embedded:
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
         """See :class:`~kvstore.link.NodeLink`."""
-        if not self._open:
-            raise PeerUnreachable("the store is closed")
-        yield self._mapping
+        with self._answered:
+            if not self._open:
+                raise PeerUnreachable("the store is closed")
+            self._movers += 1
+        try:
+            yield self._mapping
+        finally:
+            with self._answered:
+                self._movers -= 1
+                self._answered.notify_all()
 
     def close(self) -> None:
-        """End the session and give the memory back."""
+        """End the session and give the memory back, once no move touches it any more."""
         with self._answered:
             if not self._open:
                 return
             self._open = False
+            self._answered.notify_all()
+            ended = self._answered.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
             self.node.disconnected(_CONNECTION, monotonic_ns(), ended=True)
-        self._mapping.close()
+        if ended:
+            self._mapping.close()
+        else:
+            log.error("memory stays mapped: a move has not ended for %s s", _MOVES_TIMEOUT_S)
         self.memory.close()
 
     def _tell(self, message: wire.Request) -> None:

@@ -1,0 +1,66 @@
+"""Goal: the node in this process ends as carefully as the one behind a socket."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore import wire
+from kvstore.client import KVStore
+from kvstore.errors import InvalidArgument
+from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"capacity_bytes": 100}, "capacity_bytes"),
+        ({"capacity_bytes": -1}, "capacity_bytes"),
+        ({"capacity_bytes": 1 << 20, "extent_bytes": 0}, "extent_bytes"),
+        ({"capacity_bytes": 1 << 20, "extent_bytes": 70_000}, "extent_bytes"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(sizes, field):
+    with pytest.raises(InvalidArgument) as refused:
+        KVStore.open(**sizes)
+    assert refused.value.field == field
+
+
+def test_memory_stays_mapped_until_the_last_move_has_ended(wait_until):
+    store = KVStore.open(CAPACITY_BYTES)
+    space = open_space(store)
+    keys, pages = new_keys(space, 1), content(1, space.page_bytes[0])
+    space.put(keys, pages)
+    leased = space._acquire(space.numbers(), keys, 0, 1 << 43)
+    with store._link.moving() as memory:
+        (view,) = memory.views(leased.addresses, space.page_bytes[0])
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        wait_until(lambda: not store.connected)
+        assert memory.mapped_bytes > 0
+        assert np.array_equal(view, pages[0])
+        assert closing.is_alive()
+        del view
+    closing.join(TIMEOUT_S)
+
+    assert not closing.is_alive()
+    assert memory.mapped_bytes == 0
+
+
+def test_a_lookup_that_waits_ends_with_the_store(wait_until):
+    store = KVStore.open(CAPACITY_BYTES)
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    opened = space.numbers()
+    begin = wire.BeginPut(0, 1 << 44, opened.space, opened.shards[0], keys.packed, b"")
+    store._link.request(begin, TIMEOUT_S)
+    found: list[int] = []
+    waiter = threading.Thread(target=lambda: found.append(space.lookup(keys, wait_s=50).pages))
+    waiter.start()
+    wait_until(lambda: store.stats()["waiting_lookups"] == 1)
+
+    store.close()
+    waiter.join(TIMEOUT_S)
+
+    assert found == [0]
+    assert store.troubles == {"peer_unreachable": 1}
