@@ -1,10 +1,8 @@
 """Goal: what happens to pages in the situations that engines bring about, one sentence each."""
 
-import msgspec
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import CanonicalLayout
+from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.slots import SlotState
 from tests.state.world import (
@@ -15,7 +13,6 @@ from tests.state.world import (
     WINDOW,
     World,
     chain,
-    identity,
     key,
 )
 
@@ -474,45 +471,3 @@ def test_a_lease_that_was_given_back_is_not_kept_until_its_deadline():
     world.table.release(engine, number)
 
     assert not lease.pages, "a deadline far away must not hold nodes in memory"
-
-
-# Spaces
-
-
-@pytest.mark.parametrize(
-    ("spec", "field"),
-    [
-        (msgspec.structs.replace(WINDOW, window_pages=3), "window_pages"),
-        (msgspec.structs.replace(FULL, layout=CanonicalLayout(64)), "head_dim"),
-    ],
-)
-def test_a_shard_that_contradicts_the_space_is_refused_by_the_field_that_differs(spec, field):
-    world = World()
-    engine = world.process()
-    world.space(engine, [FULL, WINDOW])
-
-    with pytest.raises(LayoutMismatch) as refused:
-        world.space(engine, [spec])
-    assert refused.value.field == field
-
-
-def test_a_session_has_one_tenant_and_sees_no_space_of_another():
-    world = World()
-    red, blue = world.process("red"), world.process("blue", pid=2)
-    space = world.space(red, tenant="red")
-    world.space(blue, tenant="blue")
-
-    with pytest.raises(InvalidArgument, match="tenant"):
-        world.space(blue, tenant="red")
-    with pytest.raises(InvalidArgument, match="space"):
-        world.table.spaces.get(space.number, blue.session)
-    with pytest.raises(InvalidArgument, match="space"):
-        world.table.spaces.get(99, red.session)
-
-
-def test_a_page_larger_than_an_extent_is_refused():
-    world = World(slots_each=1)
-    engine = world.process()
-
-    with pytest.raises(InvalidArgument, match="page_bytes"):
-        world.table.spaces.open(engine.session, identity(), [WINDOW])
