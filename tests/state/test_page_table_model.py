@@ -329,13 +329,6 @@ class PagesMachine(RuleBasedStateMachine):
         self.world.end(process)
         self._apply()
 
-    @rule()
-    def evict_ahead(self) -> None:
-        """Room is made for a put like the last one, after that was answered."""
-        self.table.evict_ahead()
-        assert self.table.ahead is None
-        self._apply()
-
     @rule(chance=CHANCES)
     def drop(self, chance: Random) -> None:
         """A reader found the page corrupt."""
@@ -412,7 +405,7 @@ TestPagesMachine.settings = settings(stateful_step_count=60)
 
 WALKS = {
     "store": 8, "begin_put": 4, "commit": 4, "abort": 1, "lookup": 4, "acquire": 6, "release": 4,
-    "lose": 1, "end": 1, "drop": 1, "time_passes": 2, "evict_ahead": 3,
+    "lose": 1, "end": 1, "drop": 1, "time_passes": 2,
 }  # fmt: skip
 """How often a step of a walk is which rule."""
 
@@ -426,13 +419,7 @@ def test_long_walks_agree_with_the_model(seed):
     machine.start(quota=quota, extents=chance.randint(1, 4))
     for name in chance.choices([*WALKS], weights=[*WALKS.values()], k=500):
         step = getattr(machine, name)
-        match name:
-            case "time_passes":
-                step(ns=chance.randint(1, 4))
-            case "evict_ahead":
-                step()
-            case _:
-                step(chance=chance)
+        step(ns=chance.randint(1, 4)) if name == "time_passes" else step(chance=chance)
         machine.the_actions_tell_the_whole_truth()
         machine.no_page_is_out_of_reach()
         machine.checks_and_quotas_hold()
