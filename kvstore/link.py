@@ -306,6 +306,7 @@ class Link:
                 0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session, self._origin
             )
             self._timeout_s = 0.0
+            self._later.clear()  # what was to be said on an earlier connection
             answer = self._exchange(connection, hello, deadline)
             if isinstance(answer, wire.Failure):
                 raise error_from_code(answer.code, answer.message, answer.field)

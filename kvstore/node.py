@@ -126,12 +126,6 @@ class Node:
         if self.pages.actions:
             self._after()
 
-    def rest(self) -> None:
-        """Do what nobody waits for; to be called when the answers are out."""
-        self.pages.evict_ahead()
-        if self.pages.actions:
-            self._after()
-
     def disconnected(self, connection: int, _now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         self._pids.pop(connection, None)

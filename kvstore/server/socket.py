@@ -119,9 +119,6 @@ class SocketServer:
             return
         self.node.receive(connection.number, request, monotonic_ns())
         self.flush()
-        if self.node.pages.ahead:
-            self.node.rest()
-            self.flush()
 
     def lost(self, connection: "Connection") -> None:
         """A connection closed."""

@@ -8,7 +8,6 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 import heapq
 from collections import Counter
 from itertools import count
-from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -19,18 +18,12 @@ from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import EvictionQueue, Node, Space, is_live
 
-AHEAD_MAX: Final = 32
-"""Pages evicted before anyone asks, at most; only after a put has had to evict."""
-
 
 class PageTable:
     """All pages of one node, and who holds them.
 
     Args:
         slots: the slots of the host tier.
-
-    Attributes:
-        ahead: what :meth:`evict_ahead` would make room for: domain, slot bytes, pages.
     """
 
     def __init__(self, slots: SlotTable) -> None:
@@ -44,9 +37,6 @@ class PageTable:
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
-        #: Classes that have had no FREE slot when one was asked for.
-        self._pressed: set[tuple[str, int]] = set()
-        self.ahead: tuple[str, int, int] | None = None
         self._tick = 0
         self._sequence = count()
 
@@ -149,19 +139,7 @@ class PageTable:
         if put.pages:
             put.tokens = b"".join(told)
             process.puts[put_id] = put
-            kind = (space.identity.tenant, space.shards[shard].slot_bytes)
-            if kind in self._pressed:
-                self.ahead = (*kind, len(put.pages))
         return statuses, put
-
-    def evict_ahead(self) -> None:
-        """Make room for a put like the last one, if puts of its class have had to wait for room."""
-        if self.ahead is None:
-            return
-        (domain, slot_bytes, count), self.ahead = self.ahead, None
-        for _ in range(min(count, AHEAD_MAX) - self.slots.free_count(domain, slot_bytes)):
-            if not self._make_room(domain, slot_bytes):
-                return
 
     def commit_put(
         self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool
@@ -343,7 +321,6 @@ class PageTable:
 
     def _allocate(self, domain: str, slot_bytes: int) -> Slot | None:
         while not (taken := self.slots.allocate(1, domain, slot_bytes)):
-            self._pressed.add((domain, slot_bytes))
             if not self._make_room(domain, slot_bytes):
                 return None
         return taken[0]

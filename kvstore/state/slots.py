@@ -243,14 +243,15 @@ class SlotTable:
         """Which entry of ``extents`` holds the slot."""
         return slot >> _INDEX_BITS
 
-    def free_count(self, domain: str, slot_bytes: int) -> int:
-        """FREE slots of a class, and those that unassigned extents would give it."""
-        open_positions = self._open.get((domain, slot_bytes), ())
-        free = sum(len(self.extents[position].free) for position in open_positions)
-        return free + len(self._unassigned) * (self.extent_bytes // slot_bytes)
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all extents in use."""
+        return len(self.extents) * self.extent_bytes
 
     def colder_extent(self, domain: str, slot_bytes: int, tick: int) -> int | None:
         """The least recently used extent of any other class, if not used since ``tick``."""
+        if len(self._open) < 2:
+            return None
         candidates = [
             (extent.used_at, position)
             for position, extent in enumerate(self.extents)
@@ -277,7 +278,7 @@ class SlotTable:
                 by_state[state] += extent.states.count(state) * extent.slot_bytes
             pinned += extent.pinned * extent.slot_bytes
         return SlotStats(
-            capacity_bytes=len(self.extents) * self.extent_bytes,
+            capacity_bytes=self.capacity_bytes,
             withheld_bytes=self.withheld * self.extent_bytes,
             free_bytes=unassigned + by_state[SlotState.FREE],
             writing_bytes=by_state[SlotState.WRITING],
@@ -328,6 +329,8 @@ class SlotTable:
         """Give the class one more extent: an unassigned one, else any that is empty."""
         if self._unassigned:
             position = self._unassigned.pop()
+        elif len(self._open) < 2:
+            return False  # what is empty belongs to this class, or to none
         else:
             empty = [
                 position
