@@ -36,7 +36,7 @@ class Embedded:
         """Make the memory and say Hello to the node in it."""
         boot = secrets.token_bytes(16)
         slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
-        quota = host.session_quota_bytes or host.capacity_bytes // 2
+        self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16))
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)

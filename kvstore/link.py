@@ -6,12 +6,10 @@ has connected again, so an engine never waits twice for a node that is stopped. 
 thread also notices at once when the node goes away and unmaps its memory.
 """
 
-import ctypes
 import logging
 import os
 import select
 import socket
-import struct
 import threading
 import weakref
 from collections import Counter, deque
@@ -21,6 +19,13 @@ from time import monotonic
 from typing import Final, Protocol
 
 from kvstore import wire
+from kvstore.endpoint import (
+    CONNECT_TIMEOUT_S,
+    as_transfer_error,
+    open_socket,
+    send_now,
+    set_timeout,
+)
 from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
@@ -32,17 +37,12 @@ from kvstore.mapping import Mapping
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S: Final = 1.0
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RECEIVE_BYTES: Final = 1 << 16
 _FETCH_MAX: Final = 64
 _ORIGIN_BYTES: Final = 16
 _LATER_MAX: Final = 32
 _LATER_MS: Final = 50
-_SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_send: Final = ctypes.PyDLL(None).send
-_send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
-_send.restype = ctypes.c_ssize_t
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
@@ -56,6 +56,10 @@ class NodeLink(Protocol):
     @property
     def connected(self) -> bool:
         """Whether a request may succeed now."""
+
+    @property
+    def quota_bytes(self) -> int:
+        """What this engine may have pinned or reserved at the node; 0 while that is not known."""
 
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
@@ -100,6 +104,7 @@ class Link:
         self.path = path
         self.name = name
         self.session = session
+        self.quota_bytes = 0
         self._epoch = 0
         self._origin = os.urandom(_ORIGIN_BYTES)
         #: Moves of earlier epochs are those of the process that this one was forked from.
@@ -172,7 +177,7 @@ class Link:
                 answer = self._exchange(connection, message, deadline)
             except (OSError, KVStoreError) as error:
                 self._disconnect(str(error))
-                raise _as_transfer_error(error, self.path) from error
+                raise as_transfer_error(error, self.path) from error
         finally:
             self._lock.release()
         if isinstance(answer, wire.Failure):
@@ -185,7 +190,7 @@ class Link:
             if self._socket is None:
                 return
             frame = wire.encode(message)
-            if _send_now(self._socket, frame) != len(frame):
+            if send_now(self._socket, frame) != len(frame):
                 self._disconnect("it does not take our messages")
 
     def send_later(self, message: wire.Request) -> None:
@@ -204,7 +209,7 @@ class Link:
             if connection is None or not self._later:
                 return
             frames = self._take_later()
-            if _send_now(connection, frames) != len(frames):
+            if send_now(connection, frames) != len(frames):
                 self._disconnect("it does not take our messages")
 
     def _take_later(self) -> bytes:
@@ -259,7 +264,7 @@ class Link:
         frame = wire.encode(message)
         if self._later:
             frame = self._take_later() + frame
-        sent = _send_now(connection, frame)
+        sent = send_now(connection, frame)
         if sent < len(frame):
             connection.sendall(frame[max(sent, 0) :])  # waits, or raises what is wrong
         data = connection.recv(_RECEIVE_BYTES)
@@ -289,7 +294,7 @@ class Link:
             raise TransferTimeout(f"{self.path}: no answer in time")
         if not self._timeout_s * 0.5 <= left <= self._timeout_s:
             self._timeout_s = left * 1.1
-            _set_timeout(connection, self._timeout_s)
+            set_timeout(connection, self._timeout_s)
 
     # ---- connecting -------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class Link:
         Raises:
             KVStoreError: why not.
         """
-        connection = _open(self.path)
+        connection = open_socket(self.path)
         try:
             deadline = monotonic() + CONNECT_TIMEOUT_S
             hello = wire.Hello(
@@ -314,7 +319,7 @@ class Link:
                 raise ProtocolError(f"{type(answer).__name__} is no answer to Hello")
         except (OSError, KVStoreError) as error:
             connection.close()
-            raise _as_transfer_error(error, self.path) from error
+            raise as_transfer_error(error, self.path) from error
         with self._lock, self._state:
             if self._closing:
                 connection.close()
@@ -327,6 +332,7 @@ class Link:
     def _adopt(self, welcome: wire.Welcome) -> None:
         """Take over what the node said of itself; memory of an earlier boot is retired."""
         self.session = welcome.session
+        self.quota_bytes = welcome.quota_bytes
         self._epoch += 1
         old = self._mapping
         if old is None or old.boot != welcome.boot:
@@ -404,7 +410,7 @@ class Link:
         descriptors: list[int] = []
         for start in range(0, len(numbers), _FETCH_MAX):
             part = list(numbers[start : start + _FETCH_MAX])
-            connection = _open(self.path)
+            connection = open_socket(self.path)
             try:
                 connection.sendall(wire.encode(wire.FetchExtents(self.session, part)))
                 data, got, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, len(part))
@@ -417,7 +423,7 @@ class Link:
             except (OSError, KVStoreError) as error:
                 for descriptor in descriptors:
                     os.close(descriptor)
-                raise _as_transfer_error(error, self.path) from error
+                raise as_transfer_error(error, self.path) from error
             finally:
                 connection.close()
         return descriptors
@@ -480,43 +486,6 @@ class Link:
             except KVStoreError as error:
                 self.why = str(error)
             self._start()
-
-
-def _open(path: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _set_timeout(connection, CONNECT_TIMEOUT_S)
-        connection.connect(path)
-    except OSError as error:
-        connection.close()
-        raise PeerUnreachable(f"{path}: {error.strerror or error}") from error
-    return connection
-
-
-def _send_now(connection: socket.socket, frame: bytes) -> int:
-    """Bytes that the socket takes at once; negative when it takes none or is broken.
-
-    The interpreter lock is kept: this takes some microseconds, and getting the lock back from a
-    thread that runs Python would take 5 ms.
-    """
-    sent: int = _send(connection.fileno(), frame, len(frame), _SEND_FLAGS)
-    return sent
-
-
-def _set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Deadlines by the kernel: one system call a message instead of two."""
-    whole, part = divmod(max(seconds, 1e-4), 1.0)
-    value = struct.pack("@ll", int(whole), int(part * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-
-
-def _as_transfer_error(error: Exception, path: str) -> KVStoreError:
-    if isinstance(error, KVStoreError):
-        return error
-    if isinstance(error, BlockingIOError | TimeoutError):
-        return TransferTimeout(f"{path}: no answer in time")
-    return PeerUnreachable(f"{path}: {error}")
 
 
 def _after_fork() -> None:

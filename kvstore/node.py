@@ -191,7 +191,7 @@ class Node:
         self.processes[connection] = process
         return wire.Welcome(
             request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
-            session.token, self.pages.slots.extent_bytes,
+            session.token, self.pages.slots.extent_bytes, session.quota_bytes,
         )  # fmt: skip
 
     def _open_space(self, process: Process, request: wire.OpenSpace, _now_ns: int) -> wire.Answer:

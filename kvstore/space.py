@@ -174,7 +174,7 @@ class Space:
             CapacityError: no room for some of them (the others are stored); retryable.
             TransferTimeout, PeerUnreachable: it is not known whether they were stored; retryable.
         """
-        size = self.page_bytes[shard]
+        size = self._size(shard)
         if len(pages) != len(keys):
             raise InvalidArgument("pages", f"{len(pages)} pages for {len(keys)} keys")
         addresses = _addresses(pages, size)
@@ -228,7 +228,7 @@ class Space:
         """
         if out is None:
             return self._view(keys, shard) if len(keys) else PageViews([], lambda: None)
-        size = self.page_bytes[shard]
+        size = self._size(shard)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
         target = mover.Pieces.contiguous(_addresses(out, size, writable=True), size)
@@ -251,7 +251,7 @@ class Space:
             order: ``page``: fastest. ``segment``: all pages are verified first, then layer after
                 layer is copied, and ``wait_layer(i)`` returns when layer i is there.
         """
-        size = self.page_bytes[shard]
+        size = self._size(shard)
         target = pool.pieces(blocks, size, by_layer=order == "segment")
         _same_length(keys, blocks, pool.blocks_per_page(size))
         progress = mover.Progress()
@@ -273,7 +273,7 @@ class Space:
 
         The blocks must not change until the job has ended. Arguments as for :meth:`put`.
         """
-        size = self.page_bytes[shard]
+        size = self._size(shard)
         source = pool.pieces(blocks, size)
         _same_length(keys, blocks, pool.blocks_per_page(size))
         return StoreJob(
@@ -314,8 +314,20 @@ class Space:
             self._services.note_trouble(error)
         return loaded
 
+    def _size(self, shard: int) -> int:
+        """Bytes of a page of ``shard``.
+
+        Raises:
+            InvalidArgument: the engine has no such shard.
+        """
+        if not 0 <= shard < len(self.page_bytes):
+            raise InvalidArgument("shard", f"{shard} is none of {len(self.page_bytes)}")
+        return self.page_bytes[shard]
+
     def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
-        each = max(1, min(wire.BATCH_KEYS_MAX, BATCH_BYTES // self.page_bytes[shard]))
+        quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
+        most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit side by side
+        each = max(1, min(wire.BATCH_KEYS_MAX, most // self.page_bytes[shard]))
         return [(start, min(start + each, count)) for start in range(0, count, each)]
 
     def _put_batch(
@@ -397,7 +409,7 @@ class Space:
                 lease = next(_names)
                 undo.callback(link.send_later, wire.Release(lease))
                 leased = self._acquire(opened, keys, shard, lease)
-                size = self.page_bytes[shard]
+                size = self._size(shard)
                 expected = np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
                 seeds = page_seeds(keys.packed[: len(expected) * KEY_BYTES], self._seeds[shard])
                 found = mover.digest(memory.locate(leased.addresses, write=False), size, seeds)

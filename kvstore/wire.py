@@ -49,6 +49,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=2):
     node: str
     session: bytes
     extent_bytes: int
+    quota_bytes: int
 
 
 class OpenSpace(msgspec.Struct, array_like=True, tag=3):

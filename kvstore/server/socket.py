@@ -27,6 +27,7 @@ from kvstore.tier.host import HostMemory
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
+ACCEPT_PAUSE_S: Final = 0.1
 UNSENT_BYTES_MAX: Final = 64 << 20
 """A client that does not read its answers is cut off beyond this."""
 _SO_PEERPIDFD: Final = 77
@@ -74,7 +75,12 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                raw, _ = await loop.sock_accept(self._listener)
+                try:
+                    raw, _ = await loop.sock_accept(self._listener)
+                except OSError as error:  # no descriptors left: those who wait, wait
+                    log.warning("connections cannot be accepted: %s", error)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
                 raw.setblocking(False)  # noqa: FBT003
                 self.accepted += 1
                 tasks.create_task(self._handshake(raw, self.accepted))
@@ -200,6 +206,8 @@ class SocketServer:
 
     def _watch(self, raw: socket.socket, pid: int) -> None:
         """Learn from the kernel when the peer's process ends."""
+        if pid in self._pidfds and not _alive(self._pidfds[pid]):
+            self._ended(pid)  # the number was given to another process before we were told
         if pid <= 0 or pid in self._pidfds:
             return
         try:

@@ -30,7 +30,7 @@ REQUESTS = [
     wire.FetchExtents(b"s" * 16, [3, 4]),
 ]
 ANSWERS = [
-    wire.Welcome(1, 1, 0, b"b" * 16, "node", b"s" * 16, 1 << 28),
+    wire.Welcome(1, 1, 0, b"b" * 16, "node", b"s" * 16, 1 << 28, 1 << 29),
     wire.SpaceOpened(2, 5, [0, 3]),
     wire.Found(3, 10, 2),
     wire.Acquired(4, b"a" * 32, b"d" * 32),
