@@ -1,6 +1,7 @@
 """A model, a node and engines. pytest and the node run in the project's environment, the engines in
 their own (``VLLM_PYTHON``; ``make test-vllm`` makes it and says where it is)."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -58,17 +59,21 @@ def plain(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
-    """``start(address, hooks=(), transfer={}, **vllm arguments) -> Engine``; all end with the test."""
+    """``start(address, hooks=(), transfer={}, **vllm arguments) -> Engine``; all end with the test.
+
+    Without an address the engine has no connector.
+    """
     started: list[Engine] = []
 
     def make(
-        address: str, *, hooks: tuple[str, ...] = (), transfer: dict[str, Any] | None = None,
+        address: str | None, *, hooks: tuple[str, ...] = (), transfer: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Engine:  # fmt: skip
         engine = Engine(python, tmp_path / f"engine-{len(started)}.log")
         started.append(engine)
-        config = transfer_config(address, **(transfer or {}))
-        engine.modules = engine.start(model, hooks, kv_transfer_config=config, **changes)["modules"]
+        if address is not None:
+            changes["kv_transfer_config"] = transfer_config(address, **(transfer or {}))
+        engine.start(model, hooks, **changes)
         return engine
 
     yield make
@@ -106,6 +111,21 @@ class Node:
 def node(spawn: Spawn, tmp_path: Path) -> Node:
     """A daemon of its own for the test."""
     return Node(spawn, tmp_path / f"kv{next(_numbers)}.sock")
+
+
+def flip_stored_bytes(node: Node) -> int:
+    """Flip the sign of one number in every 64 bytes of the node's pages; how many were flipped."""
+    flipped = 0
+    for entry in Path(f"/proc/{node.process.pid}/fd").iterdir():
+        if not str(entry.readlink()).startswith("/memfd:"):
+            continue
+        with entry.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            array = np.frombuffer(memory, dtype=np.uint8)
+            at = np.flatnonzero(array[1::64]) * 64 + 1  # the high byte of a little-endian bfloat16
+            array[at] ^= 0x80
+            flipped += len(at)
+            del array
+    return flipped
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -27,7 +27,7 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(disable_log_stats=False, **arguments)
-        return {"modules": sorted(sys.modules)}
+        return {}
 
     def generate(self, prompts: list[Answer], max_tokens: int, **sampling: Any) -> Answer:
         """Answer several requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
@@ -67,14 +67,14 @@ class Engine:
         return {}
 
     def metrics(self) -> Answer:
-        """vLLM's own metrics: name, then labels besides the model's, to value."""
+        """Every counter and gauge: name and labels besides the model's, to value."""
+        from prometheus_client import REGISTRY
+
         found: Answer = {}
-        for metric in self.llm.get_metrics():
-            value = getattr(metric, "value", None)
-            if value is not None:
-                labels = [v for k, v in metric.labels.items() if k not in {"model_name", "engine"}]
-                name = " ".join([metric.name, *labels])
-                found[name] = found.get(name, 0) + value
+        for sample in (sample for family in REGISTRY.collect() for sample in family.samples):
+            labels = [v for k, v in sample.labels.items() if k not in {"model_name", "engine"}]
+            name = " ".join([sample.name.removesuffix("_total"), *labels])
+            found[name] = found.get(name, 0) + sample.value
         return found
 
     def free_blocks(self) -> Answer:

@@ -141,7 +141,9 @@ class Engine:
         return "\n".join(line[:400] for line in text.splitlines()[-40:])
 
     def close(self) -> None:
-        """End it, orderly if it can."""
+        """End it, orderly if it can; nothing happens when it was closed before."""
+        if self._commands.closed:
+            return
         self._commands.close()
         try:
             self._process.wait(END_WAIT_S)
