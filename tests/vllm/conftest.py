@@ -42,7 +42,9 @@ def python() -> Path:
 def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model on disk."""
     folder = tmp_path_factory.mktemp("model")
-    subprocess.run([python, ROOT / "tests/vllm/tiny_model.py", folder], check=True, timeout=120)
+    subprocess.run(
+        [python, "-m", "bench.vllm_model", "tiny", folder], check=True, timeout=120, cwd=ROOT
+    )
     return folder
 
 

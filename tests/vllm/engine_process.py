@@ -30,7 +30,7 @@ class Engine:
         return {}
 
     def generate(self, prompts: list[Answer], max_tokens: int, **sampling: Any) -> Answer:
-        """Answer several requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
+        """Answer requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
         from vllm import SamplingParams
 
         inputs, parameters = [], []
@@ -158,7 +158,7 @@ def main() -> int:
         command, arguments = json.loads(line)
         try:
             answer = getattr(engine, command)(**arguments)
-        except Exception as error:  # the test is told, whatever it is
+        except Exception as error:  # noqa: BLE001 the test is told, whatever it is
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

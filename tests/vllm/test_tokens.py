@@ -49,7 +49,11 @@ def test_prefill_in_chunks_on_one_engine_goes_on_at_another(node, start, plain):
 
     assert [answer["tokens"] for answer in prefilled] == [tokens[:1] for tokens in expected]
     told = prefilled[0]["transfer"]
-    assert (told["do_remote_prefill"], told["kvstore_pages"], told["prompt_tokens"]) == (True, 4, 300)
+    assert (told["do_remote_prefill"], told["kvstore_pages"], told["prompt_tokens"]) == (
+        True,
+        4,
+        300,
+    )
     consumer = start(
         node.address, transfer={"kv_role": "kv_consumer"}, max_num_batched_tokens=96,
         enable_chunked_prefill=True,
