@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -20,7 +19,7 @@ from bench.cluster import ClusterError, request
 from bench.completion import Completion, complete
 from bench.conversation import DOCUMENT, Turn, turns
 from bench.measure import Progress
-from bench.vllm_cluster import MODEL, VllmCluster
+from bench.vllm_cluster import HITS, MODEL, VllmCluster
 
 _NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 
@@ -30,14 +29,14 @@ class Row:
     """One turn as both ways served it.
 
     Attributes:
-        prefill_cached: prompt tokens that P loaded instead of computing.
-        decode_cached: prompt tokens that D did.
+        prefill_loaded: prompt tokens that P loaded instead of computing.
+        decode_loaded: prompt tokens that D did.
     """
 
     turn: Turn
     prompt_tokens: int
-    prefill_cached: int
-    decode_cached: int
+    prefill_loaded: int
+    decode_loaded: int
     with_store: Completion
     alone: Completion
 
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     _show(rows, as_json=options.json)
-    return 0 if all(row.tokens_equal and row.decode_cached for row in rows) else 1
+    return 0 if all(row.tokens_equal and row.decode_loaded for row in rows) else 1
 
 
 async def _converse(cluster: VllmCluster, chosen: Sequence[Turn], max_tokens: int) -> list[Row]:
@@ -99,23 +98,13 @@ async def _ask(
     cluster: VllmCluster, session: aiohttp.ClientSession, turn: Turn, prompt: list[int],
     max_tokens: int,
 ) -> Row:  # fmt: skip
-    parameters: dict[str, Any] = {
-        "max_tokens": max_tokens, "temperature": 0.0, "model": MODEL,
-        "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    parameters = {"max_tokens": max_tokens, "temperature": 0.0, "model": MODEL}
     alone = await complete(session, cluster.urls["alone"], prompt, **parameters)
+    before = {name: cluster.metric(name, HITS) for name in ("P", "D")}
     shared = await complete(session, cluster.conductor_url, prompt, **parameters)
-    decision = request("GET", f"{cluster.conductor_url}/v1/decisions/{shared.request_id}")
-    attempt = decision["attempts"][-1]
-    prefilled, served = attempt.get("prefilled") or {}, attempt.get("served") or {}
-    return Row(
-        turn,
-        len(prompt),
-        prefilled.get("cached_tokens") or 0,
-        served.get("cached_tokens") or 0,
-        shared,
-        alone,
-    )
+    # Not from the answer's usage: of a handed-over prompt vLLM says there what P had cached.
+    loaded = {name: int(cluster.metric(name, HITS) - before[name]) for name in ("P", "D")}
+    return Row(turn, len(prompt), loaded["P"], loaded["D"], shared, alone)
 
 
 def _tokenize(cluster: VllmCluster, text: str) -> list[int]:
@@ -132,8 +121,8 @@ def _show(rows: Sequence[Row], *, as_json: bool) -> None:
         table.add_column(column, justify="left" if column == "turn" else "right")
     for row in rows:
         table.add_row(
-            f"{row.turn.user} {row.turn.number}", str(row.prompt_tokens), str(row.prefill_cached),
-            str(row.decode_cached), f"{row.with_store.ttft_s * 1e3:,.0f} ms",
+            f"{row.turn.user} {row.turn.number}", str(row.prompt_tokens), str(row.prefill_loaded),
+            str(row.decode_loaded), f"{row.with_store.ttft_s * 1e3:,.0f} ms",
             f"{row.alone.ttft_s * 1e3:,.0f} ms",
         )  # fmt: skip
     console.print(table)
@@ -143,7 +132,7 @@ def _show(rows: Sequence[Row], *, as_json: bool) -> None:
         figures = {
             "requests": len(rows), "tokens_equal": equal,
             "prompt_tokens": sum(row.prompt_tokens for row in rows),
-            "prefill_loaded_tokens": sum(row.prefill_cached for row in rows),
-            "decode_loaded_tokens": sum(row.decode_cached for row in rows),
+            "prefill_loaded_tokens": sum(row.prefill_loaded for row in rows),
+            "decode_loaded_tokens": sum(row.decode_loaded for row in rows),
         }  # fmt: skip
         sys.stdout.write(json.dumps(figures) + "\n")

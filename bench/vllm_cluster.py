@@ -6,6 +6,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from bench.cluster import DAEMON_READY, LISTENING, ClusterError, Service, reques
 from bench.vllm_environment import interpreter
 
 MODEL: Final = "demo"
+HITS: Final = "vllm:external_prefix_cache_hits_total"
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _READY_S: Final = 300.0
 _POLL_S: Final = 0.25
@@ -116,6 +118,12 @@ class VllmCluster:
     def stop(self, name: str) -> None:
         """End one process now."""
         self.services.pop(name).stop()
+
+    def metric(self, name: str, series: str) -> float:
+        """The sum of one series of a server's metrics."""
+        with urllib.request.urlopen(f"{self.urls[name]}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
     def transfer(self, **changes: Any) -> dict[str, Any]:
         """``--kv-transfer-config`` of an engine on this cluster's node."""

@@ -23,7 +23,8 @@ from engine_adapters.vllm.identity import shard_index, shard_specs, space_identi
 from engine_adapters.vllm.messages import Report, Step
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.options import LoadOrder, read_options
-from engine_adapters.vllm.scheduler import Progress, Role, SchedulerSide, Setup
+from engine_adapters.vllm.requests import Progress, Role, Setup
+from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.tensors import pool_of
 from engine_adapters.vllm.worker import GroupMemory, WorkerSide

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from engine_adapters.vllm.identity import EngineFacts, Group
-from engine_adapters.vllm.scheduler import Names
+from engine_adapters.vllm.requests import Names
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")

@@ -183,8 +183,11 @@ class WorkerSide:
 
     def _poll_load(self, loading: _Loading, outcome: Outcome) -> None:
         load = loading.load
-        ended = all(job.done for _, job in loading.parts)
-        if not ended and (load.layerwise or self.clock() >= loading.deadline):
+        left_s = loading.deadline - self.clock()
+        # A layer-wise load ends with the step it was for: its last layer is there by now.
+        wait_s = max(0.0, left_s) if load.layerwise else 0.0
+        ended = all(job.wait(wait_s) for _, job in loading.parts)
+        if not ended and (load.layerwise or left_s <= 0):
             for _, job in loading.parts:
                 job.cancel()
             if load.layerwise:

@@ -9,7 +9,8 @@ from engine_adapters.vllm.identity import Group
 from engine_adapters.vllm.messages import Report, Step
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.options import Options, read_options
-from engine_adapters.vllm.scheduler import Names, Progress, Role, SchedulerSide, Setup
+from engine_adapters.vllm.requests import Names, Progress, Role, Setup
+from engine_adapters.vllm.scheduler import SchedulerSide
 from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.results import Hit
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine_adapters.vllm.identity import Group
 from engine_adapters.vllm.messages import Report
-from engine_adapters.vllm.scheduler import Names, Progress, Role
+from engine_adapters.vllm.requests import Names, Progress, Role
 from kvstore.results import Hit
 from tests.vllm_unit.engine import BLOCK, PLAIN, Request, World
 
