@@ -56,7 +56,13 @@ async def _measure(
         progress.step("warm: from the node after a restart, and from the engine's own cache")
         warm = await _alternate(cluster, prompts)
         loaded = cluster.metric("store", HITS)
-        progress.note(f"loaded {loaded:.0f} of {PROMPT_TOKENS * len(prompts)} tokens")
+        load_s = cluster.metric("store", "kvstore:load_seconds_total")
+        lookup_s = cluster.metric("store", "kvstore:lookup_seconds_total")
+        loads = max(1.0, cluster.metric("store", "kvstore:loads_total"))
+        progress.note(
+            f"loaded {loaded:.0f} of {PROMPT_TOKENS * (len(prompts) + _WARM_UP)} tokens;"
+            f" mean load {load_s / loads * 1e3:.1f} ms, lookup {lookup_s / loads * 1e3:.2f} ms"
+        )
     recompute, hit = statistics.median(cold["plain"]), statistics.median(warm["plain"])
     kvstore = statistics.median(warm["store"])
     pairs = zip(cold["store"], cold["plain"], strict=True)

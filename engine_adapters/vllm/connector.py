@@ -26,7 +26,7 @@ from engine_adapters.vllm.options import LoadOrder, read_options
 from engine_adapters.vllm.requests import Progress, Role, Setup
 from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.tensors import pool_of
+from engine_adapters.vllm.tensors import pool_of, prefault
 from engine_adapters.vllm.worker import GroupMemory, WorkerSide
 from kvstore.client import KVStore
 
@@ -280,6 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         if wrong:
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
+        prefault([memory.pool for memory in memories])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
