@@ -25,6 +25,7 @@ _WARM_UP = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the group."""
+    parser.add_argument("--load", default="async", choices=["async", "layerwise"], help="how")
     parser.add_argument("--prompts", type=int, default=9, help="prompts, at least 5")
 
 
@@ -33,25 +34,25 @@ def run(options: argparse.Namespace) -> int:
     prompts = [_prompt(seed) for seed in range(max(5, options.prompts))]
     try:
         with VllmCluster() as cluster, Report(json=options.json) as report:
-            return asyncio.run(_measure(cluster, prompts, report))
+            return asyncio.run(_measure(cluster, prompts, report, options.load))
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")
         return 1
 
 
 async def _measure(
-    cluster: VllmCluster, prompts: Sequence[Sequence[int]], report: Report
+    cluster: VllmCluster, prompts: Sequence[Sequence[int]], report: Report, load: str
 ) -> int:  # fmt: skip
     cluster.start_node()
     cluster.start_server("plain")
-    cluster.start_server("store", cluster.transfer())
+    cluster.start_server("store", cluster.transfer(load=load))
     for name in ("plain", "store"):
         cluster.wait_server(name)
     with Progress("round", 2) as progress:
         progress.step("cold: every prompt is computed by both")
         cold = await _alternate(cluster, prompts)
         cluster.stop("store")
-        cluster.start_server("store", cluster.transfer())
+        cluster.start_server("store", cluster.transfer(load=load))
         cluster.wait_server("store")
         progress.step("warm: from the node after a restart, and from the engine's own cache")
         warm = await _alternate(cluster, prompts)

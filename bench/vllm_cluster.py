@@ -125,15 +125,14 @@ class VllmCluster:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
 
-    def transfer(self, **changes: Any) -> dict[str, Any]:
-        """``--kv-transfer-config`` of an engine on this cluster's node."""
+    def transfer(self, **extra: Any) -> dict[str, Any]:
+        """``--kv-transfer-config`` of an engine on this cluster's node, with further options."""
         return {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "engine_adapters.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"address": self.store_url},
-            **changes,
+            "kv_connector_extra_config": {"address": self.store_url, **extra},
         }
 
     def _launch(
