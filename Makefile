@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint soak clean
+.PHONY: demo demo-vllm test test-vllm lint soak clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,7 +17,15 @@ demo: $(VENV)/.ready
 	@$(BIN)/python -m bench demo $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak and not vllm" $(ARGS)
+
+# Real vLLM engines, in an environment of their own outside the clone, made when it is absent.
+test-vllm: $(VENV)/.ready
+	@VLLM_PYTHON=$$($(BIN)/python -m bench.vllm_environment) && export VLLM_PYTHON && \
+	  $(BIN)/python -m pytest tests/vllm --timeout 300 $(ARGS)
+
+demo-vllm: $(VENV)/.ready
+	@$(BIN)/python -m bench demo-vllm $(ARGS)
 
 lint: $(VENV)/.ready
 	@$(BIN)/ruff check .

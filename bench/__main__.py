@@ -14,10 +14,12 @@ from bench import measure
 
 GROUPS: Final = {
     "demo": "bench.demo",
+    "demo-vllm": "bench.demo_vllm",
     "host": "bench.host",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
     "replay": "bench.replay",
+    "vllm": "bench.vllm",
 }
 
 _HELP: Final = "Measure one thing; `python -m bench GROUP --help` says which and how."

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
 _HTTP_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
-_DAEMON_READY: Final = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
-_LISTENING: Final = r"listening on (\S+)"
+DAEMON_READY: Final = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
+LISTENING: Final = r"listening on (\S+)"
 
 
 class ClusterError(Exception):
@@ -43,9 +43,13 @@ class Service:
         arguments: the command.
         ready: regular expression of the line on stdout that says it serves.
         directory: where its log goes.
+        environment: of the process; this one's by default.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], ready: str, directory: Path) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], ready: str, directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """Start it; :meth:`wait_ready` waits."""
         self.name = name
         self.log = directory / f"{name}.log"
@@ -53,7 +57,7 @@ class Service:
         self._lines: queue.Queue[str] = queue.Queue()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                arguments, stdout=subprocess.PIPE, stderr=log, text=True
+                arguments, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
         self._reader = threading.Thread(target=self._read, name=f"{name}-stdout", daemon=True)
         self._reader.start()
@@ -157,8 +161,8 @@ class Cluster:
         self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         daemon = self._launch(
             "node",
-            [_script("kvstore-server"), "--log-level", "WARNING"],
-            _DAEMON_READY,
+            [script("kvstore-server"), "--log-level", "WARNING"],
+            DAEMON_READY,
             f"socket.path={self.directory}/kvstore.sock",
             "http.port=0",
             f"host.capacity_bytes={options.capacity_bytes}",
@@ -166,8 +170,8 @@ class Cluster:
         )
         conductor = self._launch(
             "conductor",
-            [_script("kvstore-conductor"), "--port", "0", "--policy", options.policy],
-            _LISTENING,
+            [script("kvstore-conductor"), "--port", "0", "--policy", options.policy],
+            LISTENING,
         )
         found = daemon.wait_ready()
         self.store_url, self.node_url, events, replay = found.groups()
@@ -195,7 +199,7 @@ class Cluster:
             arguments += ["--conductor", self.conductor_url]
         if mode != "mono" and options.prefix_cache:
             arguments += ["--events", "tcp://127.0.0.1:*", "--events-replay", "tcp://127.0.0.1:*"]
-        return self._launch(name, arguments, _LISTENING)
+        return self._launch(name, arguments, LISTENING)
 
     def _launch(self, name: str, arguments: list[str], ready: str, *sets: str) -> Service:
         for item in sets:
@@ -215,7 +219,7 @@ class Cluster:
         raise ClusterError(f"the Conductor does not know all of {', '.join(names)}")
 
 
-def _script(name: str) -> str:
+def script(name: str) -> str:
     """A console script beside the interpreter that runs this."""
     return str(Path(sys.executable).with_name(name))
 

@@ -283,19 +283,46 @@ def page_keys(
     ids = _as_uint32(tokens)
     count = len(ids) // page_tokens
     ids = ids[: count * page_tokens]
-    packed = bytearray()
+    packed = b""
     if known is not None and _is_prefix(known, ids, page_tokens, seed):
-        packed += known.packed
-    digest = bytes(packed[-KEY_BYTES:]) or _chain_start(seed)
+        packed = known.packed
+    new = ids[len(packed) // KEY_BYTES * page_tokens :]
+    packed += _chain(packed[-KEY_BYTES:] or _chain_start(seed), new, page_tokens)
+    return PrefixKeys(packed, b"", ids, page_tokens, seed)
+
+
+def extend_keys(known: PrefixKeys, tokens: Tokens) -> PrefixKeys:
+    """Hash the full pages that ``tokens`` adds to a chain; costs what the new pages cost.
+
+    Args:
+        known: the chain so far, from its start and with its tokens; perhaps of no page.
+        tokens: those right behind it.
+
+    Raises:
+        InvalidArgument: ``known`` is no chain that can be gone on with, or a token id does not fit.
+    """
+    if known.tokens is None or known.parent or known.page_tokens < 1:
+        raise InvalidArgument("known", "is not a chain from its start, with its tokens")
+    ids = _as_uint32(tokens)
+    ids = ids[: len(ids) // known.page_tokens * known.page_tokens]
+    before = known.packed[-KEY_BYTES:] or _chain_start(known.seed)
+    packed = known.packed + _chain(before, ids, known.page_tokens)
+    joined = np.concatenate((known.tokens, ids))
+    return PrefixKeys(packed, b"", joined, known.page_tokens, known.seed)
+
+
+def _chain(digest: bytes, ids: npt.NDArray[np.uint32], page_tokens: int) -> bytes:
+    """Digests of the pages of ``ids``, which fill them exactly, behind ``digest``."""
+    packed = bytearray()
     raw = ids.data.cast("B")
     step = page_tokens * 4
     sha256 = hashlib.sha256
-    for start in range(len(packed) // KEY_BYTES * step, count * step, step):
+    for start in range(0, len(raw), step):
         chain = sha256(digest)
         chain.update(raw[start : start + step])
         digest = chain.digest()
         packed += digest
-    return PrefixKeys(bytes(packed), b"", ids, page_tokens, seed)
+    return bytes(packed)
 
 
 def _chain_start(seed: bytes) -> bytes:

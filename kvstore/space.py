@@ -37,6 +37,7 @@ LEASE_S: Final = 30.0
 BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
 LOAD_BYTES_PER_S_GUESS: Final = 5e9
+_SAID_MAX: Final = 100
 
 VERIFY = True
 """A test switches it off, to show that without the check wrong bytes would reach an engine."""
@@ -74,6 +75,7 @@ class Services:
         self.stores = Worker("kvstore-store")
         self.troubles: Counter[str] = Counter()
         self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
+        self._said: set[str] = set()
 
     def note_load(self, size: int, seconds: float) -> None:
         """Learn from a finished load (moving average over about ten)."""
@@ -83,8 +85,13 @@ class Services:
     def note_trouble(self, error: KVStoreError) -> None:
         """A read became a miss."""
         self.troubles[error.code] += 1
-        if not isinstance(error, PeerUnreachable):
-            log.warning("a read became a miss: %s", error)
+        if isinstance(error, PeerUnreachable):
+            return
+        # A node that refuses does so at every lookup: said once, the rest is counted.
+        level = logging.WARNING if str(error) not in self._said else logging.DEBUG
+        if len(self._said) < _SAID_MAX:
+            self._said.add(str(error))
+        log.log(level, "a read became a miss: %s", error)
 
 
 class Opened(NamedTuple):

@@ -18,6 +18,7 @@ from kvstore.page import (
     ShardSpec,
     SpaceIdentity,
     digest_seed,
+    extend_keys,
     page_keys,
     page_seeds,
 )
@@ -467,3 +468,25 @@ def test_another_space_or_shard_has_another_seed(space, other_space, shard, othe
 
 def test_no_keys_have_no_seeds():
     assert page_seeds(b"", digest_seed(SPACE, SHARD)).shape == (0,)
+
+
+@pytest.mark.parametrize("seed", [b"", b"salt"])
+def test_a_chain_that_is_extended_is_the_chain_of_all_tokens(seed):
+    tokens = list(range(1000, 1070))
+    known = page_keys(tokens[:20], 8, seed=seed)
+
+    longer = extend_keys(known, tokens[16:50])
+    longer = extend_keys(longer, tokens[48:])
+
+    whole = page_keys(tokens, 8, seed=seed)
+    assert longer == whole
+    assert longer.tokens is not None
+    assert longer.tokens.tolist() == tokens[:64]
+
+
+def test_only_a_whole_chain_with_its_tokens_is_extended():
+    keys = page_keys(list(range(32)), 8)
+
+    for known in (keys[1:], PrefixKeys(keys.packed)):
+        with pytest.raises(InvalidArgument, match="known"):
+            extend_keys(known, list(range(8)))

@@ -1,0 +1,64 @@
+"""The prefix keys of one request, hashed once and as it grows. Pure."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore.page import KEY_BYTES, PrefixKeys, extend_keys
+
+_BLOCKS: Final = b"kvstore vllm block hash\0"
+
+
+class Chain:
+    """Keys of the full pages of a request whose tokens name its KV."""
+
+    def __init__(self, page_tokens: int, seed: bytes) -> None:
+        """Start with no token."""
+        empty = np.empty(0, dtype=np.uint32)
+        self.keys = PrefixKeys(b"", b"", empty, page_tokens, seed)
+
+    def extend(self, tokens: Sequence[int]) -> PrefixKeys:
+        """Hash what is new.
+
+        Args:
+            tokens: all of the request's, those of earlier calls first and unchanged.
+
+        Returns:
+            keys of all full pages.
+        """
+        page_tokens = self.keys.page_tokens
+        known, full = len(self.keys), len(tokens) // page_tokens
+        if full > known:
+            new = tokens[known * page_tokens : full * page_tokens]
+            self.keys = extend_keys(self.keys, new)
+        return self.keys
+
+
+class ForeignChain:
+    """Keys of a request with other inputs than tokens, made of the engine's own block hashes.
+
+    vLLM mixes images, audio and embeddings into its hashes, block by block; they must come from
+    sha256, so that nobody can make two inputs that share one.
+    """
+
+    def __init__(self, page_blocks: int, seed: bytes) -> None:
+        """Pages span ``page_blocks`` of the blocks that are hashed."""
+        self._page_blocks = page_blocks
+        self._start = hashlib.sha256(_BLOCKS + seed)
+        self.keys = PrefixKeys(b"")
+
+    def extend(self, block_hashes: Sequence[bytes]) -> PrefixKeys:
+        """As :meth:`Chain.extend`, from the hashes of all full blocks."""
+        known, full = len(self.keys), len(block_hashes) // self._page_blocks
+        if full > known:
+            packed = bytearray(self.keys.packed)
+            for page in range(known, full):
+                last = block_hashes[(page + 1) * self._page_blocks - 1]
+                digest = self._start.copy()
+                digest.update(bytes(last))
+                packed += digest.digest()
+            assert len(packed) == full * KEY_BYTES
+            self.keys = PrefixKeys(bytes(packed))
+        return self.keys

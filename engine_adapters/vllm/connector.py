@@ -1,0 +1,349 @@
+"""``KVStoreConnector``: vLLM's calls, passed on to the two sides. Nothing is decided here."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_adapters.vllm import selftest
+from engine_adapters.vllm.facts import check_version, names_of, read_facts
+from engine_adapters.vllm.identity import shard_index, shard_specs, space_identity
+from engine_adapters.vllm.messages import Report, Step
+from engine_adapters.vllm.opening import Opening
+from engine_adapters.vllm.options import LoadOrder, read_options
+from engine_adapters.vllm.requests import Progress, Role, Setup
+from engine_adapters.vllm.scheduler import SchedulerSide
+from engine_adapters.vllm.stats import StoreMetrics, StoreStats
+from engine_adapters.vllm.tensors import pool_of, prefault
+from engine_adapters.vllm.worker import GroupMemory, WorkerSide
+from kvstore.client import KVStore
+
+log = logging.getLogger("vllm.kvstore")
+
+WORKER_TIMEOUT_S: Final = 0.5
+"""Longest wait of a move in the background for an answer of the node."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A :class:`Step` on its way to the workers."""
+
+    step: Step
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A :class:`Report` on its way to the scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both ranks' reports in one."""
+        assert isinstance(other, WorkerReport)
+        joined = Report(dict(self.report.ended), self.report.late | other.report.late)
+        joined.add(other.report.ended.items())
+        return WorkerReport(joined)
+
+
+class _Holder:
+    """References to blocks in vLLM's own counts."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[number] for number in blocks])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        # The last of a prefix goes first: what stays is of use without it.
+        self._pool.free_blocks([self._pool.blocks[number] for number in reversed(blocks)])
+
+    def free_soon(self, blocks: Iterable[int]) -> bool:
+        return any(self._pool.blocks[number].ref_cnt == 1 for number in blocks)
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KV from and to the node of this machine; see docs/engines/vllm.md.
+
+    vLLM makes one in its scheduler and one in each worker.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Read the configuration and connect; a node that is away is no error.
+
+        Raises:
+            ConfigError: an option is wrong, or the engine's KV cannot be shared.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = read_options(transfer.kv_connector_extra_config)
+        facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
+        self._facts = facts
+        largest = max(group.block_tokens for group in facts.groups)
+        self._page_tokens = self._options.page_tokens_for(largest)
+        for group in facts.groups:
+            self._options.page_tokens_for(group.block_tokens)
+        self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
+        self._shards = shard_specs(facts, self._page_tokens)
+        on_scheduler = role is KVConnectorRole.SCHEDULER
+        side = "scheduler" if on_scheduler else f"worker{get_tensor_model_parallel_rank()}"
+        self._store = KVStore.connect(
+            self._options.address,
+            name=f"vllm-{transfer.engine_id}-{side}",
+            timeout_s=self._options.lookup_timeout_ms / 1000 if on_scheduler else WORKER_TIMEOUT_S,
+        )
+        self._opening = Opening(self._store, self._identity, self._shards, monotonic)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._report: WorkerReport | None = None
+        self._invalid: set[int] = set()
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        self._strong_hashes = algorithm.startswith("sha256")
+        if on_scheduler:
+            self._begin_scheduling(transfer)
+
+    def _begin_scheduling(self, transfer: Any) -> None:
+        check_version()
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is %r: a page that cannot be loaded fails its request;"
+                ' set it to "recompute"', transfer.kv_load_failure_policy,
+            )  # fmt: skip
+        smallest = min(group.block_tokens for group in self._facts.groups)
+        setup = Setup(
+            groups=self._facts.groups,
+            page_tokens=self._page_tokens,
+            hash_tokens=self._kv_cache_config.hash_block_size or smallest,
+            ranks=self._facts.ranks,
+            role=Role(
+                loads=transfer.kv_role in {"kv_both", "kv_consumer"},
+                stores=transfer.kv_role in {"kv_both", "kv_producer"},
+            ),
+        )
+        report = self._store.report_prefill
+        self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
+        log.info(
+            "kvstore: pages of %d tokens, %d bytes on each of %d ranks, at %s",
+            self._page_tokens, self._shards[0].page_bytes(self._identity), self._facts.ranks,
+            self._options.address,
+        )  # fmt: skip
+
+    @property
+    def _deciding(self) -> SchedulerSide:
+        assert self._scheduler is not None, "not the scheduler's instance"
+        return self._scheduler
+
+    @property
+    def _moving(self) -> WorkerSide:
+        assert self._worker is not None, "register_kv_caches comes first"
+        return self._worker
+
+    # ---- both sides -------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """It is a cache: a request never depends on what was stored."""
+        return False
+
+    def shutdown(self) -> None:
+        """Let moves end and leave the node."""
+        self._store.close()
+
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """What this side counted since the last call."""
+        side = self._scheduler or self._worker
+        if side is None:
+            return None
+        side.counts.note_troubles(self._store.troubles)
+        return StoreStats(data=side.counts.take())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        """Stats from what was serialised."""
+        return StoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StoreMetrics:  # fmt: skip
+        """The connector's Prometheus series."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layer-wise loads wait between the layers."""
+        return read_options(extra_config).load is LoadOrder.LAYERWISE
+
+    # ---- scheduler --------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's blocks."""
+        self._deciding.bind(_Holder(gpu_block_pool), gpu_block_pool.num_gpu_blocks)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        names = names_of(request, strong_hashes=self._strong_hashes)
+        self._deciding.see(request, names)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See the base class."""
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        names = names_of(request, strong_hashes=self._strong_hashes)
+        return self._deciding.match(request, names, num_computed_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """All of it comes from host memory."""
+        del request
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the base class."""
+        if num_external_tokens:
+            self._deciding.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See the base class."""
+        total = scheduler_output.total_num_scheduled_tokens
+        return StepMetadata(self._deciding.build(_progress(scheduler_output), total))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The workers have done a step."""
+        report = connector_output.kv_connector_worker_meta
+        self._deciding.reported(report.report if report is not None else None)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over; stores in flight hold blocks of their own."""
+        del block_ids
+        return False, self._deciding.finished(request.request_id)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`."""
+        del block_ids
+        return False, self._deciding.finished(request.request_id)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for a job is better than taking a request's blocks away."""
+        return self._deciding.frees_soon()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine should go on stepping, to hear of the end of jobs."""
+        return self._deciding.busy
+
+    def reset_cache(self) -> bool:
+        """The weights have changed: nothing stored so far is used, or shared, any more."""
+        self._deciding.forget_all()
+        return True
+
+    # ---- worker -----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The engine's KV memory exists now.
+
+        Raises:
+            ConfigError: it is not laid out as the scheduler thinks.
+        """
+        rank, kv = get_tensor_model_parallel_rank(), self._kv_cache_config
+        memories: list[GroupMemory] = []
+        self._layers: dict[str, tuple[int, int]] = {}
+        for place, group in enumerate(self._facts.groups):
+            layers = kv.kv_cache_groups[group.index].layer_names
+            pool = pool_of(group, layers, kv_caches, kv.num_blocks)
+            shard = shard_index(self._facts, rank, place)
+            memories.append(GroupMemory(pool, shard, self._page_tokens, group.block_tokens))
+            self._layers |= {name: (place, index) for index, name in enumerate(layers)}
+        self._worker = WorkerSide(self._opening, memories, monotonic)
+        first = memories[0]
+        wrong = selftest.round_trip(
+            self._store, self._identity, self._shards[first.shard], first.pool
+        )
+        if wrong:
+            log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
+        prefault([memory.pool for memory in memories])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        del forward_context, kwargs
+        self._moving.start_loads(self._metadata().step.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for a layer of the layer-wise loads."""
+        place = self._layers.get(layer_name)
+        if place is not None:
+            self._moving.wait_layer(*place)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: whole pages are stored when the step is done."""
+
+    def wait_for_save(self) -> None:
+        """The forward is done: begin this step's stores, and wait for nothing."""
+        self._moving.start_stores(self._metadata().step.stores)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads are over; sending never delays anyone."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has ended."""
+        del finished_req_ids
+        outcome = self._moving.poll()
+        self._report = WorkerReport(outcome.report) if outcome.report else None
+        self._invalid = outcome.invalid_blocks
+        return KVConnectorTransferResults(set(), outcome.received, outcome.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of this step's failed loads."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What the scheduler side is to hear."""
+        report, self._report = self._report, None
+        return report
+
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+
+def _progress(output: Any) -> Iterable[Progress]:
+    """The requests of a step, and how far their KV is after it.
+
+    Tokens that speculative decoding only guessed do not count.
+    """
+    guessed = output.scheduled_spec_decode_tokens
+    blocks = output.kv_connector_block_state
+    cached = output.scheduled_cached_reqs
+    computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for request_id, before in computed:
+        count = output.num_scheduled_tokens.get(request_id, 0)
+        table = blocks.get_block_ids(request_id)
+        if count and table is not None:
+            after = before + count - len(guessed.get(request_id, ()))
+            yield Progress(request_id, after, table)

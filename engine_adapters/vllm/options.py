@@ -1,0 +1,92 @@
+"""What users set in ``kv_connector_extra_config``: a small typed section, unknown keys refused."""
+
+import difflib
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.page import PAGE_TOKENS_MIN_DEFAULT
+
+Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
+_WHERE: Final = "kv_connector_extra_config"
+
+
+class LoadOrder(enum.StrEnum):
+    """How a hit gets into the engine's blocks."""
+
+    ASYNC = "async"
+    LAYERWISE = "layerwise"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section; every key has a default.
+
+    Attributes:
+        address: the node's socket.
+        page_tokens: tokens in a page, a multiple of the engine's block; 0 = the smallest one that
+            is at least 64.
+        tenant: isolation domain: memory of one tenant is never mapped by another.
+        revision: names the weights, in place of what is read from the model's files.
+        lookup_timeout_ms: longest wait of the engine's scheduler for an answer; a missed one means
+            misses until the node answers again.
+        load_timeout_ms: longest wait of a request for its pages. Less when computing them would
+            take less.
+        load_timeout_ms_min: what the wait is never shortened below.
+        load: ``async``: requests wait outside of the engine's step; ``layerwise``: inside, each
+            layer until its own pages are there.
+        store_output: whether pages with output tokens are stored too.
+    """
+
+    address: str = "unix:///run/kvstore/kvstore.sock"
+    page_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = "default"
+    revision: str = ""
+    lookup_timeout_ms: Milliseconds = 5.0
+    load_timeout_ms: Milliseconds = 2000.0
+    load_timeout_ms_min: Milliseconds = 20.0
+    load: LoadOrder = LoadOrder.ASYNC
+    store_output: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse an address that is none."""
+        scheme, _, path = self.address.partition("://")
+        if scheme != "unix" or not path.startswith("/"):
+            raise ValueError(f"address: {self.address!r} is not unix:///absolute/path")
+
+    def page_tokens_for(self, block_tokens: int) -> int:
+        """Tokens in a page for an engine whose blocks have ``block_tokens``.
+
+        Raises:
+            ConfigError: the page size that was set is no multiple of the block.
+        """
+        if not self.page_tokens:
+            return -(-PAGE_TOKENS_MIN_DEFAULT // block_tokens) * block_tokens
+        if self.page_tokens % block_tokens:
+            raise ConfigError(
+                f"{_WHERE}: page_tokens: {self.page_tokens} is no multiple of the engine's block"
+                f" of {block_tokens} tokens"
+            )
+        return self.page_tokens
+
+
+def read_options(values: Mapping[str, Any]) -> Options:
+    """Check what the user gave.
+
+    Raises:
+        ConfigError: an unknown key, or a value that does not fit; names the key.
+    """
+    known = Options.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{_WHERE}: unknown key {key}{hint}")
+    try:
+        return msgspec.convert(dict(values), Options, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        key = path.rstrip("`").lstrip(".")
+        raise ConfigError(f"{_WHERE}: {key + ': ' if key else ''}{what}") from error

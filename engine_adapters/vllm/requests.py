@@ -1,0 +1,90 @@
+"""What the scheduler side reads of an engine and its requests. Plain values and protocols."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from engine_adapters.vllm.identity import Group
+
+
+class Request(Protocol):
+    """What is read of an engine's request."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+    block_hashes: Sequence[bytes]
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output."""
+        ...
+
+
+class Names(NamedTuple):
+    """What, besides tokens, names a request's KV.
+
+    Attributes:
+        parts: kind and value: LoRA adapter, salt.
+        foreign: it has inputs that are no tokens.
+        usable: False: its KV cannot be named, it is neither loaded nor stored.
+    """
+
+    parts: tuple[tuple[str, str], ...] = ()
+    foreign: bool = False
+    usable: bool = True
+
+
+class BlockHolder(Protocol):
+    """Holds references to the engine's blocks."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference each."""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less each."""
+        ...
+
+    def free_soon(self, blocks: Iterable[int]) -> bool:
+        """Whether one of these has no other reference."""
+        ...
+
+
+class Progress(NamedTuple):
+    """One scheduled request of a step.
+
+    Attributes:
+        request_id: which.
+        tokens: whose KV is in its blocks after this step.
+        blocks: its block table, by the engine's group index.
+    """
+
+    request_id: str
+    tokens: int
+    blocks: Sequence[Sequence[int]]
+
+
+class Role(NamedTuple):
+    """What the engine's ``kv_role`` allows."""
+
+    loads: bool
+    stores: bool
+
+
+class Setup(NamedTuple):
+    """What the engine is.
+
+    Attributes:
+        groups: what is stored of its KV.
+        page_tokens: tokens in a page.
+        hash_tokens: tokens in a block that the engine hashes.
+        ranks: workers that report each job.
+        role: what may be done.
+    """
+
+    groups: Sequence[Group]
+    page_tokens: int
+    hash_tokens: int
+    ranks: int
+    role: Role

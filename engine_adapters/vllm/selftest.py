@@ -1,0 +1,73 @@
+"""One page there and back when a worker starts: what is wrong shows before the first request."""
+
+import ctypes
+import logging
+import os
+from time import perf_counter
+from typing import Final
+
+import msgspec
+
+from kvstore.client import KVStore
+from kvstore.errors import KVStoreError
+from kvstore.kvpool import KVPool
+from kvstore.mover import Pieces
+from kvstore.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
+
+log = logging.getLogger("vllm.kvstore")
+
+_SCOPE: Final = "selftest"
+_TTL_S: Final = 10.0
+_WAIT_S: Final = 5.0
+
+
+def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: KVPool) -> str:
+    """Store a page of random bytes from the engine's memory and restore it.
+
+    The engine's blocks must not be in use yet; those that were used are zero afterwards.
+
+    Returns:
+        what is wrong, in words; empty when the page came back as it was, or nobody is there yet.
+    """
+    if not store.connected:
+        return ""
+    began = perf_counter()
+    try:
+        space = store.space(msgspec.structs.replace(identity, scope=_SCOPE), [shard])
+        size = space.page_bytes[0]
+        count = pool.blocks_per_page(size)
+        if pool.block_count <= count:
+            return ""
+        blocks = list(range(1, count + 1))
+        pieces = pool.pieces(blocks, size)
+        pattern = os.urandom(size)
+        keys = PrefixKeys(os.urandom(KEY_BYTES))
+        try:
+            _write(pieces, pattern)
+            space.extract_from_kvpool(pool, blocks, keys, ttl_s=_TTL_S).result(_WAIT_S)
+            _write(pieces, bytes(size))
+            restored = space.restore_to_kvpool(keys, pool, blocks).result(_WAIT_S)
+            came_back = restored.pages == 1 and _read(pieces) == pattern
+        finally:
+            _write(pieces, bytes(size))
+    except KVStoreError as error:
+        return f"{error.code}: {error}"
+    if not came_back:
+        return "a page did not come back as it was stored"
+    log.info(
+        "kvstore: a page of %d bytes went to the node and back in %.1f ms; layout %s",
+        size, (perf_counter() - began) * 1000, shard.digest.hex()[:16],
+    )  # fmt: skip
+    return ""
+
+
+def _write(pieces: Pieces, data: bytes) -> None:
+    at = 0
+    for address, length in zip(pieces.address.tolist(), pieces.length.tolist(), strict=True):
+        ctypes.memmove(address, data[at : at + length], length)
+        at += length
+
+
+def _read(pieces: Pieces) -> bytes:
+    both = zip(pieces.address.tolist(), pieces.length.tolist(), strict=True)
+    return b"".join(ctypes.string_at(address, length) for address, length in both)

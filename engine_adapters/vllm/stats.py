@@ -1,0 +1,60 @@
+"""The connector's counts in vLLM's logs and in its Prometheus series."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from engine_adapters.vllm.counts import SERIES
+
+
+@dataclass
+class StoreStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums of one interval: series name → value."""
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what another rank, side or step counted."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM writes into its log: the series that moved, under short names."""
+        return {f"kvstore {name}": round(value, 4) for name, value in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """``kvstore:<series>_total`` counters, one for each of :data:`SERIES`."""
+
+    def __init__(
+        self, config: Any, metric_types: Any, labels: list[str], values: dict[int, list[object]]
+    ) -> None:
+        """Register the series with every engine's labels."""
+        super().__init__(config, metric_types, labels, values)
+        counter = metric_types[prometheus_client.Counter]
+        self._series = {
+            name: create_metric_per_engine(
+                counter(name=f"kvstore:{name}", documentation=text, labelnames=labels), values
+            )
+            for name, text in SERIES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval."""
+        for name, value in Counter(transfer_stats_data).items():
+            if name in self._series and value > 0:
+                self._series[name][engine_idx].inc(value)

@@ -1,0 +1,169 @@
+"""One vLLM engine in a process of its own, run by the engine's environment, not the project's.
+
+Reads commands from one descriptor and answers on another, one JSON object a line; its standard
+output is vLLM's. The first command makes the engine, the others use it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = dict[str, Any]
+
+
+class Engine:
+    """What the commands work on."""
+
+    def __init__(self) -> None:
+        """Make nothing yet."""
+        self.llm: Any = None
+
+    def start(self, hooks: list[str], **arguments: Any) -> Answer:
+        """Make the engine, after switching off what ``hooks`` names."""
+        for hook in hooks:
+            HOOKS[hook]()
+        from vllm import LLM
+
+        self.llm = LLM(disable_log_stats=False, **arguments)
+        return {}
+
+    def generate(self, prompts: list[Answer], max_tokens: int, **sampling: Any) -> Answer:
+        """Answer requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
+        from vllm import SamplingParams
+
+        inputs, parameters = [], []
+        for prompt in prompts:
+            one: Answer = {"prompt_token_ids": prompt["tokens"]}
+            if prompt.get("salt"):
+                one["cache_salt"] = prompt["salt"]
+            inputs.append(one)
+            extra = {"kv_transfer_params": prompt["transfer"]} if prompt.get("transfer") else None
+            parameters.append(
+                SamplingParams(
+                    max_tokens=max_tokens, ignore_eos=True, extra_args=extra,
+                    **{"temperature": 0.0, **sampling},
+                )
+            )  # fmt: skip
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        return {
+            "answers": [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "cached": output.num_cached_tokens,
+                    "transfer": output.kv_transfer_params,
+                    "finish": output.outputs[0].finish_reason,
+                }
+                for output in outputs
+            ]
+        }
+
+    def settle(self) -> Answer:
+        """Step until no job is in flight."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+        return {}
+
+    def metrics(self) -> Answer:
+        """Every counter and gauge: name and labels besides the model's, to value."""
+        from prometheus_client import REGISTRY
+
+        found: Answer = {}
+        for sample in (sample for family in REGISTRY.collect() for sample in family.samples):
+            labels = [v for k, v in sample.labels.items() if k not in {"model_name", "engine"}]
+            name = " ".join([sample.name.removesuffix("_total"), *labels])
+            found[name] = found.get(name, 0) + sample.value
+        return found
+
+    def free_blocks(self) -> Answer:
+        """How many of the engine's blocks nobody holds."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        pool = core.scheduler.kv_cache_manager.block_pool
+        return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks}
+
+    def time_lookups(self, count: int, tokens: list[int]) -> Answer:
+        """Seconds that each of so many calls of the connector's scheduler side takes."""
+        from time import perf_counter
+
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        seconds = []
+        for number in range(count):
+            request = Request(
+                f"timed-{number}", tokens, SamplingParams(max_tokens=1), None, block_hasher=None
+            )
+            begin = perf_counter()
+            connector.get_num_new_matched_tokens(request, 0)
+            seconds.append(perf_counter() - begin)
+            connector.request_finished(request, [])
+        return {"seconds": seconds}
+
+    def stop(self) -> Answer:
+        """Shut the engine down as vLLM does."""
+        self.llm.llm_engine.engine_core.shutdown()
+        return {}
+
+
+def _no_verification() -> None:
+    import kvstore.space
+
+    kvstore.space.VERIFY = False
+
+
+def _failing_loads() -> None:
+    """Every second load finds nothing."""
+    import kvstore.space
+
+    real = kvstore.space.Space.load_pieces
+    calls = iter(range(1 << 30))
+
+    def load(self: Any, *arguments: Any) -> int:
+        pages = real(self, *arguments)
+        return pages // 2 if next(calls) % 2 == 0 else pages
+
+    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+
+
+def _stuck_loads() -> None:
+    """Loads take so long that nobody waits for them."""
+    import threading
+
+    import kvstore.space
+
+    real = kvstore.space.Space.load_pieces
+
+    def load(self: Any, *arguments: Any) -> int:
+        threading.Event().wait(1.5)
+        return real(self, *arguments)
+
+    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+
+
+HOOKS: dict[str, Callable[[], None]] = {
+    "no verification": _no_verification,
+    "failing loads": _failing_loads,
+    "stuck loads": _stuck_loads,
+}
+
+
+def main() -> int:
+    """Serve commands until there are no more."""
+    engine = Engine()
+    commands, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+    for line in commands:
+        command, arguments = json.loads(line)
+        try:
+            answer = getattr(engine, command)(**arguments)
+        except Exception as error:  # noqa: BLE001 the test is told, whatever it is
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Tokens with the connector are those without it, whatever comes from the store."""
+
+from tests.vllm.conftest import flip_stored_bytes, prompt
+
+HITS = "vllm:external_prefix_cache_hits"
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((300, 64, 65, 40, 500))]
+HIT_TOKENS = 256 + 64 + 448
+"""Whole pages of 64 tokens, and of each prompt at least one token is left to compute."""
+
+
+def filled(node, start, prompts=PROMPTS, **changes):
+    """An engine that has computed and stored, and has been shut down."""
+    engine = start(node.address, **changes)
+    engine.generate(prompts)
+    engine.ask("settle")
+    engine.ask("stop")
+
+
+def test_a_restarted_engine_hits_what_the_first_one_stored(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    first = start(node.address)
+
+    assert first.tokens(PROMPTS) == expected
+    assert first.metric(HITS) == 0
+    first.ask("settle")
+    first.ask("stop")
+    second = start(node.address)
+    answers = second.generate(PROMPTS)
+
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [256, 0, 64, 0, 448]
+    assert second.metric(HITS) == HIT_TOKENS
+    assert second.metric("vllm:prompt_tokens_cached_by_source host") == HIT_TOKENS
+    second.ask("settle")
+    assert second.metric("kvstore:loaded_tokens") == HIT_TOKENS
+    assert second.metric("kvstore:load_failed_tokens") == 0
+    blocks = second.ask("free_blocks")
+    assert blocks["free"] == blocks["all"] - 1, "all but the null block are free again"
+
+
+def test_prefill_in_chunks_on_one_engine_goes_on_at_another(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    producer = start(
+        node.address, transfer={"kv_role": "kv_producer"}, max_num_batched_tokens=96,
+        enable_chunked_prefill=True,
+    )  # fmt: skip
+    asked = [{"tokens": p, "transfer": {"do_remote_decode": True}} for p in PROMPTS]
+    prefilled = producer.generate(asked, max_tokens=1)
+
+    assert [answer["tokens"] for answer in prefilled] == [tokens[:1] for tokens in expected]
+    told = prefilled[0]["transfer"]
+    assert (told["do_remote_prefill"], told["kvstore_pages"], told["prompt_tokens"]) == (
+        True,
+        4,
+        300,
+    )
+    consumer = start(
+        node.address, transfer={"kv_role": "kv_consumer"}, max_num_batched_tokens=96,
+        enable_chunked_prefill=True,
+    )  # fmt: skip
+    asked = [
+        {"tokens": p, "transfer": answer["transfer"]}
+        for p, answer in zip(PROMPTS, prefilled, strict=True)
+    ]
+    answers = consumer.generate(asked)
+
+    assert [answer["tokens"] for answer in answers] == expected
+    # Of the prompt of 64 tokens the page is there, but its last token must be computed.
+    assert consumer.metric(HITS) == HIT_TOKENS
+    consumer.ask("settle")
+    assert consumer.metric("kvstore:stores") == 0, "a consumer does not store"
+    assert producer.metric("kvstore:lookups") == 0, "a producer does not look up"
+
+
+def test_preempted_requests_come_back_from_the_store(node, start):
+    prompts = [prompt(200, seed) for seed in range(8)]
+    # In bfloat16 vLLM itself gives other tokens when it preempts: what decode steps computed is
+    # then computed by prefill. In float32 it makes no difference.
+    alone = start(None, dtype="float32", enable_prefix_caching=False)
+    expected = alone.tokens(prompts, max_tokens=100)
+    alone.close()
+    engine = start(node.address, dtype="float32", num_gpu_blocks_override=41)
+
+    assert engine.tokens(prompts, max_tokens=100) == expected
+    assert engine.metric("vllm:num_preemptions") > 0
+    assert engine.tokens(prompts, max_tokens=100) == expected
+    assert engine.metric(HITS) > 0
+    engine.ask("settle")
+    assert engine.metric("kvstore:corrupt_pages") == 0
+    blocks = engine.ask("free_blocks")
+    assert blocks["free"] == blocks["all"] - 1
+
+
+def test_requests_with_one_prefix_at_once_share_it(node, start, plain):
+    common = prompt(320, 100)
+    prompts = [common + prompt(50, 200 + n) for n in range(8)]
+    expected = plain.tokens(prompts)
+    filled(node, start, prompts[:1])
+    engine = start(node.address, enable_prefix_caching=False)
+
+    answers = engine.generate(prompts)
+
+    assert [answer["tokens"] for answer in answers] == expected
+    assert engine.metric(HITS) == 8 * 320
+
+
+def test_what_one_salt_stored_another_does_not_find(node, start, plain):
+    (expected,) = plain.tokens([PROMPTS[0]])
+    filled(node, start, [{"tokens": PROMPTS[0], "salt": "alice"}])
+    engine = start(node.address, enable_prefix_caching=False)
+
+    for salt, hit in (("bob", 0), (None, 0), ("alice", 256)):
+        before = engine.metric(HITS)
+        (answer,) = engine.generate([{"tokens": PROMPTS[0], "salt": salt}])
+
+        assert answer["tokens"] == expected
+        assert engine.metric(HITS) - before == hit, salt
+
+
+def test_layers_are_waited_for_one_by_one_where_that_is_asked_for(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    filled(node, start)
+    layerwise = {"extra": {"load": "layerwise"}}
+    engine = start(node.address, transfer=layerwise, hooks=("failing loads",))
+
+    assert engine.tokens(PROMPTS) == expected
+    assert engine.metric(HITS) == HIT_TOKENS
+    engine.ask("settle")
+    assert engine.metric("kvstore:load_failed_tokens") > 0
+    assert engine.metric("kvstore:loaded_tokens") > 0
+
+
+def test_pages_that_come_only_in_part_are_computed(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    filled(node, start)
+    engine = start(node.address, hooks=("failing loads",))
+
+    assert engine.tokens(PROMPTS) == expected
+    engine.ask("settle")
+    failed = engine.metric("kvstore:load_failed_tokens")
+    assert failed > 0
+    assert engine.metric("kvstore:loaded_tokens") == HIT_TOKENS - failed
+
+
+def test_nobody_waits_for_a_load_longer_than_it_may_take(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    filled(node, start)
+    limits = {"extra": {"load_timeout_ms": 50, "load_timeout_ms_min": 50}}
+    engine = start(node.address, transfer=limits, hooks=("stuck loads",))
+
+    answers = engine.generate(PROMPTS)
+
+    assert [answer["tokens"] for answer in answers] == expected
+    assert engine.metric("kvstore:load_timeouts") > 0
+    blocks = engine.ask("free_blocks")
+    assert blocks["free"] < blocks["all"] - 1, "the jobs are still at it, and hold their blocks"
+    engine.ask("settle")
+    blocks = engine.ask("free_blocks")
+    assert blocks["free"] == blocks["all"] - 1
+    assert engine.tokens(PROMPTS) == expected, "late bytes have harmed nobody"
+
+
+def test_corrupt_pages_are_counted_computed_and_stored_anew(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    filled(node, start)
+    assert flip_stored_bytes(node) > 1000
+    engine = start(node.address, enable_prefix_caching=False)
+
+    assert engine.tokens(PROMPTS) == expected
+    engine.ask("settle")
+    assert engine.metric("kvstore:corrupt_pages") > 0
+    assert engine.metric("kvstore:loaded_tokens") == 0
+    assert engine.tokens(PROMPTS) == expected
+    engine.ask("settle")
+    assert engine.metric("kvstore:loaded_tokens") == HIT_TOKENS
+
+
+def test_without_verification_flipped_bytes_change_the_tokens(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    filled(node, start)
+    assert flip_stored_bytes(node) > 1000
+    engine = start(node.address, hooks=("no verification",))
+
+    answers = engine.generate(PROMPTS)
+
+    assert [answer["cached"] for answer in answers] == [256, 0, 64, 0, 448]
+    for number, answer in enumerate(answers):
+        same = answer["tokens"] == expected[number]
+        assert same == (number in {1, 3}), "only what was computed is right"

@@ -1,0 +1,94 @@
+"""The engine serves on, with right tokens and no stall, whatever becomes of the node."""
+
+import signal
+import time
+
+import pytest
+
+from tests.vllm.conftest import Node, prompt
+from tests.vllm.engines import EngineError
+
+HITS = "vllm:external_prefix_cache_hits"
+PROMPTS = [prompt(300, seed) for seed in range(8)]
+
+
+def test_an_engine_outlives_its_node(spawn, tmp_path, start, plain, wait_until):
+    expected = plain.tokens(PROMPTS)
+    socket = tmp_path / "kv.sock"
+    engine = start(f"unix://{socket}", enable_prefix_caching=False)
+
+    assert engine.tokens(PROMPTS) == expected, "nobody is there yet"
+    node = Node(spawn, socket)
+
+    def hits():
+        before = engine.metric(HITS)
+        assert engine.tokens(PROMPTS) == expected
+        engine.ask("settle")
+        return engine.metric(HITS) - before == 8 * 256
+
+    wait_until(hits, 20.0, "the engine uses a node that came later")
+    engine.send("generate", prompts=[{"tokens": p} for p in PROMPTS], max_tokens=12)
+    node.process.kill()
+    answers = engine.answer()["answers"]
+    assert [answer["tokens"] for answer in answers] == expected, "killed in the middle"
+    assert engine.tokens(PROMPTS) == expected
+    node.start()
+    wait_until(hits, 20.0, "the engine uses the node that was started again")
+    warnings = engine.log.read_text().count("no node at")
+    assert warnings <= 2, "one for each side of the connector"
+
+
+def test_a_stopped_node_costs_a_few_milliseconds_once(node, start, plain, wait_until):
+    expected = plain.tokens(PROMPTS)
+    limits = {"extra": {"lookup_timeout_ms": 5}}
+    engine = start(node.address, transfer=limits, enable_prefix_caching=False)
+    assert engine.tokens(PROMPTS) == expected
+    engine.ask("settle")
+
+    node.process.send_signal(signal.SIGSTOP)
+    seconds = engine.ask("time_lookups", count=200, tokens=PROMPTS[0])["seconds"]
+    began = time.monotonic()
+    assert engine.tokens(PROMPTS) == expected
+    took = time.monotonic() - began
+    node.process.send_signal(signal.SIGCONT)
+
+    assert sorted(seconds)[int(0.99 * len(seconds))] <= 0.005
+    assert took < 10.0
+
+    def hits():
+        before = engine.metric(HITS)
+        assert engine.tokens(PROMPTS) == expected
+        return engine.metric(HITS) - before == 8 * 256
+
+    wait_until(hits, 20.0, "the node goes on, and is used again")
+
+
+def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, start, plain):
+    expected = plain.tokens(PROMPTS)
+    engine = start(node.address, enable_prefix_caching=False)
+    engine.generate(PROMPTS)
+    engine.ask("settle")
+
+    engine.send("generate", prompts=[{"tokens": p} for p in PROMPTS], max_tokens=12)
+    node.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    answers = engine.answer()["answers"]
+    took = time.monotonic() - began
+    node.process.send_signal(signal.SIGCONT)
+
+    assert [answer["tokens"] for answer in answers] == expected
+    assert took < 6.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"page_tokens": 48}, "page_tokens: 48 is no multiple of the engine's block of 32"),
+        ({"adress": "unix:///x"}, "unknown key adress; did you mean address?"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_start_by_name(node, start, extra, named):
+    with pytest.raises(EngineError) as raised:
+        start(node.address, transfer={"extra": extra})
+
+    assert named in str(raised.value)

@@ -1,0 +1,135 @@
+"""Options are checked by name; whatever changes KV changes the name of its pages."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from engine_adapters.vllm.identity import (
+    EngineFacts,
+    Group,
+    chain_seed,
+    shard_index,
+    shard_specs,
+    space_identity,
+)
+from engine_adapters.vllm.options import LoadOrder, read_options
+from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.page import digest_seed
+from tests.vllm_unit.engine import FULL
+
+FACTS = EngineFacts(
+    model="m", revision="r", kv_dtype="bfloat16", settings={"dtype": "bf16"}, version="0.32",
+    isa="x86_64/vec", ranks=2, groups=(FULL,),
+)  # fmt: skip
+
+
+def names(facts, page_tokens=64, tenant="default"):
+    """What names a page besides its key, of every rank."""
+    space = space_identity(facts, tenant, page_tokens)
+    return [digest_seed(space, shard) for shard in shard_specs(facts, page_tokens)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "n"}, {"revision": "s"}, {"kv_dtype": "float16"}, {"settings": {"dtype": "f16"}},
+        {"settings": {"dtype": "bf16", "quantization": "awq"}}, {"version": "0.33"},
+        {"isa": "x86_64/amx"}, {"ranks": 4},
+        {"groups": (msgspec.structs.replace(FULL, layers=5),)},
+        {"groups": (msgspec.structs.replace(FULL, block_bytes=256),)},
+        {"groups": (msgspec.structs.replace(FULL, block_tokens=16),)},
+        {"groups": (msgspec.structs.replace(FULL, window_tokens=128),)},
+    ],
+)  # fmt: skip
+def test_whatever_changes_kv_changes_the_name_of_every_page(change):
+    assert not set(names(FACTS)) & set(names(msgspec.structs.replace(FACTS, **change)))
+
+
+def test_ranks_tenants_and_page_sizes_have_pages_of_their_own():
+    assert len(set(names(FACTS))) == 2
+    assert not set(names(FACTS)) & set(names(FACTS, page_tokens=128))
+    assert not set(names(FACTS)) & set(names(FACTS, tenant="other"))
+    assert names(FACTS) == names(msgspec.structs.replace(FACTS))
+
+
+def test_shards_are_found_by_rank_and_group():
+    group = Group(index=3, layers=2, block_tokens=32, block_bytes=64, kv_heads=1)
+    facts = msgspec.structs.replace(FACTS, groups=(FULL, group))
+    shards = shard_specs(facts, 64)
+
+    found = shards[shard_index(facts, 1, 1)]
+
+    assert (found.group, found.heads, found.layers) == ("group3", (1, 2), (0, 2))
+
+
+def test_a_dtype_that_the_store_does_not_know_is_refused():
+    with pytest.raises(InvalidArgument, match="kv_dtype"):
+        names(msgspec.structs.replace(FACTS, kv_dtype="int3"))
+
+
+def test_the_seed_of_a_chain_tells_kinds_and_values_apart():
+    parts = [
+        [], [("lora", "a")], [("cache_salt", "a")], [("lora", "ab")],
+        [("lora", "a"), ("cache_salt", "b")], [("lora", "acache_saltb")],
+    ]  # fmt: skip
+
+    assert chain_seed([]) == b""
+    assert len({chain_seed(part) for part in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"adress": "unix:///x"}, "unknown key adress; did you mean address?"),
+        ({"zzz": 1}, "unknown key zzz; known: address"),
+        ({"address": "tcp://x"}, "address"),
+        ({"address": "unix://relative"}, "address"),
+        ({"page_tokens": -1}, "page_tokens"),
+        ({"page_tokens": "many"}, "page_tokens"),
+        ({"load": "eager"}, "load"),
+        ({"lookup_timeout_ms": 0}, "lookup_timeout_ms"),
+        ({"store_output": "perhaps"}, "store_output"),
+        ({"tenant": ""}, "tenant"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(values, named):
+    with pytest.raises(ConfigError) as raised:
+        read_options(values)
+
+    assert f"kv_connector_extra_config: {named}" in str(raised.value)
+
+
+def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
+    options = read_options({})
+
+    assert [options.page_tokens_for(block) for block in (16, 32, 48, 64, 128)] == [
+        64, 64, 96, 64, 128,
+    ]  # fmt: skip
+    assert read_options({"page_tokens": 256}).page_tokens_for(128) == 256
+    with pytest.raises(ConfigError, match="page_tokens: 96 is no multiple"):
+        read_options({"page_tokens": 96}).page_tokens_for(64)
+
+
+def test_without_options_everything_has_a_default():
+    options = read_options({})
+
+    assert options.address == "unix:///run/kvstore/kvstore.sock"
+    assert options.load is LoadOrder.ASYNC
+
+
+FORBIDDEN = ("numba", "llvmlite", "google.protobuf", "grpc", "zmq", "fastapi", "uvloop", "vllm")
+
+
+def test_what_an_engine_imports_is_small():
+    program = (
+        "import sys, engine_adapters.vllm, engine_adapters.vllm.scheduler,"
+        " engine_adapters.vllm.worker, engine_adapters.vllm.selftest, kvstore.client\n"
+        f"print([m for m in {FORBIDDEN} if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert answer.stdout.strip() == "[]"
