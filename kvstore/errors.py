@@ -10,7 +10,9 @@
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
-    ├─ TierUnavailable               the memory behind a tier cannot be had
+    ├─ TierUnavailable               the memory or device behind a tier cannot be had
+    │  └─ DurabilityUnavailable      a durable put where no page is ever synced
+    ├─ PageCorrupt                   bytes are not those of the page that was asked for
     └─ ProtocolError                 a message or version that is not understood
 
 A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
@@ -86,6 +88,18 @@ class TierUnavailable(KVStoreError):
     code = "tier_unavailable"
 
 
+class DurabilityUnavailable(TierUnavailable):
+    """A durable put, but this node has no SSD tier or its sync policy is ``none``."""
+
+    code = "durability_unavailable"
+
+
+class PageCorrupt(KVStoreError):
+    """The bytes are not those of the page that was asked for; it is quarantined and a miss."""
+
+    code = "page_corrupt"
+
+
 class ProtocolError(KVStoreError):
     """A message or a protocol version is not understood."""
 
@@ -111,6 +125,8 @@ _BY_CODE: dict[str, type[KVStoreError]] = {
         TransferTimeout,
         PeerUnreachable,
         TierUnavailable,
+        DurabilityUnavailable,
+        PageCorrupt,
         ProtocolError,
     )
 }

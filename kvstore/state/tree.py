@@ -13,6 +13,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.log import Place
 from kvstore.state.slots import Slot
 
 
@@ -22,10 +23,12 @@ class Node:
     Attributes:
         parent: the node of the key before this one; the space's root for the first page.
         children: nodes that continue this one.
-        slots: shard number → slot, for every page of this node that is WRITING or READY.
+        slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
+        disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
-        present: bit i set = the page of shard i is WRITING or READY.
-        ready: bit i set = the page of shard i is READY.
+        present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
+        ready: bit i set = the page of shard i is READY, in whatever tier.
+        children_in_memory: children with slots.
         depth: nodes between this one and the root, itself included.
         access: tick of the last use of this node or of a descendant that is gone.
         expires_ns: when its pages leave the index by themselves; 0 = never.
@@ -34,8 +37,8 @@ class Node:
     """
 
     __slots__ = (
-        "access", "children", "depth", "digests", "expires_ns", "key", "parent", "present",
-        "queued", "read_once", "ready", "slots", "space",
+        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
+        "parent", "present", "queued", "read_once", "ready", "slots", "space",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -44,7 +47,9 @@ class Node:
         self.key = key
         self.parent = parent
         self.children: dict[PrefixKey, Node] = {}
+        self.children_in_memory = 0
         self.slots: dict[int, Slot] = {}
+        self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
         self.present = 0
         self.ready = 0
@@ -57,9 +62,9 @@ class Node:
             parent.children[key] = self
 
     def begin(self, shard: int, slot: Slot) -> None:
-        """The page of ``shard`` is being written to ``slot``."""
-        assert shard not in self.slots
-        self.slots[shard] = slot
+        """The page of ``shard``, in no tier yet, is being written to ``slot``."""
+        assert not self.present >> shard & 1
+        self._enter_memory(shard, slot)
         self.present |= 1 << shard
         self.space.writing.add(self)
 
@@ -70,15 +75,51 @@ class Node:
         self.ready |= 1 << shard
         self._settle()
 
+    def promote(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, so far only on disk, is READY in ``slot`` too."""
+        assert shard in self.disk
+        assert shard not in self.slots
+        self._enter_memory(shard, slot)
+
+    def demote(self, shard: int, place: Place) -> None:
+        """The READY page of ``shard`` is on disk too."""
+        assert self.ready >> shard & 1
+        self.disk[shard] = place
+
+    def adopt(self, shard: int, place: Place, digest: bytes) -> None:
+        """The page of ``shard`` was found on disk at start-up."""
+        self.disk[shard] = place
+        self.digests[shard] = digest
+        self.present |= 1 << shard
+        self.ready |= 1 << shard
+
     def forget(self, shard: int) -> Slot:
-        """The page of ``shard`` is no longer here; returns its slot."""
+        """The page of ``shard`` is no longer in memory; returns its slot."""
+        slot = self.slots.pop(shard)
+        if not self.slots and self.parent is not None:
+            self.parent.children_in_memory -= 1
+        self._leave(shard)
+        return slot
+
+    def forget_disk(self, shard: int) -> Place:
+        """The page of ``shard`` is no longer on disk; returns where it was."""
+        place = self.disk.pop(shard)
+        self._leave(shard)
+        return place
+
+    def _enter_memory(self, shard: int, slot: Slot) -> None:
+        if not self.slots and self.parent is not None:
+            self.parent.children_in_memory += 1
+        self.slots[shard] = slot
+
+    def _leave(self, shard: int) -> None:
+        if shard in self.slots or shard in self.disk:
+            return
         bit = 1 << shard
         self.present &= ~bit
         self.ready &= ~bit
         self.digests.pop(shard, None)
-        slot = self.slots.pop(shard)
         self._settle()
-        return slot
 
     def _settle(self) -> None:
         if self.present == self.ready:
@@ -136,6 +177,8 @@ class Space:
             del self.root.children[key]
             found.parent = parent
             parent.children[key] = found
+            self.root.children_in_memory -= bool(found.slots)
+            parent.children_in_memory += bool(found.slots)
             _deepen(found)
         return found
 
@@ -145,7 +188,7 @@ class Space:
         Returns:
             the deepest ancestor that stays (the root at last).
         """
-        while node is not self.root and not node.slots and not node.children:
+        while node is not self.root and not node.present and not node.children:
             parent = node.parent
             assert parent is not None
             del self.nodes[node.key]
@@ -162,12 +205,14 @@ class Space:
             assert node.parent is not None
             assert node.parent is self.root or self.nodes[node.parent.key] is node.parent
             assert node.parent.children[key] is node
-            assert node.slots or node.children, "a bare leaf should have been pruned"
+            assert node.present or node.children, "a bare leaf should have been pruned"
             assert node.depth == node.parent.depth + 1
-            assert node.present == sum(1 << shard for shard in node.slots)
+            assert node.present == sum(1 << shard for shard in {*node.slots, *node.disk})
             assert (node in self.writing) == (node.present != node.ready)
-            assert set(node.digests) == {i for i in node.slots if node.ready >> i & 1}
-            assert node.ready >> len(self.shards) == 0
+            assert set(node.digests) == {i for i in range(64) if node.ready >> i & 1}
+            in_memory = sum(1 for child in node.children.values() if child.slots)
+            assert node.children_in_memory == in_memory
+            assert node.present >> len(self.shards) == 0
 
     def _add(self, key: PrefixKey, parent: Node) -> Node:
         node = self.nodes[key] = Node(self, key, parent)
