@@ -20,7 +20,8 @@ from kvstore.config import HostConfig
 from kvstore.errors import InvalidArgument, TransferError
 from kvstore.link import Link, NodeLink
 from kvstore.page import ShardSpec, SpaceIdentity
-from kvstore.space import Services, Space
+from kvstore.services import Services
+from kvstore.space import Space
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class KVStore:
     def __init__(self, link: NodeLink, timeout_s: float = TIMEOUT_S) -> None:
         """Use :meth:`connect` or :meth:`open`."""
         self._link = link
-        self._waiting: Link | None = None
+        self._waiting: dict[str, Link] = {}
         self._timeout_s = timeout_s
         self._services = Services(link, self._waiting_link, timeout_s)
 
@@ -149,8 +150,8 @@ class KVStore:
         """Finish submitted jobs, then leave the node; nothing of it stays mapped."""
         self._services.loads.close()
         self._services.stores.close()
-        if self._waiting is not None:
-            self._waiting.close()
+        for link in self._waiting.values():
+            link.close()
         self._link.close()
 
     def __enter__(self) -> "KVStore":
@@ -162,10 +163,12 @@ class KVStore:
     ) -> None:  # fmt: skip
         self.close()
 
-    def _waiting_link(self) -> NodeLink:
-        """A connection of its own for lookups that wait."""
+    def _waiting_link(self, purpose: str) -> NodeLink:
+        """A connection of its own for requests of one purpose that may wait."""
         if not isinstance(self._link, Link):
             return self._link
-        if self._waiting is None:
-            self._waiting = Link(self._link.path, self._link.name, self._link.session)
-        return self._waiting
+        link = self._waiting.get(purpose)
+        if link is None:
+            link = Link(self._link.path, self._link.name, self._link.session)
+            self._waiting[purpose] = link
+        return link

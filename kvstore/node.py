@@ -14,23 +14,32 @@ same object:
    slot is used again while anyone may still touch it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.errors import (
+    CapacityError,
+    DurabilityUnavailable,
+    InvalidArgument,
+    KVStoreError,
+    ProtocolError,
+    TransferTimeout,
+)
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.diskjobs import Durable, Fetch, SyncPolicy
 from kvstore.state.match import awaited_key
-from kvstore.state.outcomes import Abandoned, Action
+from kvstore.state.outcomes import Abandoned, Action, PageStatus
 from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
+from kvstore.state.tree import Node as TreeNode
 from kvstore.state.tree import Space
+from kvstore.waiting import Waiter, WaitingRoom
 
 TOKEN_BYTES: Final = 16
 WAIT_MS_MAX: Final = 60_000
-WAITERS_MAX: Final = 4096
 _NS_PER_MS: Final = 1_000_000
 
 
@@ -42,15 +51,8 @@ class NodeLimits:
     lease_ms_max: int
 
 
-@dataclass(slots=True)
-class _Waiter:
-    """A Lookup whose answer waits until the pages being written are READY or given up."""
-
-    connection: int
-    request: wire.Lookup
-    space: Space
-    deadline_ns: int
-    watched: PrefixKey
+_ROOM: Final = "room"
+"""What puts wait for while pages are being written to disk to make room."""
 
 
 class Node:
@@ -83,14 +85,18 @@ class Node:
         self.actions: list[Action] = []
         self._new_token = new_token
         self._pids: dict[int, int] = {}
-        self._waiters: dict[PrefixKey, list[_Waiter]] = {}
-        self._waiter_count = 0
-        self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
-            wire.OpenSpace: self._open_space,
+        self.waiting = WaitingRoom()
+        #: Each gives its answer, and what a better one could wait for.
+        self._patient: dict[type, Callable[[Process, Any, int], tuple[wire.Answer, Hashable]]] = {
             wire.Lookup: self._lookup,
             wire.Acquire: self._acquire,
-            wire.Release: self._release,
             wire.BeginPut: self._begin_put,
+            wire.Persist: self._persist,
+        }
+        self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
+            **dict.fromkeys(self._patient, self._answer_or_wait),
+            wire.OpenSpace: self._open_space,
+            wire.Release: self._release,
             wire.CommitPut: self._commit_put,
             wire.AbortPut: self._abort_put,
             wire.Corrupt: self._corrupt,
@@ -117,30 +123,24 @@ class Node:
             else:
                 raise ProtocolError(f"{type(request).__name__} is not expected here")
         except KVStoreError as error:
-            self.pages.counts[f"refused_{error.code}"] += 1
-            number = getattr(request, "id", 0)
-            field = getattr(error, "field", "")
-            answer = wire.Failure(number, error.code, str(error), field) if number else None
+            answer = self._refuse(request, error)
         if answer is not None:
             self.outbox.append((connection, answer))
-        if self.pages.actions:
-            self._after()
+        self._after(now_ns)
 
-    def disconnected(self, connection: int, _now_ns: int, *, ended: bool) -> None:
+    def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         self._pids.pop(connection, None)
-        for waiter in [one for waiters in self._waiters.values() for one in waiters]:
-            if waiter.connection == connection:
-                self._forget_waiter(waiter)
         process = self.processes.get(connection)
         if process is not None:
+            self._stop_waiting(process)
             if ended or process.idle:
                 self._end(process)
             else:
                 self.pages.lose(process)
-        self._after()
+        self._after(now_ns)
 
-    def process_ended(self, pid: int, _now_ns: int) -> list[int]:
+    def process_ended(self, pid: int, now_ns: int) -> list[int]:
         """The kernel says that process ``pid`` is gone: nothing of it touches bytes any more.
 
         Returns:
@@ -150,18 +150,26 @@ class Node:
         still_open = [process.connection for process in ended if not process.lost]
         for process in ended:
             self._end(process)
-        self._after()
+        self._after(now_ns)
         return still_open
 
+    def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
+        """The SSD tier has ended a job; ``error`` None = all of it was done."""
+        disk = self.pages.disk
+        assert disk is not None
+        disk.completed(job, error)
+        for waiter in self.waiting.on(_ROOM):
+            self._resume(waiter, now_ns)
+        self._after(now_ns)
+
     def advance(self, now_ns: int) -> None:
-        """Apply every deadline up to ``now_ns``: leases, pages with a TTL, waiting lookups."""
+        """Apply every deadline up to ``now_ns``: leases, pages with a TTL, requests that wait."""
         self.pages.expire(now_ns)
-        for waiters in list(self._waiters.values()):
-            for waiter in list(waiters):
-                if waiter.deadline_ns <= now_ns:
-                    self._forget_waiter(waiter)
-                    self._answer_waiter(waiter)
-        self._after()
+        if self.pages.disk is not None:
+            self.pages.disk.advance(now_ns)
+        for waiter in self.waiting.due(now_ns):
+            self._resume(waiter, now_ns)
+        self._after(now_ns)
 
     def waits_for(self, pid: int) -> bool:
         """Whether anything here depends on seeing process ``pid`` end."""
@@ -185,6 +193,7 @@ class Node:
             self.sessions[token] = session
         for older in list(session.processes.values()):
             if older.origin and older.origin == request.origin and not older.lost:
+                self._stop_waiting(older)
                 self.pages.lose(older)  # whoever connects anew has given its old connection up
         process = Process(connection, self._pids.get(connection, 0), session, request.origin)
         session.processes[connection] = process
@@ -198,39 +207,57 @@ class Node:
         space, shards = self.pages.spaces.open(process.session, request.identity, request.shards)
         return wire.SpaceOpened(request.id, space.number, shards)
 
-    def _lookup(self, process: Process, request: wire.Lookup, now_ns: int) -> wire.Answer | None:
+    def _lookup(
+        self, process: Process, request: wire.Lookup, _now_ns: int
+    ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, request.shards)
         _check_keys(request.keys)
-        if not 0 <= request.wait_ms <= WAIT_MS_MAX:
-            raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         pages, pending = self.pages.lookup(space, request.shards, request.keys)
-        if pending and request.wait_ms and self._waiter_count < WAITERS_MAX:
-            deadline = now_ns + request.wait_ms * _NS_PER_MS
-            waiter = _Waiter(process.connection, request, space, deadline, PrefixKey(b""))
-            self._watch(waiter, pages + pending)
-            return None
-        return wire.Found(request.id, pages, pending)
+        on_disk = self.pages.on_disk(space, request.shards, request.keys, pages)
+        awaited: Hashable = None
+        if pending:
+            key = awaited_key(space, request.shards, request.keys, pages + pending)
+            awaited = (space.number, key)
+        return wire.Found(request.id, pages, pending, on_disk), awaited
 
-    def _acquire(self, process: Process, request: wire.Acquire, now_ns: int) -> wire.Answer:
+    def _acquire(
+        self, process: Process, request: wire.Acquire, now_ns: int
+    ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
         _check_keys(request.keys)
         if not 1 <= request.lease_ms <= self.limits.lease_ms_max:
             limit = self.limits.lease_ms_max
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
-        deadline_ns = now_ns + request.lease_ms * _NS_PER_MS
-        lease = self.pages.acquire(
-            process, request.lease, space, request.shard, request.keys, deadline_ns
-        )
+        shard, run = request.shard, list[TreeNode]()
+        if self.pages.disk is not None:
+            run = self.pages.ready_run(space, shard, request.keys)
+        if request.wait_ms and not self.waiting.full and any(shard not in at.slots for at in run):
+            fetch = self.pages.fetch(process, run, shard)
+            if fetch.outstanding:
+                return wire.Acquired(request.id, b"", b""), fetch
+            self.pages.end_fetch(process, fetch)
+        return self._lease(process, request, now_ns, len(run)), None
+
+    def _lease(
+        self, process: Process, request: wire.Acquire, now_ns: int, ready: int
+    ) -> wire.Answer:
+        """Lease what of ``ready`` pages is in memory."""
+        shard, deadline_ns = request.shard, now_ns + request.lease_ms * _NS_PER_MS
+        space = self._space(process, request.space, [shard])
+        lease = self.pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
         return wire.Acquired(
             request.id,
             b"".join(wire.pack_address(*self.pages.slots.address(at)) for at in lease.slots),
             b"".join(node.digests[shard] for node, shard, _ in lease.pages),
+            max(0, ready - len(lease.pages)),
         )
 
     def _release(self, process: Process, request: wire.Release, _now_ns: int) -> None:
         self.pages.release(process, request.lease)
 
-    def _begin_put(self, process: Process, request: wire.BeginPut, _now_ns: int) -> wire.Answer:
+    def _begin_put(
+        self, process: Process, request: wire.BeginPut, _now_ns: int
+    ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
         count = _check_keys(request.keys)
         if len(request.parent) not in (0, KEY_BYTES):
@@ -243,19 +270,41 @@ class Node:
             PrefixKey(request.parent), request.tokens,
         )  # fmt: skip
         addresses = [wire.pack_address(*self.pages.slots.address(slot)) for slot in put.slots]
-        return wire.PutGranted(request.id, bytes(statuses), b"".join(addresses))
+        disk = self.pages.disk
+        busy = PageStatus.NO_ROOM in statuses and disk is not None and disk.busy
+        answer = wire.PutGranted(request.id, bytes(statuses), b"".join(addresses), busy)
+        return answer, _ROOM if busy and not addresses else None
 
     def _commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         if request.ttl_ms < 0:
             raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is negative")
         expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
         statuses = self.pages.commit_put(
-            process, request.put, request.digests, expires_ns, read_once=request.read_once
-        )
+            process, request.put, request.digests, expires_ns, read_once=request.read_once,
+            memory_only=request.memory_only,
+        )  # fmt: skip
         return wire.Committed(request.id, bytes(statuses))
 
     def _abort_put(self, process: Process, request: wire.AbortPut, _now_ns: int) -> None:
         self.pages.abort_put(process, request.put)
+
+    def _persist(
+        self, process: Process, request: wire.Persist, _now_ns: int
+    ) -> tuple[wire.Answer, Hashable]:
+        space = self._space(process, request.space, [request.shard])
+        count = _check_keys(request.keys)
+        disk = self.pages.disk
+        if disk is None or disk.rules.sync is SyncPolicy.NONE:
+            raise DurabilityUnavailable(
+                "no page of this node is ever synced: give it ssd.directories and a sync policy"
+                " other than none, or put without durable"
+            )
+        run = self.pages.ready_run(space, request.shard, request.keys)
+        if len(run) < count:
+            raise CapacityError(f"{count - len(run)} of {count} pages are not stored; put again")
+        if not request.wait_ms or self.waiting.full:
+            raise CapacityError("nothing more may wait for a sync now; try later")
+        return wire.Persisted(request.id), disk.make_durable(run, request.shard)
 
     def _corrupt(self, process: Process, request: wire.Corrupt, _now_ns: int) -> None:
         space = self._space(process, request.space, [request.shard])
@@ -284,6 +333,7 @@ class Node:
         return space
 
     def _end(self, process: Process) -> None:
+        self._stop_waiting(process)
         self.pages.end(process)
         session = process.session
         del self.processes[process.connection]
@@ -292,48 +342,85 @@ class Node:
             assert session.used_bytes == 0
             del self.sessions[session.token]
 
-    def _after(self) -> None:
-        """Hand on what the page table did, and wake the lookups that waited for it."""
-        actions, self.pages.actions = self.pages.actions, []
-        woken: dict[int, _Waiter] = {}
-        for action in actions:
-            for key in action.keys if self._waiter_count else ():
-                for waiter in self._waiters.get(key, ()):
-                    if waiter.space is action.space:
-                        woken[id(waiter)] = waiter
-        for waiter in woken.values():
-            self._forget_waiter(waiter)
-            request = waiter.request
-            pages, pending = self.pages.lookup(waiter.space, request.shards, request.keys)
-            if pending:
-                self._watch(waiter, pages + pending)
+    def _refuse(self, request: wire.Request, error: KVStoreError) -> wire.Failure | None:
+        self.pages.counts[f"refused_{error.code}"] += 1
+        number = getattr(request, "id", 0)
+        field = getattr(error, "field", "")
+        return wire.Failure(number, error.code, str(error), field) if number else None
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    def _answer_or_wait(self, process: Process, request: Any, now_ns: int) -> wire.Answer | None:
+        """Answer, unless there is something to wait for and the request wants to."""
+        if not 0 <= request.wait_ms <= WAIT_MS_MAX:
+            raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
+        answer, awaited = self._patient[type(request)](process, request, now_ns)
+        if awaited is None or not request.wait_ms or self.waiting.full:
+            return answer
+        deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
+        self.waiting.add(Waiter(process.connection, request, deadline_ns, awaited))
+        return None
+
+    def _resume(self, waiter: Waiter, now_ns: int) -> None:
+        """What a request waited for has come, or its time is up."""
+        self.waiting.remove(waiter)
+        process, request = self.processes[waiter.connection], waiter.request
+        answer: wire.Answer | None
+        awaited: Hashable = None
+        try:
+            if isinstance(waiter.awaited, Fetch):
+                self.pages.end_fetch(process, waiter.awaited)
+                space = self._space(process, request.space, [request.shard])
+                run = self.pages.ready_run(space, request.shard, request.keys)
+                answer = self._lease(process, request, now_ns, len(run))
+            elif isinstance(waiter.awaited, Durable):
+                answer = _acknowledge(request, waiter.awaited)
             else:
-                self.outbox.append((waiter.connection, wire.Found(request.id, pages, 0)))
+                answer, awaited = self._patient[type(request)](process, request, now_ns)
+        except KVStoreError as error:
+            answer = self._refuse(request, error)
+        if awaited is not None and now_ns < waiter.deadline_ns:
+            waiter.awaited = awaited
+            self.waiting.add(waiter)
+        elif answer is not None:
+            self.outbox.append((waiter.connection, answer))
+
+    def _stop_waiting(self, process: Process) -> None:
+        for waiter in self.waiting.of(process.connection):
+            self.waiting.remove(waiter)
+            if isinstance(waiter.awaited, Fetch):
+                self.pages.end_fetch(process, waiter.awaited)
+
+    def _after(self, now_ns: int) -> None:
+        """Hand on what the page table did, and resume the requests that waited for it."""
+        while things := self._happened():
+            for thing in things:
+                for waiter in self.waiting.on(thing):
+                    self._resume(waiter, now_ns)
+
+    def _happened(self) -> list[Hashable]:
+        """What somebody may have waited for, since the last call."""
+        actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-
-    def _watch(self, waiter: _Waiter, count: int) -> None:
-        request = waiter.request
-        waiter.watched = awaited_key(waiter.space, request.shards, request.keys, count)
-        self._waiters.setdefault(waiter.watched, []).append(waiter)
-        self._waiter_count += 1
-
-    def _forget_waiter(self, waiter: _Waiter) -> None:
-        waiters = self._waiters[waiter.watched]
-        waiters.remove(waiter)
-        self._waiter_count -= 1
-        if not waiters:
-            del self._waiters[waiter.watched]
-
-    def _answer_waiter(self, waiter: _Waiter) -> None:
-        request = waiter.request
-        found = self.pages.lookup(waiter.space, request.shards, request.keys)
-        self.outbox.append((waiter.connection, wire.Found(request.id, *found)))
+        things: dict[Hashable, None] = {}
+        if len(self.waiting):
+            things = {(at.space.number, key): None for at in actions for key in at.keys}
+        disk = self.pages.disk
+        if disk is not None:
+            things |= dict.fromkeys([*disk.fetched, *disk.acknowledged])
+            disk.fetched.clear()
+            disk.acknowledged.clear()
+        return list(things)
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` should be called next; 0 = no deadline stands."""
-        due = [waiter.deadline_ns for waiters in self._waiters.values() for waiter in waiters]
-        pages = self.pages.next_deadline_ns()
-        return min([*due, *([pages] if pages else [])], default=0)
+        disk = self.pages.disk
+        deadlines = (
+            self.waiting.next_deadline_ns(),
+            self.pages.next_deadline_ns(),
+            disk.next_deadline_ns() if disk is not None else 0,
+        )
+        return min((at for at in deadlines if at), default=0)
 
     def stats(self) -> dict[str, Any]:
         """One snapshot of everything that can be counted here, as plain values."""
@@ -361,7 +448,7 @@ class Node:
             ],
             "leases": sum(len(process.leases) for process in self.processes.values()),
             "puts": sum(len(process.puts) for process in self.processes.values()),
-            "waiting_lookups": self._waiter_count,
+            "waiting_requests": len(self.waiting),
             "counts": dict(self.pages.counts),
         }
 
@@ -370,6 +457,19 @@ def _identity(space: Space) -> dict[str, Any]:
     identity = space.identity
     fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
     return {"space": identity.digest.hex(), **fields}
+
+
+def _acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
+    """The answer to a Persist whose pages are synced, or whose time is up.
+
+    Raises:
+        KVStoreError: they are not; it may be that they will be later.
+    """
+    if durable.error is not None:
+        raise durable.error
+    if not durable.ended:
+        raise TransferTimeout("the pages are not synced yet; they may be later")
+    return wire.Persisted(request.id)
 
 
 def _check_keys(packed: bytes) -> int:

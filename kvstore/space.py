@@ -1,19 +1,19 @@
 """A space as one engine uses it: lookups, puts, gets, and moves between pages and its KV pool."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, PeerUnreachable
-from kvstore.jobs import RestoreJob, StoreJob, Worker
+from kvstore.buffers import Buffer, addresses, same_length
+from kvstore.errors import CapacityError, InvalidArgument, KVStoreError
+from kvstore.jobs import RestoreJob, StoreJob
 from kvstore.kvpool import KVPool
 from kvstore.link import NodeLink
 from kvstore.mapping import Mapping
@@ -29,6 +29,7 @@ from kvstore.page import (
     page_seeds,
 )
 from kvstore.results import MISS, Hit, PageViews, PutResult, RestoreResult
+from kvstore.services import Opened, Services
 from kvstore.state.outcomes import PageStatus
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ log = logging.getLogger(__name__)
 LEASE_S: Final = 30.0
 BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
-LOAD_BYTES_PER_S_GUESS: Final = 5e9
-_SAID_MAX: Final = 100
+DISK_WAIT_S: Final = 2.0
+"""How long a load waits for pages to come from disk, and a put for room, at a time."""
+SYNC_WAIT_S: Final = 30.0
+"""How long a durable put waits until its pages survive a crash."""
 
 VERIFY = True
 """A test switches it off, to show that without the check wrong bytes would reach an engine."""
@@ -46,60 +49,12 @@ _names: Final = count(1)
 """Names leases and puts; never repeats in a process."""
 
 
-Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
-"""What holds the bytes of one page; any dtype."""
+class Keep(NamedTuple):
+    """How long pages are to be kept, and where; see :meth:`Space.put`."""
 
-
-class Services:
-    """What the spaces of one store share.
-
-    Attributes:
-        link: the node.
-        waiting_link: gives a connection of its own for lookups that wait, so that nothing else
-            waits behind them.
-        timeout_s: longest wait for any answer.
-        loads: runs restores.
-        stores: runs extracts.
-        troubles: error code → how often a read became a miss because of it.
-        load_bytes_per_s: how fast loads have been.
-    """
-
-    def __init__(
-        self, link: NodeLink, waiting_link: Callable[[], NodeLink], timeout_s: float
-    ) -> None:
-        """Start the workers (their threads start with their first job)."""
-        self.link = link
-        self.waiting_link = waiting_link
-        self.timeout_s = timeout_s
-        self.loads = Worker("kvstore-load")
-        self.stores = Worker("kvstore-store")
-        self.troubles: Counter[str] = Counter()
-        self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
-        self._said: set[str] = set()
-
-    def note_load(self, size: int, seconds: float) -> None:
-        """Learn from a finished load (moving average over about ten)."""
-        if size and seconds > 0:
-            self.load_bytes_per_s += 0.1 * (size / seconds - self.load_bytes_per_s)
-
-    def note_trouble(self, error: KVStoreError) -> None:
-        """A read became a miss."""
-        self.troubles[error.code] += 1
-        if isinstance(error, PeerUnreachable):
-            return
-        # A node that refuses does so at every lookup: said once, the rest is counted.
-        level = logging.WARNING if str(error) not in self._said else logging.DEBUG
-        if len(self._said) < _SAID_MAX:
-            self._said.add(str(error))
-        log.log(level, "a read became a miss: %s", error)
-
-
-class Opened(NamedTuple):
-    """What a space and the engine's shards are called on one connection."""
-
-    epoch: int
-    space: int
-    shards: list[int]
+    ttl_s: float = 0.0
+    read_once: bool = False
+    memory_only: bool = False
 
 
 class Space:
@@ -142,7 +97,8 @@ class Space:
         """
         if not len(keys):
             return MISS
-        link = self._services.waiting_link() if wait_s > 0 else self._services.link
+        services = self._services
+        link = services.waiting_link("lookup") if wait_s > 0 else services.link
         try:
             opened = self.numbers(link)
             numbers = opened.shards
@@ -156,7 +112,8 @@ class Space:
         assert isinstance(found, wire.Found)
         size = found.pages * sum(self.page_bytes)
         seconds = size / self._services.load_bytes_per_s
-        return Hit(found.pages, found.pending, {"host": found.pages}, seconds)
+        tiers = {"host": found.pages - found.on_disk, "ssd": found.on_disk}
+        return Hit(found.pages, found.pending, tiers, seconds)
 
     def put(
         self,
@@ -166,6 +123,8 @@ class Space:
         *,
         ttl_s: float = 0.0,
         read_once: bool = False,
+        no_store: bool = False,
+        durable: bool = False,
     ) -> PutResult:
         """Store pages; returns when others can read them.
 
@@ -173,40 +132,68 @@ class Space:
             keys: one for each page, consecutive.
             pages: C-contiguous buffers of ``page_bytes[shard]`` bytes; not kept.
             shard: whose pages they are.
-            ttl_s: they leave by themselves after so long; 0 = never.
-            read_once: they leave when their first reader is done.
+            ttl_s: they leave by themselves after so long; 0 = never. Such pages never go to disk.
+            read_once: they leave when their first reader is done, and never go to disk.
+            no_store: they never go to disk.
+            durable: return when these pages, and all before them, survive a crash of the node.
 
         Raises:
             InvalidArgument, LayoutMismatch: what was passed cannot be these pages.
             CapacityError: no room for some of them (the others are stored); retryable.
+            DurabilityUnavailable: ``durable``, and the node syncs nothing; they may be stored.
             TransferTimeout, PeerUnreachable: it is not known whether they were stored; retryable.
         """
         size = self._size(shard)
         if len(pages) != len(keys):
             raise InvalidArgument("pages", f"{len(pages)} pages for {len(keys)} keys")
-        addresses = _addresses(pages, size)
-        source = mover.Pieces.contiguous(addresses, size)
-        return self.put_pieces(keys, source, shard, ttl_s=ttl_s, read_once=read_once)
+        source = mover.Pieces.contiguous(addresses(pages, size), size)
+        if durable and (ttl_s or read_once or no_store):
+            raise InvalidArgument("durable", "such pages never go to disk")
+        keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
+        result = self.put_pieces(keys, source, shard, keep)
+        if durable:
+            self.persist(keys, shard)
+        return result
+
+    def persist(self, keys: PrefixKeys, shard: int = 0) -> None:
+        """Return when these stored pages, and all before them, survive a crash of the node.
+
+        Raises:
+            CapacityError: some are not stored, or the disk has no room now; retryable.
+            DurabilityUnavailable: the node has no SSD tier, or syncs nothing.
+            TransferTimeout: they are not synced yet, but may be later; retryable.
+        """
+        link = self._services.waiting_link("store")
+        for start, stop in self._batches(len(keys), shard):
+            opened = self.numbers(link)
+            number, wait_ms = opened.shards[shard], int(SYNC_WAIT_S * 1000)
+            request = wire.Persist(0, opened.space, number, keys[start:stop].packed, wait_ms)
+            link.request(request, self._services.timeout_s + SYNC_WAIT_S, opened.epoch)
 
     def put_pieces(
-        self,
-        keys: PrefixKeys,
-        source: mover.Pieces,
-        shard: int,
-        *,
-        ttl_s: float = 0.0,
-        read_once: bool = False,
+        self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep | None = None
     ) -> PutResult:
         """:meth:`put` for pages that lie in pieces; the memory must stay until it returns."""
         total = PutResult(0)
+        keep = keep or Keep()
         for start, stop in self._batches(len(keys), shard):
-            part = self._put_batch(
-                keys[start:stop], source.pages(start, stop), shard, ttl_s, read_once=read_once
-            )
-            total = PutResult(*(a + b for a, b in zip(total, part, strict=True)))
-            if part.refused:
-                left = len(keys) - stop
-                total = total._replace(refused=total.refused + left)
+            at, deadline = start, monotonic() + DISK_WAIT_S
+            link, wait_s = self._services.link, 0.0
+            while at < stop:
+                part, busy = self._put_batch(
+                    keys[at:stop], source.pages(at, stop), shard, keep, link, wait_s
+                )
+                decided = stop - at - part.refused
+                at += decided
+                if not part.refused or not busy or (not decided and monotonic() > deadline):
+                    total = total.plus(part)
+                    break
+                # Pages are being written to disk to make room: wait for it on another connection.
+                total = total.plus(part._replace(refused=0))
+                link, wait_s = self._services.waiting_link("store"), DISK_WAIT_S
+                deadline = monotonic() + DISK_WAIT_S
+            if total.refused:
+                total = total._replace(refused=total.refused + len(keys) - stop)
                 break
         if total.refused:
             raise CapacityError(
@@ -238,7 +225,7 @@ class Space:
         size = self._size(shard)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
-        target = mover.Pieces.contiguous(_addresses(out, size, writable=True), size)
+        target = mover.Pieces.contiguous(addresses(out, size, writable=True), size)
         return self.load_pieces(keys, target, shard, None, "page")
 
     def restore_to_kvpool(
@@ -260,7 +247,7 @@ class Space:
         """
         size = self._size(shard)
         target = pool.pieces(blocks, size, by_layer=order == "segment")
-        _same_length(keys, blocks, pool.blocks_per_page(size))
+        same_length(keys, blocks, pool.blocks_per_page(size))
         progress = mover.Progress()
 
         def run() -> RestoreResult:
@@ -274,7 +261,7 @@ class Space:
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
-        ttl_s: float = 0.0, read_once: bool = False,
+        ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
     ) -> StoreJob[PutResult]:  # fmt: skip
         """Store pages straight from an engine's blocks, in the background.
 
@@ -282,11 +269,26 @@ class Space:
         """
         size = self._size(shard)
         source = pool.pieces(blocks, size)
-        _same_length(keys, blocks, pool.blocks_per_page(size))
-        return StoreJob(
-            self._services.stores,
-            lambda: self.put_pieces(keys, source, shard, ttl_s=ttl_s, read_once=read_once),
-        )
+        same_length(keys, blocks, pool.blocks_per_page(size))
+        keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
+        return StoreJob(self._services.stores, lambda: self.put_pieces(keys, source, shard, keep))
+
+    def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
+        """Bring pages from disk to memory, in the background; the job tells how many are there.
+
+        They may be evicted again at any time after.
+        """
+
+        def run() -> int:
+            there = 0
+            for start, stop in self._batches(len(keys), shard):
+                count = self._warm(keys[start:stop], shard, lambda: None)
+                there += count
+                if count < stop - start:
+                    break
+            return there
+
+        return StoreJob(self._services.loads, run)
 
     # ---- moving -----------------------------------------------------------------------------
 
@@ -338,16 +340,19 @@ class Space:
         return [(start, min(start + each, count)) for start in range(0, count, each)]
 
     def _put_batch(
-        self, keys: PrefixKeys, source: mover.Pieces, shard: int, ttl_s: float, *, read_once: bool
-    ) -> PutResult:
-        link = self._services.link
-        opened = self.numbers()  # before the memory: a request of its epoch is of its memory
+        self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep, link: NodeLink,
+        wait_s: float,
+    ) -> tuple[PutResult, bool]:  # fmt: skip
+        """Put pages on one connection; also tells whether room for those refused is being made."""
+        opened = self.numbers(link)  # before the memory: a request of its epoch is of its memory
         put = next(_names)
         tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
         with link.moving() as memory:
             number = opened.shards[shard]
-            request = wire.BeginPut(0, put, opened.space, number, keys.packed, keys.parent, tokens)
-            granted = link.request(request, self._services.timeout_s, opened.epoch)
+            request = wire.BeginPut(
+                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
+            )
+            granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
             assert isinstance(granted, wire.PutGranted)
             statuses = granted.statuses
             if granted.addresses:
@@ -356,17 +361,20 @@ class Space:
                 except BaseException:
                     link.send(wire.AbortPut(put))
                     raise
-                commit = wire.CommitPut(0, put, digests, int(ttl_s * 1000), read_once)
+                ttl_ms = int(keep.ttl_s * 1000)
+                commit = wire.CommitPut(0, put, digests, ttl_ms, keep.read_once, keep.memory_only)
                 committed = link.request(commit, self._services.timeout_s, opened.epoch)
                 assert isinstance(committed, wire.Committed)
                 statuses += committed.statuses
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
-        return PutResult(
+        result = PutResult(
             statuses.count(PageStatus.STORED),
             statuses.count(PageStatus.EXISTS),
             statuses.count(PageStatus.PENDING),
             sum(statuses.count(status) for status in refused),
         )
+        waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
+        return result, granted.busy and waits
 
     def _write(
         self, memory: Mapping, granted: wire.PutGranted, keys: PrefixKeys, source: mover.Pieces,
@@ -389,7 +397,7 @@ class Space:
         lease = next(_names)
         opened = self.numbers()  # before the memory, as in _put_batch
         with link.moving() as memory:
-            leased = self._acquire(opened, keys, shard, lease)
+            leased = self._acquire_all(opened, keys, shard, lease)
             count = len(leased.digests) // DIGEST_BYTES
             if not count:
                 return 0
@@ -415,7 +423,7 @@ class Space:
                 memory = undo.enter_context(link.moving())
                 lease = next(_names)
                 undo.callback(link.send_later, wire.Release(lease))
-                leased = self._acquire(opened, keys, shard, lease)
+                leased = self._acquire_all(opened, keys, shard, lease)
                 size = self._size(shard)
                 expected = np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
                 seeds = page_seeds(keys.packed[: len(expected) * KEY_BYTES], self._seeds[shard])
@@ -428,10 +436,42 @@ class Space:
                 return PageViews([], lambda: None)
             return PageViews(views, undo.pop_all().close)
 
-    def _acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
+    def _acquire_all(
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int
+    ) -> wire.Acquired:
+        """Lease the run, bringing to memory what of it is on disk."""
+        link = self._services.link
+        leased = self._acquire(link, opened, keys, shard, lease)
+        if not leased.more:
+            return leased
+
+        def again() -> None:
+            nonlocal leased
+            link.send(wire.Release(lease))
+            leased = self._acquire(link, opened, keys, shard, lease)
+
+        self._warm(keys, shard, again)
+        return leased
+
+    def _warm(self, keys: PrefixKeys, shard: int, then: Callable[[], None]) -> int:
+        """Bring a run to memory, do ``then`` while it is pinned there; how many pages are there."""
+        link, lease = self._services.waiting_link("load"), next(_names)
+        opened = self.numbers(link)
+        try:
+            leased = self._acquire(link, opened, keys, shard, lease, DISK_WAIT_S)
+            then()
+        finally:
+            link.send_later(wire.Release(lease))
+        return len(leased.digests) // DIGEST_BYTES
+
+    def _acquire(
+        self, link: NodeLink, opened: Opened, keys: PrefixKeys, shard: int, lease: int,
+        wait_s: float = 0.0,
+    ) -> wire.Acquired:  # fmt: skip
         number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
-        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms)
-        leased = self._services.link.request(request, self._services.timeout_s, opened.epoch)
+        wait_ms = int(wait_s * 1000)
+        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms, wait_ms)
+        leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)
         return leased
 
@@ -453,36 +493,3 @@ class Space:
             self._services.troubles["corrupt"] += 1
             log.error("page %s failed its digest: quarantined, a miss", keys[first].hex()[:16])
         return first
-
-
-def _addresses(
-    buffers: Sequence[Buffer], size: int, *, writable: bool = False
-) -> npt.NDArray[np.uint64]:
-    """Where the buffers' bytes are.
-
-    Raises:
-        InvalidArgument: one has another size, is not contiguous, or may not be written.
-    """
-    found = np.empty(len(buffers), dtype=np.uint64)
-    field, need = "pages", "C-contiguous"
-    if writable:
-        field, need = "out", "writable and C-contiguous"
-    for index, buffer in enumerate(buffers):
-        if isinstance(buffer, np.ndarray):
-            array, contiguous = buffer, buffer.flags.c_contiguous
-        else:
-            view = memoryview(buffer)
-            contiguous = view.c_contiguous
-            array = np.frombuffer(view if contiguous else b"", dtype=np.uint8)
-        if not contiguous or (writable and not array.flags.writeable):
-            raise InvalidArgument(field, f"page {index} is not {need}")
-        if array.nbytes != size:
-            raise InvalidArgument(field, f"page {index} has {array.nbytes} bytes, not {size}")
-        found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
-    return found
-
-
-def _same_length(keys: PrefixKeys, blocks: npt.ArrayLike, per_page: int) -> None:
-    have = np.size(np.asarray(blocks))
-    if have != len(keys) * per_page:
-        raise InvalidArgument("blocks", f"{have} blocks for {len(keys)} keys of {per_page} each")

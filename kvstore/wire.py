@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 0
+PROTOCOL_MINOR: Final = 1
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 
@@ -79,15 +79,19 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
 
 class Found(msgspec.Struct, array_like=True, tag=6):
-    """Answer to Lookup."""
+    """Answer to Lookup; ``on_disk`` of the pages are in no memory."""
 
     id: int
     pages: int
     pending: int
+    on_disk: int = 0
 
 
 class Acquire(msgspec.Struct, array_like=True, tag=7):
-    """Lease the leading run of READY pages among ``keys``."""
+    """Lease the leading run of READY pages among ``keys`` that are in memory.
+
+    Waits up to ``wait_ms`` while pages of the run come from disk; with 0 none are loaded.
+    """
 
     id: int
     lease: int
@@ -95,14 +99,19 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     shard: int
     keys: bytes
     lease_ms: int
+    wait_ms: int = 0
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):
-    """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased."""
+    """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased.
+
+    ``more`` READY pages right behind them are on disk.
+    """
 
     id: int
     addresses: bytes
     digests: bytes
+    more: int = 0
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):
@@ -112,7 +121,10 @@ class Release(msgspec.Struct, array_like=True, tag=9):
 
 
 class BeginPut(msgspec.Struct, array_like=True, tag=10):
-    """Ask for slots for pages; ``parent`` is the key before the first, empty at a chain's start."""
+    """Ask for slots for pages; ``parent`` is the key before the first, empty at a chain's start.
+
+    Waits up to ``wait_ms`` for the first slot while room is being made.
+    """
 
     id: int
     put: int
@@ -121,24 +133,33 @@ class BeginPut(msgspec.Struct, array_like=True, tag=10):
     keys: bytes
     parent: bytes
     tokens: bytes = b""
+    wait_ms: int = 0
 
 
 class PutGranted(msgspec.Struct, array_like=True, tag=11):
-    """Answer to BeginPut: a status byte a key, and the addresses of the granted ones."""
+    """Answer to BeginPut: a status byte a key, and the addresses of the granted ones.
+
+    ``busy``: those without room may have some soon, pages are being written to disk for it.
+    """
 
     id: int
     statuses: bytes
     addresses: bytes
+    busy: bool = False
 
 
 class CommitPut(msgspec.Struct, array_like=True, tag=12):
-    """The granted pages are written; 16 bytes of digest each. ``ttl_ms`` 0 = no expiry."""
+    """The granted pages are written; 16 bytes of digest each. ``ttl_ms`` 0 = no expiry.
+
+    ``memory_only``: they never go to disk (nor do pages with a TTL or to be read once).
+    """
 
     id: int
     put: int
     digests: bytes
     ttl_ms: int = 0
     read_once: bool = False
+    memory_only: bool = False
 
 
 class Committed(msgspec.Struct, array_like=True, tag=13):
@@ -220,13 +241,29 @@ class Pong(msgspec.Struct, array_like=True, tag=24):
     id: int
 
 
+class Persist(msgspec.Struct, array_like=True, tag=25):
+    """Answer once these READY pages and all before them survive a crash, or fail."""
+
+    id: int
+    space: int
+    shard: int
+    keys: bytes
+    wait_ms: int
+
+
+class Persisted(msgspec.Struct, array_like=True, tag=26):
+    """Answer to Persist."""
+
+    id: int
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
-    | Settled | ReportPrefill | Stats | FetchExtents | Ping
+    | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
-    | Failure | Pong
+    | Failure | Pong | Persisted
 )  # fmt: skip
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

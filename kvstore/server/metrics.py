@@ -30,7 +30,11 @@ class _Snapshot:
         yield _gauge("kvstore_connections", "Open connections.", stats["connections"])
         yield _gauge("kvstore_leases", "Leases not yet given back.", stats["leases"])
         yield _gauge("kvstore_open_puts", "Puts not yet committed.", stats["puts"])
-        yield _gauge("kvstore_waiting_lookups", "Lookups waiting.", stats["waiting_lookups"])
+        yield _gauge(
+            "kvstore_waiting_requests",
+            "Requests waiting for pages, room or a sync.",
+            stats["waiting_requests"],
+        )
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
         yield from _counters(stats["counts"])
         events = stats["events"]

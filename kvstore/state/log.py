@@ -36,3 +36,32 @@ def footer_bytes(records: int) -> int:
     """Most bytes that the footer of a segment of so many records takes."""
     entries = -(-records * FOOTER_ENTRY_BYTES // BLOCK_BYTES) * BLOCK_BYTES
     return FOOTER_TABLE_BYTES + entries + BLOCK_BYTES
+
+
+class SegmentLog:
+    """Stub."""
+
+    def __init__(self, directory_capacities, segment_bytes):
+        self.segment_bytes = segment_bytes
+        self.free = sum(c // segment_bytes for c in directory_capacities)
+        self.segment = 0
+        self.offset = segment_bytes
+        self.reclaiming = False
+
+    def place(self, node, shard, *, carried=False):
+        size = record_bytes(node.space.shards[shard].page_bytes)
+        if self.offset + size > self.segment_bytes:
+            if not self.free:
+                return None
+            self.free -= 1
+            self.segment += 1
+            self.offset = 0
+        place = Place(self.segment, self.offset)
+        self.offset += size
+        return place
+
+    def remove(self, node, shard): ...
+    def abandon(self, place, size): ...
+    def wrote(self, node, shard): ...
+    def pin_segment(self, segment): ...
+    def unpin_segment(self, segment): ...

@@ -11,6 +11,8 @@ from itertools import count
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import Fetch, Verdict
 from kvstore.state.match import longest_match
 from kvstore.state.outcomes import Abandoned, Action, PageStatus, Removed, Stored
 from kvstore.state.sessions import Lease, Process, Put
@@ -29,6 +31,8 @@ class PageTable:
     def __init__(self, slots: SlotTable) -> None:
         """Start empty."""
         self.slots = slots
+        #: Set when there is an SSD tier.
+        self.disk: DiskPages | None = None
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
@@ -61,7 +65,7 @@ class PageTable:
         self, process: Process, lease_id: int, space: Space, shard: int, packed: bytes,
         deadline_ns: int,
     ) -> Lease:  # fmt: skip
-        """Pin the leading run of READY pages of one shard under a lease.
+        """Pin the leading run of pages of one shard that are in memory under a lease.
 
         Raises:
             CapacityError: the session's quota is used up; nothing was pinned.
@@ -73,7 +77,7 @@ class PageTable:
         bit = 1 << shard
         for at in range(0, len(packed), KEY_BYTES):
             node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
-            if node is None or not node.ready & bit:
+            if node is None or not node.ready & bit or shard not in node.slots:
                 break
             pages.append((node, shard, node.slots[shard]))
         lease = Lease(pages, len(pages) * space.shards[shard].slot_bytes, deadline_ns)
@@ -86,6 +90,8 @@ class PageTable:
             pages[-1][0].access = self._tick
             self._hold(process, lease.size_bytes)
             process.leases[lease_id] = lease
+            if self.disk is not None:
+                self.disk.used(pages[-1][0], shard)
             entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
             heapq.heappush(self._lease_deadlines, entry)
         return lease
@@ -104,8 +110,51 @@ class PageTable:
             if node.read_once and self._owns(node, shard, slot):
                 self.drop(node, shard, "read_once")
             else:
-                self._offer(node)
+                self.offer(node)
         lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
+
+    def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
+        """How many of the first ``pages`` pages are not in memory for every shard."""
+        if self.disk is None:
+            return 0
+        missing = 0
+        for at in range(pages):
+            slots = space.nodes[PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])].slots
+            missing += not all(shard in slots for shard in shards)
+        return missing
+
+    def fetch(self, process: Process, run: list[Node], shard: int) -> Fetch:
+        """Load what is on disk only of a run of READY pages; they count against the quota.
+
+        Raises:
+            CapacityError: the session's quota is used up; nothing is loaded.
+        """
+        assert self.disk is not None
+        size = len(run) * run[0].space.shards[shard].slot_bytes
+        if not process.session.admits(size):
+            raise CapacityError(
+                f"the session's quota of {process.session.quota_bytes} bytes is used up"
+            )
+        self._hold(process, size)
+        fetch = self.disk.fetch(run, shard)
+        fetch.size_bytes = size
+        return fetch
+
+    def end_fetch(self, process: Process, fetch: Fetch) -> None:
+        """Whoever waited has what it wanted, or has given up."""
+        assert self.disk is not None
+        self._hold(process, -fetch.size_bytes)
+        self.disk.end_fetch(fetch)
+
+    def ready_run(self, space: Space, shard: int, packed: bytes) -> list[Node]:
+        """The nodes of the leading run of READY pages of one shard, in whatever tier."""
+        run: list[Node] = []
+        for at in range(0, len(packed), KEY_BYTES):
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            if node is None or not node.ready >> shard & 1:
+                break
+            run.append(node)
+        return run
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -142,8 +191,9 @@ class PageTable:
         return statuses, put
 
     def commit_put(
-        self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool
-    ) -> list[PageStatus]:
+        self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool,
+        memory_only: bool = False,
+    ) -> list[PageStatus]:  # fmt: skip
         """The bytes are there: make the granted pages READY.
 
         Raises:
@@ -169,14 +219,17 @@ class PageTable:
             node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self._tick
             node.read_once = read_once
+            node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
                 node.expires_ns = expires_ns
                 heapq.heappush(self._page_deadlines, (expires_ns, next(self._sequence), node))
             stored.append(node)
             statuses.append(PageStatus.STORED)
-            self._offer(node)
+            self.offer(node)
         self._announce(put, stored)
         self.counts["stored_pages"] += len(stored)
+        if self.disk is not None and stored:
+            self.disk.stored(stored, put.shard)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -221,6 +274,13 @@ class PageTable:
                 self.abort_put(process, put_id)
         assert process.idle
 
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
+        self.slots.commit([slot], self._tick)
+        node.promote(shard, slot)
+        self._owners[slot] = node
+        self.counts["promoted_pages"] += 1
+
     def drop(self, node: Node, shard: int, cause: str) -> None:
         """Take one READY page out of the index, and with it what only it made reachable."""
         if not node.ready >> shard & 1:
@@ -239,7 +299,7 @@ class PageTable:
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
-                    self._offer(node)
+                    self.offer(node)
         while pages and pages[0][0] <= now_ns:
             _, _, node = heapq.heappop(pages)
             if is_live(node) and 0 < node.expires_ns <= now_ns:
@@ -262,9 +322,12 @@ class PageTable:
                     owned[slot] = node
                     ready = self.slots.state(slot) == SlotState.READY
                     assert ready == bool(node.ready >> shard & 1)
-                    needs_head = not space.shards[shard].window_pages
+                for shard in {*node.slots, *node.disk}:
                     head = node.parent
-                    assert head is space.root or not needs_head or shard in head.slots  # type: ignore[union-attr]
+                    assert head is not None
+                    if head is not space.root and not space.shards[shard].window_pages:
+                        assert head.present >> shard & 1
+                        assert shard in head.disk or shard not in node.disk
                 if self._evictable(node):
                     assert _classes(node) <= set(node.queued), "a leaf is in all its queues"
         assert owned == self._owners
@@ -294,20 +357,20 @@ class PageTable:
     ) -> PageStatus:
         shard = put.shard
         known = space.nodes.get(key)
-        if known is not None and shard in known.slots:
+        if known is not None and known.present >> shard & 1:
             known.access = self._tick
             return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
         of = space.shards[shard]
         if parent and not of.window_pages:
             head = space.nodes.get(parent)
-            if head is None or shard not in head.slots:
+            if head is None or not head.present >> shard & 1:
                 return PageStatus.NO_PARENT
         if not process.session.admits(of.slot_bytes):
             return PageStatus.NO_ROOM
         node = space.node(key, parent)
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
-        slot = self._allocate(space.identity.tenant, of.slot_bytes)
+        slot = self.allocate(space.identity.tenant, of.slot_bytes)
         if slot is None:
             node.forget(shard)
             self._tidy(node)
@@ -319,7 +382,8 @@ class PageTable:
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
 
-    def _allocate(self, domain: str, slot_bytes: int) -> Slot | None:
+    def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING, made room for if need be; None when there is no room now."""
         while not (taken := self.slots.allocate(1, domain, slot_bytes)):
             if not self._make_room(domain, slot_bytes):
                 return None
@@ -328,10 +392,15 @@ class PageTable:
     def _make_room(self, domain: str, slot_bytes: int) -> bool:
         """Evict the least recently used leaf of the class, or a colder extent of another class."""
         queue = self._queue(domain, slot_bytes)
-        while (node := queue.pop()) is not None and not (
-            slot_bytes in _classes(node) and self._evictable(node)
-        ):
-            pass
+        while (node := queue.pop()) is not None:
+            if slot_bytes not in _classes(node) or not self._evictable(node):
+                continue
+            verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+            if verdict is Verdict.FULL:
+                queue.offer(node)
+                return False
+            if verdict is Verdict.EVICT:
+                break
         age = node.access if node is not None else self._tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
         while position is not None:
@@ -343,10 +412,25 @@ class PageTable:
             position = self.slots.colder_extent(domain, slot_bytes, age)
         if node is None:
             return False
-        for shard in list(node.slots):
-            self._remove(node, shard, "evicted")
-        self._tidy(node)
+        self._evict(node)
         return True
+
+    def _evict(self, node: Node) -> None:
+        """Take a node's pages out of memory; those on disk stay in the index."""
+        for shard in list(node.slots):
+            if shard in node.disk:
+                self._release_memory(node, shard)
+            else:
+                self._remove(node, shard, "evicted")
+        if node.parent is not None:
+            node.parent.access = max(node.parent.access, node.access)
+        self._tidy(node)
+
+    def _release_memory(self, node: Node, shard: int) -> None:
+        slot = node.forget(shard)
+        del self._owners[slot]
+        self.counts["evicted_to_disk"] += 1
+        self.slots.release([slot])
 
     def _empty_extent(self, position: int) -> bool:
         """Evict every page of an extent and what hangs below them; False if something is in use."""
@@ -363,9 +447,12 @@ class PageTable:
                     if not node.ready >> shard & 1 or self.slots.in_use(slot):
                         return False
         for owner in doomed:
-            if is_live(owner):
-                for shard in list(owner.digests):
+            for shard in list(owner.slots) if is_live(owner) else ():
+                if shard in owner.disk:
+                    self._release_memory(owner, shard)
+                elif shard in owner.slots:
                     self.drop(owner, shard, "evicted")
+            self._tidy(owner)
         return not self.slots.slots_in_use(position)
 
     def _drop_below(self, node: Node, shard: int, cause: str) -> None:
@@ -375,15 +462,19 @@ class PageTable:
         for below in reversed(_subtree(node)[1:]):
             if below.ready >> shard & 1:
                 self._remove(below, shard, cause)
-            elif shard in below.slots:
+            elif below.present >> shard & 1:
                 self._abandon(below, shard)  # its writer will find it DROPPED
             self._tidy(below)
 
     def _remove(self, node: Node, shard: int, cause: str) -> None:
-        slot = self._forget(node, shard)
+        """Take a READY page out of every tier."""
+        if self.disk is not None:
+            self.disk.forget(node, shard)
+        slot = self._forget(node, shard) if shard in node.slots else None
         self.actions.append(Removed(node.space, shard, [node.key], cause))
         self.counts[f"removed_{cause}"] += 1
-        self.slots.release([slot])
+        if slot is not None:
+            self.slots.release([slot])
 
     def _abandon(self, node: Node, shard: int) -> None:
         self._forget(node, shard)
@@ -400,9 +491,13 @@ class PageTable:
     def _tidy(self, node: Node) -> None:
         """After pages went: prune bare nodes, and offer what became a leaf."""
         if is_live(node):
-            self._offer(node.space.prune(node))
+            node = node.space.prune(node)
+            while not node.in_memory and node.parent is not None:
+                node = node.parent
+            self.offer(node)
 
-    def _offer(self, node: Node) -> None:
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
         if self._evictable(node):
             for slot_bytes in _classes(node):
                 self._queue(node.space.identity.tenant, slot_bytes).offer(node)
@@ -416,9 +511,9 @@ class PageTable:
     def _evictable(self, node: Node) -> bool:
         return (
             bool(node.slots)
-            and not node.children
+            and not node.children_in_memory
             and is_live(node)
-            and len(node.digests) == len(node.slots)
+            and all(node.ready >> shard & 1 for shard in node.slots)
             and not any(self.slots.pinned(slot) for slot in node.slots.values())
         )
 

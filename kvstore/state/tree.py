@@ -28,17 +28,18 @@ class Node:
         digests: shard number → digest, for all and only the READY pages.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
-        children_in_memory: children with slots.
+        children_in_memory: children that have slots or lead to nodes that do.
         depth: nodes between this one and the root, itself included.
         access: tick of the last use of this node or of a descendant that is gone.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
+        memory_only: its pages never go to disk.
         queued: slot sizes of the eviction queues in which an entry stands for this node.
     """
 
     __slots__ = (
         "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
-        "parent", "present", "queued", "read_once", "ready", "slots", "space",
+        "memory_only", "parent", "present", "queued", "read_once", "ready", "slots", "space",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -57,6 +58,7 @@ class Node:
         self.access = 0
         self.expires_ns = 0
         self.read_once = False
+        self.memory_only = False
         self.queued: tuple[int, ...] = ()
         if parent is not None:
             parent.children[key] = self
@@ -96,8 +98,8 @@ class Node:
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""
         slot = self.slots.pop(shard)
-        if not self.slots and self.parent is not None:
-            self.parent.children_in_memory -= 1
+        if not self.in_memory:
+            self._count_above(-1)
         self._leave(shard)
         return slot
 
@@ -108,9 +110,24 @@ class Node:
         return place
 
     def _enter_memory(self, shard: int, slot: Slot) -> None:
-        if not self.slots and self.parent is not None:
-            self.parent.children_in_memory += 1
+        if not self.in_memory:
+            self._count_above(1)
         self.slots[shard] = slot
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this node or any below it has slots."""
+        return bool(self.slots) or self.children_in_memory > 0
+
+    def _count_above(self, change: int) -> None:
+        """Tell the ancestors that something here came to memory (1) or left it (-1)."""
+        at = self.parent
+        while at is not None:
+            before = at.in_memory
+            at.children_in_memory += change
+            if at.in_memory == before:
+                return
+            at = at.parent
 
     def _leave(self, shard: int) -> None:
         if shard in self.slots or shard in self.disk:
@@ -175,10 +192,11 @@ class Space:
             return self._add(key, parent)
         if found.parent is self.root and parent is not self.root and not self._above(found, parent):
             del self.root.children[key]
+            self.root.children_in_memory -= found.in_memory
             found.parent = parent
             parent.children[key] = found
-            self.root.children_in_memory -= bool(found.slots)
-            parent.children_in_memory += bool(found.slots)
+            if found.in_memory:
+                found._count_above(1)  # noqa: SLF001
             _deepen(found)
         return found
 
@@ -210,7 +228,7 @@ class Space:
             assert node.present == sum(1 << shard for shard in {*node.slots, *node.disk})
             assert (node in self.writing) == (node.present != node.ready)
             assert set(node.digests) == {i for i in range(64) if node.ready >> i & 1}
-            in_memory = sum(1 for child in node.children.values() if child.slots)
+            in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
 

@@ -415,7 +415,7 @@ class Simulation:
         assert not node.processes
         assert not node.sessions
         stats = node.stats()
-        assert stats["leases"] == stats["puts"] == stats["waiting_lookups"] == 0
+        assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0
         host = stats["host"]
         assert host["writing_bytes"] == host["limbo_bytes"] == host["pinned_bytes"] == 0
         for space in node.pages.spaces:

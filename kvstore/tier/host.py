@@ -45,6 +45,8 @@ class HostMemory:
         self._prefix = f"kvstore:{node}:{boot.hex()}:"
         self._extent_bytes = extent_bytes
         self._descriptors: dict[int, int] = {}
+        #: Extents that this process has mapped for its own moves, and where.
+        self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
         self._waiting: list[int] = []
         self._populated: set[int] = set()
         #: Protects the three above; never held while memory is touched.
@@ -80,6 +82,7 @@ class HostMemory:
             self._populated.discard(old)
             if old in self._waiting:
                 self._waiting.remove(old)
+        self._unmap(old)
         # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
         with mmap.mmap(descriptor, self._extent_bytes) as memory:
             memory.madvise(mmap.MADV_REMOVE)
@@ -89,6 +92,29 @@ class HostMemory:
     def descriptor(self, number: int) -> int | None:
         """The memfd of an extent (owned by this object), or None when there is no such extent."""
         return self._descriptors.get(number)
+
+    def address(self, number: int) -> int:
+        """Where an extent is in this process, which maps it now if it did not before.
+
+        Valid until the extent is replaced or :meth:`close`; call it from one thread.
+
+        Raises:
+            TierUnavailable: it cannot be mapped.
+        """
+        known = self._mapped.get(number)
+        if known is None:
+            try:
+                memory = mmap.mmap(self._descriptors[number], self._extent_bytes)
+            except OSError as error:
+                raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
+            start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+            known = self._mapped[number] = (memory, start)
+        return known[1]
+
+    def _unmap(self, number: int) -> None:
+        known = self._mapped.pop(number, None)
+        if known is not None:
+            known[0].close()
 
     def populated_bytes(self) -> int:
         """Bytes that have been pre-faulted."""
@@ -101,6 +127,8 @@ class HostMemory:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
+        for number in list(self._mapped):
+            self._unmap(number)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

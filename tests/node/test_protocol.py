@@ -99,7 +99,7 @@ def node() -> Iterator[Wire]:
         made.node.disconnected(connection, made.now_ns, ended=True)
     stats = made.node.stats()
     assert stats["sessions"] == []
-    assert stats["leases"] == stats["puts"] == stats["waiting_lookups"] == 0
+    assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0
     assert stats["host"]["writing_bytes"] == stats["host"]["pinned_bytes"] == 0
     assert stats["host"]["limbo_bytes"] == 0
 
@@ -332,8 +332,8 @@ def test_waiters_that_left_are_forgotten(node):
 
     node.node.disconnected(2, node.now_ns, ended=False)
 
-    assert node.node.stats()["waiting_lookups"] == 0
-    assert not node.node._waiters, "not even an empty list for each key they waited for"
+    assert node.node.stats()["waiting_requests"] == 0
+    assert not node.node.waiting._by_thing, "not even an empty list for each key they waited for"
 
 
 # What is left behind

@@ -1,0 +1,67 @@
+"""What the spaces of one store share: connections, workers, and what was learnt of the node."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvstore.errors import KVStoreError, PeerUnreachable
+from kvstore.jobs import Worker
+from kvstore.link import NodeLink
+
+log = logging.getLogger(__name__)
+
+LOAD_BYTES_PER_S_GUESS: Final = 5e9
+_SAID_MAX: Final = 100
+
+
+class Services:
+    """What the spaces of one store share.
+
+    Attributes:
+        link: the node.
+        waiting_link: gives the connection for requests of one purpose that may wait, so that
+            nothing else waits behind them.
+        timeout_s: longest wait for any answer.
+        loads: runs restores.
+        stores: runs extracts.
+        troubles: error code → how often a read became a miss because of it.
+        load_bytes_per_s: how fast loads have been.
+    """
+
+    def __init__(
+        self, link: NodeLink, waiting_link: Callable[[str], NodeLink], timeout_s: float
+    ) -> None:
+        """Start the workers (their threads start with their first job)."""
+        self.link = link
+        self.waiting_link = waiting_link
+        self.timeout_s = timeout_s
+        self.loads = Worker("kvstore-load")
+        self.stores = Worker("kvstore-store")
+        self.troubles: Counter[str] = Counter()
+        self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
+        self._said: set[str] = set()
+
+    def note_load(self, size: int, seconds: float) -> None:
+        """Learn from a finished load (moving average over about ten)."""
+        if size and seconds > 0:
+            self.load_bytes_per_s += 0.1 * (size / seconds - self.load_bytes_per_s)
+
+    def note_trouble(self, error: KVStoreError) -> None:
+        """A read became a miss."""
+        self.troubles[error.code] += 1
+        if isinstance(error, PeerUnreachable):
+            return
+        # A node that refuses does so at every lookup: said once, the rest is counted.
+        level = logging.WARNING if str(error) not in self._said else logging.DEBUG
+        if len(self._said) < _SAID_MAX:
+            self._said.add(str(error))
+        log.log(level, "a read became a miss: %s", error)
+
+
+class Opened(NamedTuple):
+    """What a space and the engine's shards are called on one connection."""
+
+    epoch: int
+    space: int
+    shards: list[int]

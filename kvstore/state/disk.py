@@ -1,0 +1,441 @@
+"""Pages on their way to the SSD log and back: what is written, loaded, carried and synced. Pure.
+
+::
+
+    in memory ──write──► in memory and on disk ──evicted──► on disk ──load──► in memory and on disk
+                                                               │
+                                                               └─ its segment is reclaimed: gone
+
+The pages on disk are closed towards the start of their chains: a page counts as being there only
+once the page before it does, so whatever a crash leaves can be reached. While a page is written its
+slot is pinned; while one is loaded its slot belongs to nobody else.
+
+Completions come in any order. A write counts when its bytes are in the file and its head is on
+disk; whoever put it durably is told after the next sync that began later.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
+from kvstore.state.admission import Admission
+from kvstore.state.diskjobs import (
+    DiskJob,
+    DiskRead,
+    DiskRules,
+    DiskSync,
+    DiskWrite,
+    Durable,
+    Fetch,
+    Verdict,
+    WritePolicy,
+)
+from kvstore.state.keeper import SegmentKeeper
+from kvstore.state.log import Place, SegmentLog, record_bytes
+from kvstore.state.slots import Slot, SlotTable
+from kvstore.state.syncs import Syncs
+from kvstore.state.tree import Node, is_live
+
+BACKLOG_MAX: Final = 65_536
+RETRY_NS: Final = 5_000_000_000
+"""After a failed write nothing is written for so long."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    job: DiskWrite
+    size: int
+    waiters: list[Durable] = field(default_factory=list)
+    finished: bool = False
+    error: KVStoreError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    job: DiskRead
+    digest: bytes
+    waiters: list[Fetch] = field(default_factory=list)
+
+
+class Memory(Protocol):
+    """What this needs of the page table: the pages in memory and the index."""
+
+    slots: SlotTable
+    counts: Counter[str]
+
+    def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING, made room for if need be."""
+        ...
+
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
+        ...
+
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """The page was loaded to ``slot``, which is still WRITING."""
+        ...
+
+    def drop(self, node: Node, shard: int, cause: str) -> None:
+        """Take the page out of the index, in every tier, with all that it leads to."""
+        ...
+
+
+class DiskPages:
+    """The disk side of a page table.
+
+    Args:
+        memory: the memory side.
+        log: which record lies where.
+        admission: which ordinary pages are worth writing.
+        rules: when they are written and synced.
+
+    Attributes:
+        jobs: to be carried out by the tier, in order.
+        acknowledged: durable puts that ended.
+        fetched: fetches whose last load ended.
+        in_flight_bytes: being written.
+    """
+
+    def __init__(
+        self, memory: Memory, log: SegmentLog, admission: Admission, rules: DiskRules
+    ) -> None:
+        """Start with nothing on disk."""
+        self.log = log
+        self.admission = admission
+        self.rules = rules
+        self.jobs: list[DiskJob] = []
+        self.acknowledged: list[Durable] = []
+        self.fetched: list[Fetch] = []
+        self.in_flight_bytes = 0
+        self._memory = memory
+        self._numbers = count(1)
+        self._now_ns = 0
+        self._retry_ns = 0
+        self._writes: dict[tuple[Node, int], _Write] = {}
+        self._loads: dict[tuple[Node, int], _Load] = {}
+        #: Job number → job; all and only those under way.
+        self._under_way: dict[int, DiskJob] = {}
+        self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
+        self._syncs = Syncs(
+            rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
+        )
+        self._keeper = SegmentKeeper(log, self._number, self._submit, self._lose, memory.counts)
+
+    # ---- towards the disk -------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether memory or disk will be freed without anyone asking for more."""
+        return bool(self._writes) or self.log.reclaiming
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a write failed a moment ago: nothing is written for a while."""
+        return self._now_ns < self._retry_ns
+
+    def stored(self, nodes: Iterable[Node], shard: int) -> None:
+        """Pages became READY in memory."""
+        if self.rules.write is WritePolicy.THROUGH:
+            self._backlog.extend((node, shard) for node in nodes)
+            self._pump()
+
+    def used(self, node: Node, shard: int) -> None:
+        """Somebody loads the prefix that ends here."""
+        if self.rules.write is WritePolicy.SELECTIVE and self._is_dirty(node, shard):
+            self._backlog.append((node, shard))
+            self._pump()
+
+    def before_eviction(self, node: Node) -> Verdict:
+        """The memory of this node is needed."""
+        verdict = Verdict.EVICT
+        for shard in list(node.slots):
+            if not self._is_dirty(node, shard):
+                continue
+            if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
+                continue
+            if self.degraded:
+                self._memory.counts["demotions_failed"] += 1
+                continue
+            if self.in_flight_bytes >= self.rules.in_flight_bytes_max:
+                return Verdict.FULL
+            self._write_chain(node, shard)
+            if (node, shard) in self._writes:
+                verdict = Verdict.WRITING
+        return verdict
+
+    def make_durable(self, nodes: Sequence[Node], shard: int) -> Durable:
+        """Write these pages and all before them, whatever admission thinks of them.
+
+        Returns:
+            what ``acknowledged`` will hold once they are synced.
+
+        Raises:
+            CapacityError: there is no room for all of them now, or writes fail at the moment.
+        """
+        durable = Durable()
+        for node in nodes:
+            slot = node.slots.get(shard)
+            if slot is not None:
+                self._memory.slots.pin([slot], 0)
+                durable.pinned.append((node, slot))
+            there = shard in node.disk
+            if not there and (self.degraded or not self._write_chain(node, shard, durable)):
+                self._end_durable(durable)
+                self.acknowledged.remove(durable)
+                raise CapacityError("the SSD tier has no room for a durable page now; try later")
+        if not durable.outstanding:
+            self._syncs.wait(durable)
+            self._syncs.advance(self._now_ns)
+        return durable
+
+    def forget(self, node: Node, shard: int) -> None:
+        """The page leaves the disk, if it is there."""
+        if shard in node.disk:
+            self.log.remove(node, shard)
+            node.forget_disk(shard)
+
+    def _is_dirty(self, node: Node, shard: int) -> bool:
+        """Whether the page is in memory only, and may be on disk."""
+        return (
+            shard in node.slots
+            and bool(node.ready >> shard & 1)
+            and shard not in node.disk
+            and not node.memory_only
+            and (node, shard) not in self._writes
+        )
+
+    def _write_chain(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
+        """Start to write a page and what precedes it; whether all of it is on its way."""
+        window = node.space.shards[shard].window_pages
+        chain: list[Node] = []
+        at: Node | None = node
+        while at is not None and at is not node.space.root and shard not in at.disk:
+            under_way = self._writes.get((at, shard))
+            if under_way is not None:
+                self._await(under_way, durable)
+                break
+            if not self._is_dirty(at, shard):
+                return False  # its engine is still writing it, or it must not go to disk
+            chain.append(at)
+            at = None if window else at.parent
+        chain.reverse()
+        wanted = len(chain)
+        if durable is None:
+            size = record_bytes(node.space.shards[shard].page_bytes)
+            pairs = [(one, shard) for one in chain]
+            del chain[self.admission.admit(pairs, size, self._now_ns) :]
+            self._memory.counts["not_admitted_pages"] += wanted - len(chain)
+        begun = 0
+        for one in chain:
+            place = self.log.place(one, shard)
+            if place is None:
+                self._memory.counts["disk_full_pages"] += len(chain) - begun
+                break
+            begun += 1
+            self._begin_write(one, shard, place, durable)
+        self._keeper.tend()
+        return begun == wanted
+
+    def _begin_write(self, node: Node, shard: int, place: Place, durable: Durable | None) -> None:
+        slot = node.slots[shard]
+        job = DiskWrite(self._number(), place, node, shard, slot)
+        size = record_bytes(node.space.shards[shard].page_bytes)
+        write = self._writes[node, shard] = _Write(job, size)
+        self._memory.slots.pin([slot], 0)
+        self.in_flight_bytes += size
+        self._submit(job)
+        self._await(write, durable)
+
+    def _await(self, write: _Write, durable: Durable | None) -> None:
+        if durable is not None and durable not in write.waiters:
+            write.waiters.append(durable)
+            durable.outstanding += 1
+
+    def _pump(self) -> None:
+        """Write what waits its turn, as far as may be under way at a time."""
+        while (
+            self._backlog
+            and not self.degraded
+            and self.in_flight_bytes < self.rules.in_flight_bytes_max
+        ):
+            node, shard = self._backlog.popleft()
+            if is_live(node) and self._is_dirty(node, shard):
+                self._write_chain(node, shard)
+
+    def _wrote(self, write: _Write, error: KVStoreError | None) -> None:
+        """Count the page as written once its head is, then those that waited for it."""
+        write.finished, write.error = True, error
+        self.in_flight_bytes -= write.size
+        settling = [write]
+        while settling:
+            write = settling.pop()
+            node, shard = write.job.node, write.job.shard
+            window = node.space.shards[shard].window_pages
+            head = node.parent
+            if not write.finished or (not window and (head, shard) in self._writes):
+                continue  # its turn comes
+            del self._writes[node, shard]
+            reachable = window or head is node.space.root or (head and shard in head.disk)
+            mine = is_live(node) and node.slots.get(shard) == write.job.slot
+            if write.error is None and mine and reachable:
+                node.demote(shard, write.job.place)
+                self.log.wrote(node, shard)
+                self._memory.counts["demoted_pages"] += 1
+            else:
+                self.log.abandon(write.job.place, write.size)
+                self._memory.counts["unwritten_pages"] += 1
+                write.error = write.error or CapacityError("the page left the store meanwhile")
+            self._memory.slots.unpin([write.job.slot])
+            self._memory.offer(node)
+            self._answer(write)
+            settling += [
+                self._writes[child, shard]
+                for child in node.children.values()
+                if (child, shard) in self._writes
+            ]
+
+    def _answer(self, write: _Write) -> None:
+        if write.error is None:
+            self._syncs.wrote()
+        for durable in write.waiters:
+            durable.outstanding -= 1
+            durable.error = durable.error or write.error
+            if not durable.outstanding:
+                self._syncs.wait(durable)
+
+    def _end_durable(self, durable: Durable) -> None:
+        for write in self._writes.values() if durable.outstanding else ():
+            if durable in write.waiters:
+                write.waiters.remove(durable)
+        self._unpin(durable.pinned)
+        durable.ended = True
+        self.acknowledged.append(durable)
+
+    # ---- from the disk ----------------------------------------------------------------------
+
+    def fetch(self, nodes: Sequence[Node], shard: int) -> Fetch:
+        """Load what is on disk only of a run of READY pages, and keep all of it in memory.
+
+        The run may come back shorter: when memory has no room for more, or a page cannot be read.
+        """
+        fetch = Fetch()
+        for node in nodes:
+            if shard in node.slots:
+                self._keep(fetch, node, node.slots[shard])
+        for node in nodes:
+            if not node.ready >> shard & 1:
+                break  # it went while room was made for another
+            if shard in node.slots:
+                continue
+            load = self._loads.get((node, shard)) or self._begin_load(node, shard)
+            if load is None:
+                break
+            load.waiters.append(fetch)
+            fetch.outstanding += 1
+        if not fetch.outstanding:
+            self.fetched.append(fetch)
+        return fetch
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Whoever waited has what it wanted, or has given up."""
+        fetch.ended = True
+        self._unpin(fetch.pinned)
+
+    def _unpin(self, pinned: list[tuple[Node, Slot]]) -> None:
+        for node, slot in pinned:
+            self._memory.slots.unpin([slot])
+            self._memory.offer(node)
+        pinned.clear()
+
+    def _keep(self, fetch: Fetch, node: Node, slot: Slot) -> None:
+        self._memory.slots.pin([slot], 0)
+        fetch.pinned.append((node, slot))
+
+    def _begin_load(self, node: Node, shard: int) -> _Load | None:
+        size = node.space.shards[shard].slot_bytes
+        slot = self._memory.allocate(node.space.identity.tenant, size)
+        place = node.disk.get(shard)
+        if slot is None or place is None:  # making room may have cost the page itself
+            if slot is not None:
+                self._memory.slots.abort([slot])
+            return None
+        self.log.pin_segment(place.segment)
+        job = DiskRead(self._number(), place, node, shard, slot)
+        load = self._loads[node, shard] = _Load(job, node.digests[shard])
+        self._submit(job)
+        return load
+
+    def _loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
+        node, shard, slot = job.node, job.shard, job.slot
+        load = self._loads.pop((node, shard))
+        self.log.unpin_segment(job.place.segment)
+        wanted = is_live(node) and shard in node.disk and node.digests[shard] == load.digest
+        waiters = [fetch for fetch in load.waiters if not fetch.ended]
+        if wanted and error is None:
+            self._memory.promoted(node, shard, slot)
+            for fetch in waiters:
+                self._keep(fetch, node, slot)
+            self._memory.offer(node)
+        else:
+            self._memory.slots.abort([slot])
+            if wanted:
+                cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
+                self._memory.drop(node, shard, cause)
+        for fetch in waiters:
+            fetch.outstanding -= 1
+            if not fetch.outstanding:
+                self.fetched.append(fetch)
+        self._keeper.tend()
+
+    # ---- what the tier says -----------------------------------------------------------------
+
+    def completed(self, job: int, error: KVStoreError | None) -> None:
+        """A job has ended; ``error`` None = all of it was done."""
+        ended = self._under_way.pop(job)
+        match ended:
+            case DiskWrite(node=node, shard=shard):
+                if error is not None and not isinstance(error, PageCorrupt):
+                    self._fail(error)
+                self._wrote(self._writes[node, shard], error)
+                if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
+                    self._memory.drop(node, shard, "corrupt")
+            case DiskRead():
+                self._loaded(ended, error)
+            case DiskSync():
+                self._syncs.ended(error)
+            case _:
+                self._keeper.completed(ended, error)
+        self._pump()
+        self._syncs.advance(self._now_ns)
+
+    def advance(self, now_ns: int) -> None:
+        """Time has come to ``now_ns``: sync if that is due, write what waits."""
+        self._now_ns = now_ns
+        self._pump()
+        self._keeper.tend()
+        self._syncs.advance(now_ns)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` has something to do; 0 = never."""
+        return self._syncs.next_deadline_ns()
+
+    def _fail(self, error: KVStoreError) -> None:
+        self._retry_ns = self._now_ns + RETRY_NS
+        self._memory.counts[f"disk_{error.code}"] += 1
+
+    def _lose(self, node: Node, shard: int) -> None:
+        """The page leaves the disk for good; without a copy in memory it leaves the index."""
+        if shard in node.slots:
+            self.forget(node, shard)
+        else:
+            self._memory.drop(node, shard, "reclaimed")
+
+    def _number(self) -> int:
+        return next(self._numbers)
+
+    def _submit(self, job: DiskJob) -> None:
+        self._under_way[job.job] = job
+        self.jobs.append(job)

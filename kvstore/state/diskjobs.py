@@ -1,0 +1,148 @@
+"""What the disk side of the page table asks its tier to do, and for whom. Pure values."""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from kvstore.errors import KVStoreError
+from kvstore.state.log import Place
+from kvstore.state.slots import Slot
+from kvstore.state.tree import Node
+
+
+class WritePolicy(StrEnum):
+    """When an ordinary page is written to disk."""
+
+    THROUGH = "through"
+    """As soon as it is stored."""
+    SELECTIVE = "selective"
+    """When it is used for the first time after it was stored."""
+    BACK = "back"
+    """When its memory is needed."""
+
+
+class SyncPolicy(StrEnum):
+    """When written pages are made to survive a power cut."""
+
+    NONE = "none"
+    INTERVAL = "interval"
+    ALWAYS = "always"
+
+
+class Verdict(Enum):
+    """What is to become of a page whose memory is needed."""
+
+    EVICT = 0
+    WRITING = 1
+    """It is being written first; its slot is pinned until then."""
+    FULL = 2
+    """It should be written, but too much is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRules:
+    """When pages are written, and when what is written is synced.
+
+    Attributes:
+        write: the policy for ordinary pages.
+        sync: the policy for syncs; ``none`` means that no put can be durable.
+        sync_interval_ns: between two syncs of the policy ``interval``.
+        in_flight_bytes_max: most bytes being written at a time.
+    """
+
+    write: WritePolicy
+    sync: SyncPolicy
+    sync_interval_ns: int
+    in_flight_bytes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWrite:
+    """Write the page in ``slot`` as a record at ``place``."""
+
+    job: int
+    place: Place
+    node: Node
+    shard: int
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """Read the record at ``place`` into ``slot``."""
+
+    job: int
+    place: Place
+    node: Node
+    shard: int
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCopy:
+    """Copy the record at ``source`` to ``place``."""
+
+    job: int
+    source: Place
+    place: Place
+    node: Node
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSync:
+    """Make durable what was written by now."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSeal:
+    """Write the segment's footer."""
+
+    job: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDrop:
+    """Delete the segment."""
+
+    job: int
+    segment: int
+
+
+DiskJob = DiskWrite | DiskRead | DiskCopy | DiskSync | DiskSeal | DiskDrop
+
+
+@dataclass(slots=True, eq=False)
+class Durable:
+    """A durable put that has not been acknowledged.
+
+    Attributes:
+        pinned: the pages in memory, pinned until its end.
+        outstanding: pages still to be written.
+        error: why it failed; None = it did not.
+        ended: it is acknowledged, or failed.
+    """
+
+    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    outstanding: int = 0
+    error: KVStoreError | None = None
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Somebody waits for pages to come from disk.
+
+    Attributes:
+        pinned: pages that are in memory, pinned until :meth:`DiskPages.end_fetch`.
+        outstanding: loads it waits for.
+        size_bytes: slot bytes of its pages, counted against the quota of who waits.
+        ended: nobody waits any more.
+    """
+
+    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    outstanding: int = 0
+    size_bytes: int = 0
+    ended: bool = False
