@@ -112,7 +112,9 @@ class Space:
         assert isinstance(found, wire.Found)
         size = found.pages * sum(self.page_bytes)
         seconds = size / self._services.load_bytes_per_s
-        tiers = {"host": found.pages - found.on_disk, "ssd": found.on_disk}
+        tiers = {"host": found.pages - found.on_disk}
+        if found.on_disk:
+            tiers["ssd"] = found.on_disk
         return Hit(found.pages, found.pending, tiers, seconds)
 
     def put(
@@ -441,14 +443,14 @@ class Space:
     ) -> wire.Acquired:
         """Lease the run, bringing to memory what of it is on disk."""
         link = self._services.link
-        leased = self._acquire(link, opened, keys, shard, lease)
+        leased = self._acquire(opened, keys, shard, lease)
         if not leased.more:
             return leased
 
         def again() -> None:
             nonlocal leased
             link.send(wire.Release(lease))
-            leased = self._acquire(link, opened, keys, shard, lease)
+            leased = self._acquire(opened, keys, shard, lease)
 
         self._warm(keys, shard, again)
         return leased
@@ -458,18 +460,18 @@ class Space:
         link, lease = self._services.waiting_link("load"), next(_names)
         opened = self.numbers(link)
         try:
-            leased = self._acquire(link, opened, keys, shard, lease, DISK_WAIT_S)
+            leased = self._acquire(opened, keys, shard, lease, link, DISK_WAIT_S)
             then()
         finally:
             link.send_later(wire.Release(lease))
         return len(leased.digests) // DIGEST_BYTES
 
     def _acquire(
-        self, link: NodeLink, opened: Opened, keys: PrefixKeys, shard: int, lease: int,
-        wait_s: float = 0.0,
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int,
+        link: NodeLink | None = None, wait_s: float = 0.0,
     ) -> wire.Acquired:  # fmt: skip
         number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
-        wait_ms = int(wait_s * 1000)
+        wait_ms, link = int(wait_s * 1000), link or self._services.link
         request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms, wait_ms)
         leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)

@@ -40,8 +40,6 @@ from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, is_live
 
 BACKLOG_MAX: Final = 65_536
-RETRY_NS: Final = 5_000_000_000
-"""After a failed write nothing is written for so long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -423,7 +421,7 @@ class DiskPages:
         return self._syncs.next_deadline_ns()
 
     def _fail(self, error: KVStoreError) -> None:
-        self._retry_ns = self._now_ns + RETRY_NS
+        self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
     def _lose(self, node: Node, shard: int) -> None:

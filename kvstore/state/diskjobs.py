@@ -47,12 +47,14 @@ class DiskRules:
         sync: the policy for syncs; ``none`` means that no put can be durable.
         sync_interval_ns: between two syncs of the policy ``interval``.
         in_flight_bytes_max: most bytes being written at a time.
+        retry_ns: after a failed write nothing is written for so long.
     """
 
     write: WritePolicy
     sync: SyncPolicy
     sync_interval_ns: int
     in_flight_bytes_max: int
+    retry_ns: int = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

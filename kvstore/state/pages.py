@@ -138,11 +138,13 @@ class PageTable:
         self._hold(process, size)
         fetch = self.disk.fetch(run, shard)
         fetch.size_bytes = size
+        process.fetches.append(fetch)
         return fetch
 
     def end_fetch(self, process: Process, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
         assert self.disk is not None
+        process.fetches.remove(fetch)
         self._hold(process, -fetch.size_bytes)
         self.disk.end_fetch(fetch)
 

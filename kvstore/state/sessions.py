@@ -15,6 +15,7 @@ more; "dead" is the kernel's (a pidfd).
 
 from dataclasses import dataclass, field
 
+from kvstore.state.diskjobs import Fetch
 from kvstore.state.slots import Slot
 from kvstore.state.tree import Node
 
@@ -81,12 +82,13 @@ class Process:
     origin: bytes = b""
     leases: dict[int, Lease] = field(default_factory=dict)
     puts: dict[int, Put] = field(default_factory=dict)
+    fetches: list[Fetch] = field(default_factory=list)
     lost: bool = False
 
     @property
     def idle(self) -> bool:
         """Whether it holds nothing."""
-        return not self.leases and not self.puts
+        return not self.leases and not self.puts and not self.fetches
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Session:
     Attributes:
         token: what its processes show to belong to it; also its right to map extents.
         domain: its tenant; empty until it opened its first space.
-        used_bytes: bytes of all its leases and puts, expired and lost ones included.
+        used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
         quota_bytes: the most that ``used_bytes`` may reach.
         prefill_s_per_token: what the engine reported; 0 until it did.
     """
@@ -119,6 +121,7 @@ class Session:
         for process in self.processes.values():
             used += sum(lease.size_bytes for lease in process.leases.values())
             used += sum(put.size_bytes for put in process.puts.values())
+            used += sum(fetch.size_bytes for fetch in process.fetches)
         assert used == self.used_bytes
         for connection, process in self.processes.items():
             assert process.connection == connection

@@ -40,6 +40,7 @@ class Node:
     __slots__ = (
         "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
         "memory_only", "parent", "present", "queued", "read_once", "ready", "slots", "space",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -59,6 +60,7 @@ class Node:
         self.expires_ns = 0
         self.read_once = False
         self.memory_only = False
+        self.uses = 0
         self.queued: tuple[int, ...] = ()
         if parent is not None:
             parent.children[key] = self

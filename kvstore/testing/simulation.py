@@ -9,6 +9,7 @@ without asking the digest, so a single byte from another page ends the run.
 import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from random import Random
@@ -17,13 +18,21 @@ from typing import Final
 import numpy as np
 
 from kvstore import wire
+from kvstore.errors import KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state import diskjobs
+from kvstore.state.admission import Admission
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import DiskJob, DiskRules
+from kvstore.state.log import Place, SegmentLog
 from kvstore.state.outcomes import PageStatus
-from kvstore.state.slots import SlotTable
+from kvstore.state.slots import Slot, SlotTable
 
 PAGE_BYTES: Final = 4096
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
+SEGMENT_BYTES: Final = 32 * PAGE_BYTES
+SEGMENTS: Final = 8
 PIECES: Final = 4
 DELAY_NS_MAX: Final = 2_000_000
 TICK_NS: Final = 1_000_000
@@ -44,11 +53,15 @@ class Faults:
         connection: a connection breaks, while a message is on its way and in each millisecond.
         process: a process ends, at each step it takes.
         slowness: a piece of a copy takes longer than any lease.
+        disk: a job of the disk fails.
+        flip: a record comes back from the disk with other bytes.
     """
 
     connection: float = 0.02
     process: float = 0.002
     slowness: float = 0.02
+    disk: float = 0.02
+    flip: float = 0.02
 
 
 @dataclass
@@ -61,6 +74,9 @@ class Outcome:
     connections_lost: int = 0
     processes_ended: int = 0
     late_pieces: int = 0
+    pages_from_disk: int = 0
+    disk_failures: int = 0
+    pages_persisted: int = 0
 
 
 @dataclass(eq=False)
@@ -96,11 +112,13 @@ class Simulation:
         processes: clients at any time; two tenants share them.
         extents: capacity, in extents of four pages.
         faults: what goes wrong how often.
+        rules: there is an SSD tier of :data:`SEGMENTS` segments with these rules.
     """
 
     def __init__(
-        self, seed: int, processes: int = 5, extents: int = 5, faults: Faults | None = None
-    ) -> None:
+        self, seed: int, processes: int = 5, extents: int = 5, faults: Faults | None = None,
+        rules: DiskRules | None = None,
+    ) -> None:  # fmt: skip
         """Make the node; :meth:`run` starts its clients."""
         self.random = Random(seed)
         self.faults = faults or Faults()
@@ -110,6 +128,7 @@ class Simulation:
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
         limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
+        self.disk = SimulatedDisk(self, rules) if rules is not None else None
         self._capacity_bytes = extents * EXTENT_BYTES
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
@@ -129,7 +148,7 @@ class Simulation:
             AssertionError: a wrong byte was read, a wait did not end, or the state broke.
         """
         end_ns = self.now_ns + int(seconds * 1e9)
-        self._at(0, self._tick)
+        self.at(0, self._tick)
         for _ in range(self._wanted):
             self._spawn()
         self._pass_until(end_ns)
@@ -142,7 +161,8 @@ class Simulation:
 
     # ---- time -------------------------------------------------------------------------------
 
-    def _at(self, delay_ns: int, call: Callable[[], None]) -> None:
+    def at(self, delay_ns: int, call: Callable[[], None]) -> None:
+        """Call it after so much simulated time."""
         heapq.heappush(self._agenda, (self.now_ns + delay_ns, next(self._order), call))
 
     def _pass_until(self, end_ns: int) -> None:
@@ -163,7 +183,7 @@ class Simulation:
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
         assert used <= self._capacity_bytes, "more is in use than there is"
-        self._at(TICK_NS, self._tick)
+        self.at(TICK_NS, self._tick)
 
     # ---- connections ------------------------------------------------------------------------
 
@@ -176,6 +196,8 @@ class Simulation:
             gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
             self.memory[new] = bytearray(EXTENT_BYTES)
         self.node.actions.clear()
+        if self.disk is not None:
+            self.disk.take_jobs()
         outbox, self.node.outbox = self.node.outbox, []
         for connection, answer in outbox:
             self._carry(connection, answer=answer)
@@ -203,7 +225,7 @@ class Simulation:
             elif answer is not None and getattr(answer, "id", 0) == process.awaited:
                 self._resume(process, answer)
 
-        self._at(due_ns - self.now_ns, deliver)
+        self.at(due_ns - self.now_ns, deliver)
 
     def _break(self, process: Process) -> None:
         """Both sides lose the connection; the node hears of it first or last."""
@@ -214,7 +236,7 @@ class Simulation:
         process.connection = 0
         del self._by_connection[connection]
         delay_ns = self.random.randrange(DELAY_NS_MAX)
-        self._at(
+        self.at(
             delay_ns,
             lambda: self.node.disconnected(connection, self.now_ns, ended=not process.alive),
         )
@@ -230,7 +252,7 @@ class Simulation:
             process.session = self._sessions.get(tenant, b"")
         self._processes.append(process)
         process.script = self._live(process)
-        self._at(self.random.randrange(DELAY_NS_MAX), lambda: self._resume(process, None))
+        self.at(self.random.randrange(DELAY_NS_MAX), lambda: self._resume(process, None))
 
     def _end(self, process: Process) -> None:
         """The process is gone in the middle of whatever it did; the kernel tells a bit later."""
@@ -241,7 +263,7 @@ class Simulation:
         self._processes.remove(process)
         self._break(process)
         pid = process.pid
-        self._at(
+        self.at(
             self.random.randrange(2 * DELAY_NS_MAX),
             lambda: self._expect_nothing(self.node.process_ended(pid, self.now_ns)),
         )
@@ -263,7 +285,7 @@ class Simulation:
             return
         step = process.script.send(answer)
         if isinstance(step, int):
-            self._at(step, lambda: self._resume(process, None))
+            self.at(step, lambda: self._resume(process, None))
         else:
             self._ask(process, step)
 
@@ -274,7 +296,7 @@ class Simulation:
         request.id = serial  # type: ignore[union-attr]
         connection = process.connection
         if not connection:
-            self._at(TICK_NS, lambda: self._resume(process, None))
+            self.at(TICK_NS, lambda: self._resume(process, None))
             return
         self._carry(connection, request=request)
         limit_ns = WAIT_MS * 1_000_000 + 4 * DELAY_NS_MAX + 2 * TICK_NS
@@ -283,7 +305,7 @@ class Simulation:
             waits = process.alive and process.connection == connection
             assert not (waits and process.awaited == serial), f"{request} was never answered"
 
-        self._at(limit_ns, late)
+        self.at(limit_ns, late)
 
     def _tell(self, process: Process, request: wire.Request) -> None:
         """Send a message that has no answer."""
@@ -300,7 +322,8 @@ class Simulation:
                 space = yield from self._connect(process, identity)
                 continue
             keys = self._prompt(process.tenant)
-            action = self.random.choice((self._put, self._put, self._read, self._read, self._wait))
+            actions = (self._put, self._put, self._read, self._read, self._wait, self._persist)
+            action = self.random.choice(actions)
             yield from action(process, space, keys)
             yield self.random.randrange(DELAY_NS_MAX)
 
@@ -326,7 +349,8 @@ class Simulation:
 
     def _put(self, process: Process, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
-        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"")
+        wait_ms = self.random.choice((0, WAIT_MS))
+        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", b"", wait_ms)
         if not isinstance(granted, wire.PutGranted) or not granted.addresses:
             return
         chosen = [
@@ -358,7 +382,8 @@ class Simulation:
     def _read(self, process: Process, space: int, keys: PrefixKeys) -> Script:
         lease = next(process.names)
         lease_ms = self.random.randrange(1, LEASE_MS_MAX + 1)
-        leased = yield wire.Acquire(0, lease, space, 0, keys.packed, lease_ms)
+        wait_ms = self.random.choice((0, WAIT_MS - 1))
+        leased = yield wire.Acquire(0, lease, space, 0, keys.packed, lease_ms, wait_ms)
         if not isinstance(leased, wire.Acquired):
             return
         places = self._map(process, leased.addresses)
@@ -381,6 +406,12 @@ class Simulation:
         if isinstance(found, wire.Found):
             assert found.pages + found.pending <= len(keys)
             self.outcome.lookups_waited += self.now_ns - before_ns > 2 * DELAY_NS_MAX
+
+    def _persist(self, _process: Process, space: int, keys: PrefixKeys) -> Script:
+        answer = yield wire.Persist(0, space, 0, keys.packed, WAIT_MS - 1)
+        if isinstance(answer, wire.Persisted):
+            assert self.disk is not None
+            self.outcome.pages_persisted += len(keys)
 
     def _map(self, process: Process, addresses: bytes) -> list[tuple[bytearray, int] | None]:
         """Where slots are; None where the extent is gone and was not mapped before."""
@@ -420,9 +451,80 @@ class Simulation:
         assert host["writing_bytes"] == host["limbo_bytes"] == host["pinned_bytes"] == 0
         for space in node.pages.spaces:
             for key, page in space.nodes.items():
-                number, _, offset = node.pages.slots.address(page.slots[0])
-                stored = self.memory[number][offset : offset + PAGE_BYTES]
-                assert stored == page_content(key), "a late write landed in a READY page"
+                for slot in page.slots.values():
+                    number, _, offset = node.pages.slots.address(slot)
+                    stored = self.memory[number][offset : offset + PAGE_BYTES]
+                    assert stored == page_content(key), "a late write landed in a READY page"
+
+
+class SimulatedDisk:
+    """What stands for the SSD tier: every job takes a while, some fail, some bytes flip.
+
+    Attributes:
+        records: what was written where.
+    """
+
+    def __init__(self, simulation: Simulation, rules: DiskRules) -> None:
+        """Give the simulation's node a disk."""
+        self.records: dict[Place, bytes] = {}
+        self._simulation = simulation
+        pages = simulation.node.pages
+        log = SegmentLog([SEGMENTS * SEGMENT_BYTES], SEGMENT_BYTES)
+        self.pages = pages.disk = DiskPages(pages, log, Admission(), rules)
+
+    def take_jobs(self) -> None:
+        """Begin what the node asked for."""
+        jobs, self.pages.jobs = self.pages.jobs, []
+        for job in jobs:
+            delay_ns = self._simulation.random.randrange(2 * DELAY_NS_MAX)
+            self._simulation.at(delay_ns, partial(self._end, job))
+
+    def _end(self, job: DiskJob) -> None:
+        simulation = self._simulation
+        error: KVStoreError | None = None
+        if simulation.random.random() < simulation.faults.disk:
+            error = TierUnavailable("simulated")
+            simulation.outcome.disk_failures += 1
+        else:
+            error = self._carry_out(job)
+        simulation.node.disk_completed(job.job, error, simulation.now_ns)
+
+    def _carry_out(self, job: DiskJob) -> KVStoreError | None:
+        match job:
+            case diskjobs.DiskWrite(place=place, node=node, slot=slot):
+                content = bytes(self._memory(slot))
+                if content != page_content(node.key):
+                    return PageCorrupt("simulated")
+                self.records[place] = content
+            case diskjobs.DiskRead(place=place, node=node, slot=slot):
+                return self._read(place, self._memory(slot), node.key)
+            case diskjobs.DiskCopy(source=source, place=place, node=node):
+                content = self.records[source]
+                if content != page_content(node.key):
+                    return PageCorrupt("simulated")
+                self.records[place] = content
+            case diskjobs.DiskDrop(segment=segment):
+                for place in [at for at in self.records if at.segment == segment]:
+                    del self.records[place]
+            case _:
+                pass
+        return None
+
+    def _read(self, place: Place, memory: memoryview, key: bytes) -> KVStoreError | None:
+        simulation = self._simulation
+        content = self.records[place]
+        memory[:] = content
+        if simulation.random.random() < simulation.faults.flip:
+            memory[simulation.random.randrange(PAGE_BYTES)] ^= 1
+        if memory != page_content(key):
+            return PageCorrupt("simulated")
+        simulation.outcome.pages_from_disk += 1
+        return None
+
+    def _memory(self, slot: Slot) -> memoryview:
+        simulation = self._simulation
+        number, _, offset = simulation.node.pages.slots.address(slot)
+        return memoryview(simulation.memory[number])[offset : offset + PAGE_BYTES]
 
 
 def page_content(key: bytes) -> bytes:

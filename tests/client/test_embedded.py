@@ -57,7 +57,7 @@ def test_a_lookup_that_waits_ends_with_the_store(wait_until):
     found: list[int] = []
     waiter = threading.Thread(target=lambda: found.append(space.lookup(keys, wait_s=50).pages))
     waiter.start()
-    wait_until(lambda: store.stats()["waiting_lookups"] == 1)
+    wait_until(lambda: store.stats()["waiting_requests"] == 1)
 
     store.close()
     waiter.join(TIMEOUT_S)

@@ -136,7 +136,7 @@ def test_a_lookup_waits_for_a_page_that_is_being_written(store, wait_until):
     waiter = threading.Thread(target=lambda: found.append(space.lookup(keys, wait_s=TIMEOUT_S)))
 
     waiter.start()
-    wait_until(lambda: store.stats()["waiting_lookups"] == 1)
+    wait_until(lambda: store.stats()["waiting_requests"] == 1)
     store._link.request(wire.CommitPut(0, 1 << 40, bytes(48)), TIMEOUT_S)
     waiter.join(TIMEOUT_S)
 

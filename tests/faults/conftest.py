@@ -74,7 +74,7 @@ class Daemon:
     def leaks(self, descriptors: Counter[str], threads: int) -> dict[str, Any]:
         """What is left, beyond those given, although no client is; empty when nothing is."""
         stats = self.stats()
-        left = {name: stats[name] for name in ("sessions", "connections", "waiting_lookups")}
+        left = {name: stats[name] for name in ("sessions", "connections", "waiting_requests")}
         left |= {name: stats[name] for name in ("leases", "puts")}
         states = ("writing", "pinned", "limbo", "withheld")
         left |= {name: stats["host"][f"{name}_bytes"] for name in states}

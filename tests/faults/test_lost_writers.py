@@ -64,7 +64,7 @@ def test_a_lookup_that_waits_for_a_killed_writer_is_answered_with_a_miss(
     writer.begin("put", chain=CHAIN, count=WRITTEN)
     writer.at("gather")
     waiting = reader.begin("lookup", chain=CHAIN, count=WRITTEN, wait_s=60.0)
-    stats_until(lambda stats: stats["waiting_lookups"] == 1)
+    stats_until(lambda stats: stats["waiting_requests"] == 1)
 
     writer.process.kill()
 
@@ -144,7 +144,7 @@ def test_another_connection_of_the_writers_process_does_not_declare_its_write_ov
 
     # A lookup that waits has a connection of its own; making it must not free what is written to.
     waiting = writer.begin("lookup", chain=OTHER, count=1, wait_s=30.0)
-    stats_until(lambda stats: stats["waiting_lookups"] == 1)
+    stats_until(lambda stats: stats["waiting_requests"] == 1)
     assert scene.daemon.host("limbo") == written_bytes
 
     other.go()
