@@ -21,7 +21,7 @@ class Disk(Protocol):
         """Make a directory and those above it; one that is there is fine."""
         ...
 
-    def list(self, path: Path) -> list[str]:
+    def names(self, path: Path) -> list[str]:
         """Names in a directory, in any order."""
         ...
 
@@ -96,7 +96,7 @@ class OSDisk:
         """See :class:`Disk`."""
         path.mkdir(parents=True, exist_ok=True)
 
-    def list(self, path: Path) -> list[str]:
+    def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""
         return [entry.name for entry in path.iterdir()]
 

@@ -142,21 +142,8 @@ def segment_name(segment: int) -> str:
 # Headers
 
 
-def encode_page(log: bytes, place: Place, sequence: int, record: PageRecord) -> bytes:
-    """The header of a page; tokens that do not fit are left out.
-
-    Raises:
-        InvalidArgument: its space or shard has names too long for the format.
-    """
-    header = Header(
-        Kind.PAGE, sequence, place, record.page_bytes, record.key, record.parent, record.digest,
-        pack_pair(record.space, record.shard), record.tokens,
-    )  # fmt: skip
-    return encode_header(log, header)
-
-
 def encode_header(log: bytes, header: Header) -> bytes:
-    """HEADER_BYTES bytes; ``log`` is the log's id."""
+    """HEADER_BYTES bytes; ``log`` is the log's id. Tokens that do not fit are left out."""
     assert len(header.pair) <= PAIR_BYTES_MAX, "pack_pair bounds it"
     tokens = header.tokens
     if _HEADER.size + len(header.pair) + len(tokens) > _CHECKSUM_AT:
