@@ -14,6 +14,7 @@ from random import Random
 from typing import Final, Literal
 
 from kvstore.tier.disk import Disk
+from kvstore.tier.vectored import aligned
 
 SECTOR_BYTES: Final = 512
 """A disk writes so many bytes whole or not at all."""
@@ -119,6 +120,7 @@ class SimulatedDisk:
 
     def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
         """See :class:`Disk`."""
+        self._check_direct(direct=direct)
         directory = self._directory(path.parent)
         if path.name in directory.seen:
             raise FileExistsError(errno.EEXIST, "exists", str(path))
@@ -130,8 +132,9 @@ class SimulatedDisk:
         directory.unsynced.append((path.name, file))
         return self._opened(file)
 
-    def open(self, path: Path, *, direct: bool, write: bool) -> int:
+    def open(self, path: Path, *, direct: bool) -> int:
         """See :class:`Disk`."""
+        self._check_direct(direct=direct)
         return self._opened(self._file(path))
 
     def size(self, descriptor: int) -> int:
@@ -204,6 +207,10 @@ class SimulatedDisk:
     def open_files(self) -> int:
         """Descriptors that are not closed, locks included."""
         return len(self._open)
+
+    def _check_direct(self, *, direct: bool) -> None:
+        if direct and not self._direct_io:
+            raise _error(errno.EINVAL)
 
     def _directory(self, path: Path) -> _Directory:
         directory = self._directories.get(path)
@@ -361,10 +368,10 @@ class FaultyDisk:
         self._struck("create")
         return self._disk.create(path, size_bytes, direct=direct)
 
-    def open(self, path: Path, *, direct: bool, write: bool) -> int:
+    def open(self, path: Path, *, direct: bool) -> int:
         """See :class:`Disk`."""
         self._struck("open")
-        return self._disk.open(path, direct=direct, write=write)
+        return self._disk.open(path, direct=direct)
 
     def size(self, descriptor: int) -> int:
         """See :class:`Disk`."""
@@ -375,12 +382,13 @@ class FaultyDisk:
         fault = self._struck("write")
         if fault not in (Fault.SHORT, Fault.TORN, Fault.BIT_FLIP):
             return self._disk.write(descriptor, buffers, offset)
-        data = bytearray(b"".join(buffers))
+        data = aligned(sum(map(len, buffers)))
+        data[:] = b"".join(buffers)
         kept = self._random.randrange(1, max(len(data) // SECTOR_BYTES, 2)) * SECTOR_BYTES
         if fault is Fault.BIT_FLIP:
-            self._flip(memoryview(data))
+            self._flip(data)
             kept = len(data)
-        self._disk.write(descriptor, [memoryview(data)[:kept]], offset)
+        self._disk.write(descriptor, [data[:kept]], offset)
         return kept if fault is Fault.SHORT else len(data)
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

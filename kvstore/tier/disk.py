@@ -44,8 +44,8 @@ class Disk(Protocol):
         """
         ...
 
-    def open(self, path: Path, *, direct: bool, write: bool) -> int:
-        """Open a file that exists."""
+    def open(self, path: Path, *, direct: bool) -> int:
+        """Open a file that exists, to read and write it."""
         ...
 
     def size(self, descriptor: int) -> int:
@@ -138,10 +138,9 @@ class OSDisk:
             raise
         return descriptor
 
-    def open(self, path: Path, *, direct: bool, write: bool) -> int:
+    def open(self, path: Path, *, direct: bool) -> int:
         """See :class:`Disk`."""
-        access = os.O_RDWR if write else os.O_RDONLY
-        return os.open(path, access | (os.O_DIRECT if direct else 0))
+        return os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
 
     def size(self, descriptor: int) -> int:
         """See :class:`Disk`."""

@@ -303,7 +303,7 @@ class Segments:
         path = directory.path / segment_name(segment.number)
         try:
             if segment.exists:
-                descriptor = self.disk.open(path, direct=directory.direct_io, write=True)
+                descriptor = self.disk.open(path, direct=directory.direct_io)
             else:
                 descriptor = self._make(segment, directory)
         except OSError as error:

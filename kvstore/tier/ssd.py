@@ -149,7 +149,7 @@ class SSDLog:
         path = directory.path / segment_name(number)
         size = 0
         try:
-            descriptor = self._disk.open(path, direct=directory.direct_io, write=True)
+            descriptor = self._disk.open(path, direct=directory.direct_io)
             try:
                 size = self._disk.size(descriptor)
                 loaded = load_segment(self._disk, descriptor, number, self.log_id)
