@@ -90,10 +90,15 @@ Job = WritePage | ReadPage | WriteTombstone | SyncAll | SealSegment | DropSegmen
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one job; ``error`` None = all of it was done."""
+    """The end of one job; ``error`` None = all of it was done.
+
+    Attributes:
+        tokens: of a read: those its record has; empty when it has none.
+    """
 
     job: int
     error: KVStoreError | None = None
+    tokens: bytes = b""
 
 
 class Tier(Protocol):

@@ -1,0 +1,366 @@
+"""The bytes of the SSD log: record headers, the footer of a segment, a directory's identity. Pure.
+
+``docs/internals/ssd-format.md`` describes them for whoever wants to write a reader. A header says
+where it lies and whose log it belongs to, so that bytes of an earlier file in the same blocks of
+the disk never pass for a record; a checksum closes it.
+"""
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity, digest_seed
+from kvstore.state.log import (
+    BLOCK_BYTES,
+    FOOTER_ENTRY_BYTES,
+    FOOTER_TABLE_BYTES,
+    HEADER_BYTES,
+    SEGMENT_PAIRS_MAX,
+    Place,
+    footer_bytes,
+)
+from kvstore.tier.base import PageRecord
+
+FORMAT_VERSION: Final = 1
+LOG_ID_BYTES: Final = 16
+PAIR_BYTES_MAX: Final = FOOTER_TABLE_BYTES // SEGMENT_PAIRS_MAX - 2
+"""Most bytes of a (space, shard) pair, so that the pairs of every segment fit its footer."""
+SEGMENT_NAME: Final = re.compile(r"segment-([0-9a-f]{16})\.kvlog")
+IDENTITY_NAME: Final = "kvstore-log.json"
+
+_RECORD_MAGIC: Final = b"kvsREC\r\n"
+_FOOTER_MAGIC: Final = b"kvsEND\r\n"
+_PREFIX: Final = struct.Struct("<8sII16sQ")
+"""How headers and trailers of every version begin: magic, version, kind, log, segment."""
+_HEADER: Final = struct.Struct("<8sII16sQQQQ32s32s16sHHH")
+_TRAILER: Final = struct.Struct("<8sII16sQQQQ16s")
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECKSUM_AT: Final = HEADER_BYTES - _CHECKSUM.size
+_HAS_PARENT: Final = 1
+_PAIR_LENGTH: Final = struct.Struct("<H")
+_ENTRY: Final = struct.Struct("<32s32s16sQQQHBB20x")
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_TRAILER_KIND: Final = 255
+
+ENTRY: Final = np.dtype(
+    [
+        ("key", "V32"), ("parent", "V32"), ("digest", "V16"), ("sequence", "<u8"),
+        ("offset", "<u8"), ("payload_bytes", "<u8"), ("pair", "<u2"), ("kind", "u1"),
+        ("flags", "u1"), ("reserved", "V20"),
+    ]
+)  # fmt: skip
+"""One record in a footer; ``pair`` is an index into the footer's table."""
+assert ENTRY.itemsize == _ENTRY.size == FOOTER_ENTRY_BYTES
+
+Entries = npt.NDArray[np.void]
+"""shape (records,), dtype :data:`ENTRY`."""
+
+
+class Kind(IntEnum):
+    """What a record holds."""
+
+    PAGE = 1
+    TOMBSTONE = 2
+
+
+class Pair(NamedTuple):
+    """What every record of a page belongs to, besides its key."""
+
+    space: SpaceIdentity
+    shard: ShardSpec
+
+
+class ForeignLog(Exception):
+    """These bytes are of another log, or of a newer format: to be left as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A record header, decoded and found whole; ``pair`` is packed, see :func:`pack_pair`."""
+
+    kind: Kind
+    sequence: int
+    place: Place
+    payload_bytes: int
+    key: bytes
+    parent: bytes
+    digest: bytes
+    pair: bytes
+    tokens: bytes
+
+
+@lru_cache(maxsize=1024)
+def pack_pair(space: SpaceIdentity, shard: ShardSpec) -> bytes:
+    """The msgpack of a pair: equal exactly when space and shard are.
+
+    Raises:
+        InvalidArgument: names in it are so long that a header could not hold it.
+    """
+    packed = _ENCODER.encode((space, shard))
+    if len(packed) > PAIR_BYTES_MAX:
+        what = f"names of {len(packed)} bytes in all; the disk format takes {PAIR_BYTES_MAX}"
+        raise InvalidArgument("space", what)
+    return packed
+
+
+@lru_cache(maxsize=1024)
+def unpack_pair(packed: bytes) -> Pair:
+    """The pair of :func:`pack_pair`; raises :class:`ForeignLog` for what this version has not."""
+    try:
+        space, shard = msgspec.msgpack.decode(packed, type=tuple[SpaceIdentity, ShardSpec])
+    except (msgspec.DecodeError, InvalidArgument) as error:
+        raise ForeignLog(f"a space or shard of another version: {error}") from error
+    return Pair(space, shard)
+
+
+@lru_cache(maxsize=1024)
+def pair_seed(space: SpaceIdentity, shard: ShardSpec) -> int:
+    """:func:`kvstore.page.digest_seed`, which costs 20 us, remembered."""
+    return digest_seed(space, shard)
+
+
+def tombstone_digest(keys: bytes | memoryview, seed: int) -> bytes:
+    """Digest of a tombstone's payload; ``seed`` is that of its pair."""
+    return xxhash.xxh3_128_digest(keys, seed)
+
+
+def segment_name(segment: int) -> str:
+    """The name of a segment's file; :data:`SEGMENT_NAME` reads it."""
+    return f"segment-{segment:016x}.kvlog"
+
+
+# Headers
+
+
+def encode_header(log: bytes, header: Header) -> bytes:
+    """HEADER_BYTES bytes; ``log`` is the log's id. Tokens that do not fit are left out."""
+    assert len(header.pair) <= PAIR_BYTES_MAX, "pack_pair bounds it"
+    tokens = header.tokens
+    if _HEADER.size + len(header.pair) + len(tokens) > _CHECKSUM_AT:
+        tokens = b""
+    flags = _HAS_PARENT if header.parent else 0
+    fixed = _HEADER.pack(
+        _RECORD_MAGIC, FORMAT_VERSION, header.kind, log, header.place.segment, header.place.offset,
+        header.sequence, header.payload_bytes, header.key, header.parent, header.digest,
+        flags, len(header.pair), len(tokens),
+    )  # fmt: skip
+    return _closed(fixed + header.pair + tokens)
+
+
+def decode_header(block: bytes | memoryview, log: bytes, place: Place) -> Header | None:
+    """A header, or None when these bytes are not the whole header of a record at ``place``.
+
+    Args:
+        block: HEADER_BYTES bytes.
+        log: id of the log it has to belong to.
+        place: where the bytes were read.
+    """
+    if len(block) != HEADER_BYTES or block[:8] != _RECORD_MAGIC or not _is_closed(block):
+        return None
+    (
+        _, version, kind, of_log, segment, offset, sequence, payload_bytes, key, parent, digest,
+        flags, pair_bytes, token_bytes,
+    ) = _HEADER.unpack_from(block)  # fmt: skip
+    if (version, of_log, segment, offset) != (FORMAT_VERSION, log, place.segment, place.offset):
+        return None
+    if kind not in (Kind.PAGE, Kind.TOMBSTONE):
+        return None
+    tokens_at = _HEADER.size + pair_bytes
+    if tokens_at + token_bytes > _CHECKSUM_AT or not payload_bytes:
+        return None
+    return Header(
+        Kind(kind), sequence, place, payload_bytes, key, parent if flags & _HAS_PARENT else b"",
+        digest, bytes(block[_HEADER.size : tokens_at]),
+        bytes(block[tokens_at : tokens_at + token_bytes]),
+    )  # fmt: skip
+
+
+def is_of(header: Header, record: PageRecord) -> bool:
+    """Whether a header is the one of this page."""
+    return (
+        header.kind is Kind.PAGE
+        and header.key == record.key
+        and header.digest == record.digest
+        and header.payload_bytes == record.page_bytes
+        and header.pair == pack_pair(record.space, record.shard)
+    )
+
+
+def refuse_foreign(block: bytes | memoryview, log: bytes) -> None:
+    """Look at a header or trailer block that is whole.
+
+    Raises:
+        ForeignLog: it belongs to another log or has a newer format; says which.
+    """
+    if block[:8] not in (_RECORD_MAGIC, _FOOTER_MAGIC) or not _is_closed(block):
+        return
+    _, version, _, of_log, _ = _PREFIX.unpack_from(block)
+    if version > FORMAT_VERSION:
+        raise ForeignLog(f"it has format {version}, this version reads {FORMAT_VERSION}")
+    if of_log != log:
+        raise ForeignLog(f"it belongs to log {of_log.hex()}, not {log.hex()}")
+
+
+def entry_of(header: Header, pair: int) -> bytes:
+    """The footer's entry for a record."""
+    return _ENTRY.pack(
+        header.key, header.parent, header.digest, header.sequence, header.place.offset,
+        header.payload_bytes, pair, header.kind, _HAS_PARENT if header.parent else 0,
+    )  # fmt: skip
+
+
+def parents_of(entries: Entries) -> list[PrefixKey]:
+    """The parent key of each entry; empty where its page begins a chain."""
+    flags = (entries["flags"] & _HAS_PARENT).tolist()
+    parents = entries["parent"].tolist()
+    return [PrefixKey(key if has else b"") for key, has in zip(parents, flags, strict=True)]
+
+
+# Footers
+
+
+class Footer(NamedTuple):
+    """The index of a sealed segment.
+
+    Attributes:
+        entries: of all its records, as they were written.
+        pairs: packed; what ``entries["pair"]`` counts.
+        end: the first byte behind the last record.
+    """
+
+    entries: Entries
+    pairs: list[bytes]
+    end: int
+
+
+def encode_footer(log: bytes, segment: int, entries: bytes, pairs: list[bytes], end: int) -> bytes:
+    """``footer_bytes(records)`` bytes that a segment ends with: entries, table, trailer.
+
+    Args:
+        log: the log's id.
+        segment: its number.
+        entries: packed :data:`ENTRY` items.
+        pairs: packed pairs, at most SEGMENT_PAIRS_MAX.
+        end: the first byte behind the last record.
+    """
+    count = len(entries) // FOOTER_ENTRY_BYTES
+    assert len(pairs) <= SEGMENT_PAIRS_MAX
+    table = b"".join(_PAIR_LENGTH.pack(len(pair)) + pair for pair in pairs)
+    assert len(table) <= FOOTER_TABLE_BYTES, "PAIR_BYTES_MAX bounds it"
+    body = entries.ljust(footer_bytes(count) - FOOTER_TABLE_BYTES - BLOCK_BYTES, b"\0")
+    body += table.ljust(FOOTER_TABLE_BYTES, b"\0")
+    fixed = _TRAILER.pack(
+        _FOOTER_MAGIC, FORMAT_VERSION, _TRAILER_KIND, log, segment, count, len(pairs), end,
+        xxhash.xxh3_128_digest(body),
+    )  # fmt: skip
+    return body + _closed(fixed)
+
+
+def trailer_records(block: bytes | memoryview, log: bytes, segment: int) -> int | None:
+    """How many records a segment's footer lists; None when the block is not its whole trailer."""
+    if len(block) != BLOCK_BYTES or block[:8] != _FOOTER_MAGIC or not _is_closed(block):
+        return None
+    _, version, _, of_log, of_segment, count, _, _, _ = _TRAILER.unpack_from(block)
+    if (version, of_log, of_segment) != (FORMAT_VERSION, log, segment):
+        return None
+    return int(count)
+
+
+def decode_footer(footer: bytes | memoryview, count: int) -> Footer | None:
+    """What a footer says, or None when a byte of it is not what was written.
+
+    Args:
+        footer: all ``footer_bytes(count)`` bytes; its trailer is one that
+            :func:`trailer_records` gave ``count`` for.
+        count: its records.
+    """
+    body = footer[:-BLOCK_BYTES]
+    *_, pair_count, end, checksum = _TRAILER.unpack_from(footer, len(footer) - BLOCK_BYTES)
+    if xxhash.xxh3_128_digest(body) != checksum:
+        return None
+    table = bytes(body[len(body) - FOOTER_TABLE_BYTES :])
+    pairs, at = [], 0
+    for _ in range(pair_count):
+        (length,) = _PAIR_LENGTH.unpack_from(table, at)
+        at += _PAIR_LENGTH.size
+        pairs.append(table[at : at + length])
+        at += length
+    entries = np.frombuffer(body, dtype=ENTRY, count=count)
+    return Footer(entries, pairs, end)
+
+
+def _closed(fixed: bytes) -> bytes:
+    """A block with its checksum at its end."""
+    block = fixed.ljust(_CHECKSUM_AT, b"\0")
+    return block + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(block))
+
+
+def _is_closed(block: bytes | memoryview) -> bool:
+    found: int = _CHECKSUM.unpack_from(block, _CHECKSUM_AT)[0]
+    return found == xxhash.xxh3_64_intdigest(block[:_CHECKSUM_AT])
+
+
+# A directory's identity
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose directory it is.
+
+    Attributes:
+        log: id of the log, one for all directories of a node.
+        node: the node's name.
+        directory: which of the node's directories it was when it was made; tells people.
+    """
+
+    log: bytes
+    node: str
+    directory: int
+
+
+def encode_identity(identity: Identity) -> bytes:
+    """The content of the file :data:`IDENTITY_NAME`."""
+    fields = {
+        "format": FORMAT_VERSION,
+        "log": identity.log.hex(),
+        "node": identity.node,
+        "directory": identity.directory,
+    }
+    return json.dumps(fields, indent=1).encode() + b"\n"
+
+
+def decode_identity(content: bytes) -> Identity:
+    """Read an identity file.
+
+    Raises:
+        ConfigError: it is damaged or of a newer version; the directory must not be written.
+    """
+    try:
+        fields = json.loads(content)
+        version = int(fields["format"])
+        if version > FORMAT_VERSION:
+            raise ConfigError(
+                f"its log has format {version}, this version reads and writes {FORMAT_VERSION}:"
+                " use the newer kvstore, or another directory"
+            )
+        log = bytes.fromhex(fields["log"])
+        identity = Identity(log, str(fields["node"]), int(fields["directory"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"its identity file is damaged: {error}") from error
+    if len(identity.log) != LOG_ID_BYTES:
+        raise ConfigError("its identity file is damaged: the log's id has another length")
+    return identity
+
+
+assert _HEADER.size + PAIR_BYTES_MAX <= _CHECKSUM_AT
+assert _HEADER.size == 8 + 4 + 4 + LOG_ID_BYTES + 4 * 8 + 2 * KEY_BYTES + DIGEST_BYTES + 6

@@ -1,0 +1,359 @@
+"""What a log's segments hold, as a start finds them.
+
+A sealed segment is known by its footer. Any other one is scanned: a record counts when its header
+and its payload are whole, so a torn tail is cut, and a hole that a failed write left is stepped
+over. A segment of another log or of a newer format is left as it is.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover
+from kvstore.page import KEY_BYTES, page_seeds
+from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
+from kvstore.tier.disk import Disk
+from kvstore.tier.record import (
+    ENTRY,
+    Entries,
+    Header,
+    Kind,
+    Pair,
+    decode_footer,
+    decode_header,
+    entry_of,
+    pair_seed,
+    refuse_foreign,
+    tombstone_digest,
+    trailer_records,
+    unpack_pair,
+)
+from kvstore.tier.vectored import aligned, read_fully
+
+log = logging.getLogger(__name__)
+
+WINDOW_BYTES: Final = 16 << 20
+"""What a scan reads at a time; grown for a record that is larger."""
+_MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
+
+
+class Tombstone(NamedTuple):
+    """Keys that were taken out; ``keys`` None: the record says that there were some, not which."""
+
+    sequence: int
+    pair: bytes
+    keys: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSegment:
+    """What the file of one segment says.
+
+    Attributes:
+        entries: of all its records.
+        pairs: packed; what ``entries["pair"]`` counts.
+        tombstones: what its tombstones say.
+        sealed: it has a footer.
+        end: the first byte behind its last record.
+    """
+
+    entries: Entries
+    pairs: list[bytes]
+    tombstones: list[Tombstone]
+    sealed: bool
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredSegment:
+    """One segment with the pages that are still to be had from it.
+
+    Attributes:
+        number: names it.
+        directory: index of its directory.
+        size_bytes: of its file.
+        sealed: it has a footer; else it may be written from ``end`` on, and sealed.
+        end: the first byte behind its last record.
+        entries: pages only; not those that were written again later or taken out. ``pair`` is an
+            index into :attr:`RecoveredLog.pairs`.
+        records: all that a footer of it has to list, tombstones and lost pages included.
+    """
+
+    number: int
+    directory: int
+    size_bytes: int
+    sealed: bool
+    end: int
+    entries: Entries
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredLog:
+    """All that a start found.
+
+    Attributes:
+        segments: by number.
+        pairs: what pages belong to.
+        next_segment: higher than every number in use, foreign files included.
+        next_sequence: higher than every record's.
+        untouched: files left as they are: path and reason.
+    """
+
+    segments: list[RecoveredSegment]
+    pairs: list[Pair]
+    next_segment: int
+    next_sequence: int
+    untouched: list[str]
+
+
+def load_segment(disk: Disk, descriptor: int, number: int, log_id: bytes) -> LoadedSegment:
+    """Read a segment's footer, or scan it.
+
+    Raises:
+        OSError: it cannot be read.
+        ForeignLog: it belongs to another log or a newer format.
+    """
+    size = disk.size(descriptor)
+    loaded = _load_footer(disk, descriptor, number, log_id, size)
+    if loaded is None:
+        loaded = Scan(disk, descriptor, number, log_id, size).run()
+    for packed in loaded.pairs:
+        unpack_pair(packed)
+    return loaded
+
+
+def _load_footer(
+    disk: Disk, descriptor: int, number: int, log_id: bytes, size: int
+) -> LoadedSegment | None:
+    if size < BLOCK_BYTES or size % BLOCK_BYTES:
+        return None
+    trailer = aligned(BLOCK_BYTES)
+    if read_fully(disk, descriptor, [trailer], size - BLOCK_BYTES) < BLOCK_BYTES:
+        return None
+    refuse_foreign(trailer, log_id)
+    count = trailer_records(trailer, log_id, number)
+    if count is None or footer_bytes(count) > size:
+        return None
+    whole = aligned(footer_bytes(count))
+    if read_fully(disk, descriptor, [whole], size - len(whole)) < len(whole):
+        return None
+    footer = decode_footer(whole, count) if whole[-BLOCK_BYTES:] == trailer else None
+    if footer is None:
+        log.warning("the footer of segment %d is damaged: it is scanned", number)
+        return None
+    tombstones = [
+        _load_tombstone(disk, descriptor, entry, footer.pairs[entry["pair"]])
+        for entry in footer.entries[footer.entries["kind"] == Kind.TOMBSTONE]
+    ]
+    return LoadedSegment(footer.entries, footer.pairs, tombstones, sealed=True, end=footer.end)
+
+
+def _load_tombstone(disk: Disk, descriptor: int, entry: np.void, pair: bytes) -> Tombstone:
+    count, offset = int(entry["payload_bytes"]), int(entry["offset"])
+    payload = aligned(record_bytes(count) - HEADER_BYTES)
+    read_fully(disk, descriptor, [payload], offset + HEADER_BYTES)
+    keys = bytes(payload[:count])
+    space, shard = unpack_pair(pair)
+    whole = tombstone_digest(keys, pair_seed(space, shard)) == entry["digest"].tobytes()
+    return Tombstone(int(entry["sequence"]), pair, keys if whole else None)
+
+
+class Scan:
+    """Goes through a segment that has no footer, record by record.
+
+    Args:
+        disk: where it is.
+        descriptor: of its file.
+        number: names it.
+        log_id: of the log it should belong to.
+        size: of its file.
+    """
+
+    def __init__(self, disk: Disk, descriptor: int, number: int, log_id: bytes, size: int) -> None:
+        """Begin at the front."""
+        self._disk = disk
+        self._descriptor = descriptor
+        self._number = number
+        self._log = log_id
+        self._size = size - size % BLOCK_BYTES
+        self._window = aligned(min(WINDOW_BYTES, max(self._size, BLOCK_BYTES)))
+        self._start = self._stop = 0
+        self._entries: list[bytes] = []
+        self._pairs: dict[bytes, int] = {}
+        self._tombstones: list[Tombstone] = []
+        self._end = 0
+
+    def run(self) -> LoadedSegment:
+        """Find all records; see :func:`load_segment`."""
+        at = 0
+        while at < self._size:
+            if not self._load(at, HEADER_BYTES):
+                break
+            at = self._step(at)
+        entries = np.frombuffer(b"".join(self._entries), dtype=ENTRY)
+        return LoadedSegment(
+            entries, list(self._pairs), self._tombstones, sealed=False, end=self._end
+        )
+
+    def _step(self, at: int) -> int:
+        """Look at the block at ``at``; returns where to look next."""
+        block = self._bytes(at, HEADER_BYTES)
+        header = decode_header(block, self._log, Place(self._number, at))
+        if header is None:
+            if at == 0:
+                refuse_foreign(block, self._log)
+            return self._next_magic(at + BLOCK_BYTES)
+        length = record_bytes(header.payload_bytes)
+        if not self._load(at, length) or not self._take(header):
+            return self._next_magic(at + BLOCK_BYTES)
+        self._end = at + length
+        return at + length
+
+    def _take(self, header: Header) -> bool:
+        """Keep a record if its payload is whole."""
+        space, shard = unpack_pair(header.pair)
+        seed = pair_seed(space, shard)
+        payload = self._bytes(header.place.offset + HEADER_BYTES, header.payload_bytes)
+        if header.kind is Kind.TOMBSTONE:
+            if tombstone_digest(payload, seed) != header.digest:
+                return False
+            self._tombstones.append(Tombstone(header.sequence, header.pair, bytes(payload)))
+        else:
+            address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
+            seeds = page_seeds(header.key, seed)
+            found = mover.digest(np.array([address], np.uint64), header.payload_bytes, seeds)
+            if found.tobytes() != header.digest:
+                return False
+        pair = self._pairs.setdefault(header.pair, len(self._pairs))
+        self._entries.append(entry_of(header, pair))
+        return True
+
+    def _load(self, at: int, length: int) -> bool:
+        """Have these bytes in the window; False: the file has not so many."""
+        if self._start <= at and at + length <= self._stop:
+            return True
+        if at + length > self._size:
+            return False
+        if length > len(self._window):
+            self._window = aligned(length)
+        want = min(len(self._window), self._size - at)
+        done = read_fully(self._disk, self._descriptor, [self._window[:want]], at)
+        self._start, self._stop = at, at + done
+        return done >= length
+
+    def _bytes(self, at: int, length: int) -> memoryview:
+        return self._window[at - self._start : at - self._start + length]
+
+    def _next_magic(self, at: int) -> int:
+        """The first block from ``at`` on that begins like a header, or the window's end."""
+        if at >= self._stop:
+            return at
+        blocks = np.frombuffer(self._window, dtype="<u8")[:: BLOCK_BYTES // 8]
+        ahead = blocks[
+            (at - self._start) // BLOCK_BYTES : (self._stop - self._start) // BLOCK_BYTES
+        ]
+        found = np.flatnonzero(ahead == _MAGIC)
+        return at + int(found[0] if len(found) else len(ahead)) * BLOCK_BYTES
+
+
+# All segments together
+
+
+class Found(NamedTuple):
+    """A segment's file and what is in it, or why it is left alone."""
+
+    number: int
+    directory: int
+    path: Path
+    size_bytes: int
+    loaded: LoadedSegment | None
+    reason: str = ""
+
+
+def combine(found: Iterable[Found]) -> RecoveredLog:
+    """Decide which records stand: of two of the same page the later, none that was taken out."""
+    ordered = sorted(found, key=lambda one: one.number)
+    loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]
+    numbers: dict[bytes, int] = {}
+    columns = [_renumbered(segment, numbers) for _, segment in loaded]
+    every = np.concatenate([np.empty(0, ENTRY), *columns])
+    tombstones = [tombstone for _, segment in loaded for tombstone in segment.tombstones]
+    standing = _standing(every, tombstones, numbers)
+    segments, at = [], 0
+    for (one, segment), entries in zip(loaded, columns, strict=True):
+        live = entries[standing[at : at + len(entries)]]
+        at += len(entries)
+        segments.append(
+            RecoveredSegment(
+                number=one.number,
+                directory=one.directory,
+                size_bytes=one.size_bytes,
+                sealed=segment.sealed,
+                end=segment.end,
+                entries=live,
+                records=len(entries),
+            )
+        )
+    return RecoveredLog(
+        segments,
+        [unpack_pair(packed) for packed in numbers],
+        max((one.number + 1 for one in ordered), default=0),
+        int(every["sequence"].max()) + 1 if len(every) else 1,
+        [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None],
+    )
+
+
+def _renumbered(segment: LoadedSegment, numbers: dict[bytes, int]) -> Entries:
+    """A segment's entries with pairs counted for the whole log."""
+    pairs = [numbers.setdefault(packed, len(numbers)) for packed in segment.pairs]
+    entries = segment.entries.copy()
+    if pairs != list(range(len(pairs))) and len(entries):
+        entries["pair"] = np.array(pairs, dtype=np.uint16)[entries["pair"]]
+    return entries
+
+
+def _standing(
+    entries: Entries, tombstones: Sequence[Tombstone], numbers: dict[bytes, int]
+) -> npt.NDArray[np.bool_]:
+    """Which entries are pages that are still to be had."""
+    standing: npt.NDArray[np.bool_] = entries["kind"] == Kind.PAGE
+    latest: dict[tuple[int, bytes], int] = {}
+    for tombstone in tombstones:
+        pair = numbers[tombstone.pair]
+        if tombstone.keys is None:
+            log.error("a tombstone is damaged: every older page of its space is taken out with it")
+            older = entries["sequence"] < tombstone.sequence
+            standing &= ~(older & (entries["pair"] == pair))
+            continue
+        for at in range(0, len(tombstone.keys), KEY_BYTES):
+            name = (pair, tombstone.keys[at : at + KEY_BYTES])
+            latest[name] = max(latest.get(name, 0), tombstone.sequence)
+    gone = {int.from_bytes(key[:8], "little") for _, key in latest}
+    heads = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES // 8)[:, 0]
+    doubtful = _repeated(heads)
+    if gone:
+        doubtful |= np.isin(heads, np.array(list(gone), dtype=np.uint64))
+    rows = np.flatnonzero(doubtful & standing)
+    names = list(zip(entries["pair"][rows].tolist(), entries["key"][rows].tolist(), strict=True))
+    sequences = entries["sequence"][rows].tolist()
+    for name, sequence in zip(names, sequences, strict=True):
+        latest[name] = max(latest.get(name, 0), sequence)
+    for row, name, sequence in zip(rows.tolist(), names, sequences, strict=True):
+        standing[row] = latest[name] == sequence
+    return standing
+
+
+def _repeated(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which values are there more than once."""
+    order = np.argsort(values)
+    ordered = values[order]
+    same = np.concatenate(([False], ordered[1:] == ordered[:-1], [False]))
+    repeated = np.empty(len(values), dtype=np.bool_)
+    repeated[order] = same[1:] | same[:-1]
+    return repeated

@@ -1,0 +1,351 @@
+"""The segment files of an SSD log: made, opened, synced, sealed and deleted.
+
+Worker threads share it. ``_lock`` protects the table and all fields of its segments and is never
+held while a file is touched; a segment's own ``lock`` is held while it is made, opened or synced,
+and is taken first.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.state.log import FOOTER_ENTRY_BYTES, SEGMENT_PAIRS_MAX, footer_bytes
+from kvstore.tier.directories import OpenDirectory, failure
+from kvstore.tier.disk import Disk
+from kvstore.tier.record import ENTRY, encode_footer, segment_name
+from kvstore.tier.vectored import aligned, write_fully
+
+DESCRIPTORS_MAX: Final = 256
+"""Segments whose files are kept open; the others are opened when they are read."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment file.
+
+    Attributes:
+        number: names it.
+        directory: index of its directory.
+        size_bytes: of its file.
+        exists: its file was made.
+        descriptor: of its open file, or None.
+        users: jobs that touch it now.
+        written: writes that have completed.
+        synced: how many of them are durable.
+        end: the first byte behind the last record.
+        entries: packed footer entries of the records, until it is sealed.
+        pairs: packed pair → its index in the footer, until it is sealed.
+        sealed: it has a footer, nothing more is written.
+        failed: why it cannot be synced; nothing is ever called durable there again.
+        dropped: its file is deleted.
+        lock: see the module.
+    """
+
+    number: int
+    directory: int
+    size_bytes: int
+    exists: bool = False
+    descriptor: int | None = None
+    users: int = 0
+    written: int = 0
+    synced: int = 0
+    end: int = 0
+    entries: bytearray = field(default_factory=bytearray)
+    pairs: dict[bytes, int] = field(default_factory=dict)
+    sealed: bool = False
+    failed: str = ""
+    dropped: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Segments:
+    """All segments of a log.
+
+    Args:
+        disk: where the directories are.
+        log: the log's id.
+        directories: taken; this object closes them.
+        segment_bytes: of the files it makes.
+    """
+
+    def __init__(
+        self, disk: Disk, log: bytes, directories: list[OpenDirectory], segment_bytes: int
+    ) -> None:
+        """Know no segment yet."""
+        self.disk = disk
+        self.log = log
+        self.directories = directories
+        self.segment_bytes = segment_bytes
+        self._table: dict[int, Segment] = {}
+        self._open: dict[int, Segment] = {}
+        """All and only those with a descriptor, the longest unused first."""
+        self._lock = threading.Lock()
+
+    def adopt(self, segment: Segment) -> None:
+        """Take a segment that was found at start."""
+        with self._lock:
+            assert segment.number not in self._table, "a number is used once"
+            segment.exists = True
+            self._table[segment.number] = segment
+            self.directories[segment.directory].used_bytes += segment.size_bytes
+
+    @contextmanager
+    def using(self, number: int, *, write: bool) -> Iterator[tuple[Segment, int]]:
+        """A segment and its open file, which stays open inside; made when it is to be written.
+
+        Raises:
+            TierUnavailable: there is no such segment, or it cannot be opened or written.
+            CapacityError: there is no room for another segment.
+        """
+        segment = self._enter(number, make=write)
+        try:
+            if write and segment.sealed:
+                raise InvalidArgument("segment", f"{number} is sealed")
+            if write and segment.failed:
+                raise TierUnavailable(segment.failed)
+            descriptor = segment.descriptor
+            if descriptor is None:
+                with segment.lock:
+                    descriptor = self._opened(segment)
+            yield segment, descriptor
+        finally:
+            self._leave(segment)
+
+    def pair_index(self, segment: Segment, packed: bytes) -> int:
+        """The footer's number for a pair.
+
+        Raises:
+            CapacityError: the segment's footer has no room for another pair.
+        """
+        with self._lock:
+            index = segment.pairs.get(packed)
+            if index is None:
+                index = len(segment.pairs)
+                if index >= SEGMENT_PAIRS_MAX:
+                    raise CapacityError(
+                        f"segment {segment.number} has pages of {index} spaces and shards already"
+                    )
+                segment.pairs[packed] = index
+            return index
+
+    def note_written(self, segment: Segment, entries: list[bytes], end: int) -> None:
+        """Records were written; ``end`` is behind the last of them."""
+        with self._lock:
+            segment.written += len(entries)
+            segment.end = max(segment.end, end)
+            segment.entries += b"".join(entries)
+
+    def unsynced(self) -> dict[int, int]:
+        """What a sync that begins now has to cover: segment → its writes that have completed."""
+        with self._lock:
+            return {
+                number: segment.written
+                for number, segment in self._table.items()
+                if segment.written > segment.synced
+            }
+
+    def sync(self, number: int, written: int) -> bool:
+        """Make the first ``written`` writes of a segment durable.
+
+        Returns:
+            whether that took a sync of the file: another one may have covered them.
+
+        Raises:
+            TierUnavailable: it failed, now or before. What a failed sync leaves on the disk is not
+                known and a second one does not tell, so the segment stays failed until dropped.
+        """
+        with self._lock:
+            segment = self._table.get(number)
+            if segment is None or segment.synced >= written:
+                return False
+            segment.users += 1
+        try:
+            with segment.lock:
+                return self._synced(segment, written)
+        finally:
+            self._leave(segment)
+
+    def seal(self, number: int) -> None:
+        """Write a segment's footer; its records are durable before and the footer after.
+
+        Raises:
+            InvalidArgument: it is sealed, or the records leave no room for the footer.
+            TierUnavailable, CapacityError: the disk refused.
+        """
+        with self.using(number, write=True) as (segment, descriptor):
+            with self._lock:
+                written = segment.written
+                entries = np.frombuffer(bytes(segment.entries), dtype=ENTRY)
+                pairs, end = list(segment.pairs), segment.end
+            size = footer_bytes(len(entries))
+            if end + size > segment.size_bytes:
+                raise InvalidArgument("segment", f"{number} has no room for a footer of {size}")
+            ordered = entries[np.argsort(entries["offset"], kind="stable")]
+            footer = aligned(size)
+            footer[:] = encode_footer(self.log, number, ordered.tobytes(), pairs, end)
+            self.sync(number, written)
+            path = self.directories[segment.directory].path / segment_name(number)
+            try:
+                write_fully(self.disk, descriptor, [footer], segment.size_bytes - size)
+            except OSError as error:
+                raise failure(path, error) from error
+            with self._lock:
+                segment.written += 1
+            self.sync(number, written + 1)
+            with self._lock:
+                segment.sealed = True
+                segment.entries = bytearray()
+                segment.pairs = {}
+
+    def drop(self, number: int) -> None:
+        """Delete a segment's file, durably; one that is not there is dropped already.
+
+        Raises:
+            TierUnavailable: the file is still there and counts against the capacity.
+        """
+        with self._lock:
+            segment = self._table.get(number)
+            if segment is None:
+                return
+            segment.users += 1
+        directory = self.directories[segment.directory]
+        path = directory.path / segment_name(number)
+        try:
+            with segment.lock:
+                if not segment.dropped:
+                    self.disk.remove(path)
+                    segment.dropped = True
+                self.disk.sync_directory(directory.path)
+        except OSError as error:
+            raise failure(path, error) from error
+        else:
+            with self._lock:
+                if self._table.pop(number, None) is not None:
+                    directory.used_bytes -= segment.size_bytes
+        finally:
+            self._leave(segment)
+
+    def close(self) -> None:
+        """Close every file and give the directories back; nobody uses them any more."""
+        with self._lock:
+            for segment in list(self._open.values()):
+                assert not segment.users, "jobs end before their files are closed"
+                self._close_file(segment)
+        for directory in self.directories:
+            self.disk.close(directory.lock)
+
+    def counts(self) -> list[int]:
+        """Segments in each directory, with those being made."""
+        with self._lock:
+            found = [0] * len(self.directories)
+            for segment in self._table.values():
+                found[segment.directory] += 1
+            return found
+
+    def failures(self) -> dict[int, str]:
+        """Segments that cannot be synced, and why."""
+        with self._lock:
+            return {number: one.failed for number, one in self._table.items() if one.failed}
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _enter(self, number: int, *, make: bool) -> Segment:
+        with self._lock:
+            segment = self._table.get(number)
+            if segment is None:
+                if not make:
+                    raise TierUnavailable(f"there is no segment {number}")
+                segment = Segment(number, self._roomiest(), self.segment_bytes)
+                self._table[number] = segment
+                self.directories[segment.directory].used_bytes += segment.size_bytes
+            if segment.dropped:
+                raise TierUnavailable(f"segment {number} is dropped")
+            segment.users += 1
+            if segment.descriptor is not None:
+                self._open[number] = self._open.pop(number)
+            return segment
+
+    def _roomiest(self) -> int:
+        """Index of the directory with most room for a new segment."""
+        room = [one.capacity_bytes - one.used_bytes for one in self.directories]
+        best = max(range(len(room)), key=room.__getitem__, default=-1)
+        if best < 0 or room[best] < self.segment_bytes:
+            raise CapacityError("no directory has room for another segment: drop one first")
+        return best
+
+    def _leave(self, segment: Segment) -> None:
+        with self._lock:
+            segment.users -= 1
+            if segment.users:
+                return
+            if segment.dropped:
+                self._close_file(segment)
+            elif not segment.exists and self._table.get(segment.number) is segment:
+                del self._table[segment.number]
+                self.directories[segment.directory].used_bytes -= segment.size_bytes
+
+    def _close_file(self, segment: Segment) -> None:
+        if segment.descriptor is not None:
+            self.disk.close(segment.descriptor)
+            segment.descriptor = None
+            del self._open[segment.number]
+
+    def _opened(self, segment: Segment) -> int:
+        """The descriptor of a segment in use, which makes or opens the file; its lock is held."""
+        if segment.descriptor is not None:
+            return segment.descriptor
+        directory = self.directories[segment.directory]
+        path = directory.path / segment_name(segment.number)
+        try:
+            if segment.exists:
+                descriptor = self.disk.open(path, direct=directory.direct_io)
+            else:
+                descriptor = self._make(segment, directory)
+        except OSError as error:
+            raise failure(path, error) from error
+        with self._lock:
+            segment.exists = True
+            segment.descriptor = descriptor
+            self._open[segment.number] = segment
+            idle = [one for one in self._open.values() if not one.users]
+            idle = [one for one in idle if one.written == one.synced]
+            for one in idle[: max(len(self._open) - DESCRIPTORS_MAX, 0)]:
+                self._close_file(one)
+        return descriptor
+
+    def _make(self, segment: Segment, directory: OpenDirectory) -> int:
+        path = directory.path / segment_name(segment.number)
+        descriptor = self.disk.create(path, segment.size_bytes, direct=directory.direct_io)
+        try:
+            self.disk.sync_directory(directory.path)
+        except OSError:
+            self.disk.close(descriptor)
+            self.disk.remove(path)
+            raise
+        return descriptor
+
+    def _synced(self, segment: Segment, written: int) -> bool:
+        with self._lock:
+            covered, descriptor = segment.written, segment.descriptor
+        if segment.synced >= written:
+            return False
+        path = self.directories[segment.directory].path / segment_name(segment.number)
+        if segment.failed:
+            raise TierUnavailable(segment.failed)
+        assert descriptor is not None, "what has writes to sync stays open"
+        try:
+            self.disk.sync(descriptor)
+        except OSError as error:
+            segment.failed = f"{path}: a sync failed ({error.strerror}): drop the segment"
+            raise TierUnavailable(segment.failed) from error
+        with self._lock:
+            segment.synced = covered
+        return True
+
+
+assert ENTRY.itemsize == FOOTER_ENTRY_BYTES

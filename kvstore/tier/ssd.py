@@ -1,0 +1,356 @@
+"""L3: the append-only log on SSDs, as a tier: jobs in, completions out.
+
+A few threads take jobs from one bounded queue and move whole batches in native calls that hold no
+GIL; with no threads the jobs run in :meth:`SSDLog.poll`, which is how simulations drive it. What
+was written is durable once a :class:`SyncAll` that was submitted later has completed.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, cast
+
+from kvstore.errors import CapacityError, KVStoreError, TierUnavailable
+from kvstore.state.log import BLOCK_BYTES
+from kvstore.tier.base import (
+    Completion,
+    DropSegment,
+    Job,
+    ReadPage,
+    SealSegment,
+    SyncAll,
+)
+from kvstore.tier.directories import Directory, failure, open_all
+from kvstore.tier.disk import Disk, OSDisk
+from kvstore.tier.record import SEGMENT_NAME, ForeignLog, segment_name
+from kvstore.tier.recovery import Found, RecoveredLog, combine, load_segment
+from kvstore.tier.segments import Segment, Segments
+from kvstore.tier.transfer import RecordMover, Write, batches
+
+log = logging.getLogger(__name__)
+
+THREADS: Final = 4
+"""Two keep an NVMe disk busy; two more digest meanwhile and serve a second disk."""
+JOBS_MAX: Final = 16_384
+"""Jobs that may be under way: several seconds of pages at a disk's speed."""
+CLOSE_TIMEOUT_S: Final = 30.0
+_IDLE_S: Final = 60.0
+_RECOVERY_THREADS: Final = 8
+
+
+class _Work(NamedTuple):
+    """What one thread does at a time; ``unsynced``: what a SyncAll has to cover."""
+
+    jobs: list[Job]
+    sequence: int
+    unsynced: dict[int, int]
+
+
+class SSDLog:
+    """An append-only log over the directories of one node.
+
+    All calls come from one thread. :meth:`recover` comes first, once.
+
+    Args:
+        node: the node's name; directories of another node are refused.
+        directories: a new segment goes to the one with most room.
+        segment_bytes: of a segment's file, a multiple of 4096; files that are there keep theirs.
+        threads: 0 = jobs run in :meth:`poll`.
+        wake: called from a worker thread when completions wait and none did before.
+        disk: of this machine, or a simulated one.
+
+    Raises:
+        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        directories: Sequence[Directory],
+        segment_bytes: int,
+        *,
+        threads: int = THREADS,
+        wake: Callable[[], None] = lambda: None,
+        disk: Disk | None = None,
+    ) -> None:
+        """Take the directories; nothing is read yet."""
+        assert segment_bytes % BLOCK_BYTES == 0, "segments are whole blocks"
+        self._disk = disk if disk is not None else OSDisk()
+        self.log_id, opened = open_all(self._disk, node, directories, segment_bytes)
+        self._directories = opened
+        self._segments = Segments(self._disk, self.log_id, opened, segment_bytes)
+        self._wake = wake
+        self._sequence = 0
+        """Of the next write; 0 until the log was recovered."""
+        self._errors: Counter[str] = Counter()
+        # Protects the fields below; never held while a job runs.
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._is_idle = threading.Condition(self._lock)
+        self._queue: deque[_Work] = deque()
+        self._completions: list[Completion] = []
+        self._under_way = 0
+        """Jobs submitted that have no completion yet."""
+        self._closing = self._closed = False
+        self._movers = [RecordMover(self._disk, self._segments) for _ in range(max(threads, 1))]
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(mover,), name=f"kvstore-ssd-{index}", daemon=True
+            )
+            for index, mover in enumerate(self._movers[:threads])
+        ]
+
+    # ---- recovery ---------------------------------------------------------------------------
+
+    def recover(self) -> RecoveredLog:
+        """Find what the directories hold; from then on jobs are taken.
+
+        What an unsealed segment holds is made durable, so that whatever is reported here is.
+
+        Raises:
+            TierUnavailable: a directory cannot be listed.
+        """
+        assert not self._sequence, "a log is recovered once"
+        names: list[tuple[int, int]] = []
+        for index, directory in enumerate(self._directories):
+            try:
+                listed = self._disk.names(directory.path)
+            except OSError as error:
+                raise failure(directory.path, error) from error
+            matches = (SEGMENT_NAME.fullmatch(name) for name in listed)
+            names += [(int(match[1], 16), index) for match in matches if match]
+        found: list[Found] = []
+        if self._threads:
+            with ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-recover") as pool:
+                found += pool.map(self._find, sorted(names))
+        else:
+            found += map(self._find, sorted(names))
+        for index, (one, before) in enumerate(zip(found[1:], found, strict=False), start=1):
+            if one.number == before.number:
+                reason = f"segment {one.number} is in two directories"
+                found[index] = one._replace(loaded=None, reason=reason)
+        for one in found:
+            self._adopt(one)
+        recovered = combine(found)
+        for line in recovered.untouched:
+            log.error("left as it is: %s", line)
+        self._sequence = recovered.next_sequence
+        for thread in self._threads:
+            thread.start()
+        return recovered
+
+    def _find(self, name: tuple[int, int]) -> Found:
+        """Read one segment; runs in threads of the recovery."""
+        number, index = name
+        directory = self._directories[index]
+        path = directory.path / segment_name(number)
+        size = 0
+        try:
+            descriptor = self._disk.open(path, direct=directory.direct_io)
+            try:
+                size = self._disk.size(descriptor)
+                loaded = load_segment(self._disk, descriptor, number, self.log_id)
+                if not loaded.sealed:
+                    self._disk.sync(descriptor)
+            finally:
+                self._disk.close(descriptor)
+        except OSError as error:
+            return Found(number, index, path, size, None, f"{error.strerror or error}")
+        except ForeignLog as error:
+            return Found(number, index, path, size, None, str(error))
+        return Found(number, index, path, size, loaded)
+
+    def _adopt(self, found: Found) -> None:
+        loaded = found.loaded
+        if loaded is None:
+            self._directories[found.directory].used_bytes += found.size_bytes
+            return
+        segment = Segment(found.number, found.directory, found.size_bytes)
+        segment.sealed, segment.end = loaded.sealed, loaded.end
+        if not loaded.sealed:
+            segment.entries = bytearray(loaded.entries.tobytes())
+            segment.pairs = {packed: index for index, packed in enumerate(loaded.pairs)}
+        self._segments.adopt(segment)
+
+    # ---- the tier ---------------------------------------------------------------------------
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """See :class:`kvstore.tier.base.Tier`.
+
+        Raises:
+            CapacityError: too many jobs are under way; none of these was taken.
+            TierUnavailable: the tier is closed; none of these was taken.
+        """
+        assert self._sequence, "recover() comes first"
+        work: list[_Work] = []
+        sequence = self._sequence
+        for batch in batches(jobs):
+            unsynced = self._segments.unsynced() if isinstance(batch[0], SyncAll) else {}
+            work.append(_Work(batch, sequence, unsynced))
+            sequence += len(batch)
+        with self._lock:
+            if self._closing:
+                raise TierUnavailable("the SSD tier is closed")
+            if self._under_way + len(jobs) > JOBS_MAX:
+                raise CapacityError(f"{self._under_way} jobs of the SSD tier are under way already")
+            self._sequence = sequence
+            self._under_way += len(jobs)
+            self._queue.extend(work)
+            self._has_work.notify(len(work))
+
+    def poll(self) -> list[Completion]:
+        """See :class:`kvstore.tier.base.Tier`."""
+        if not self._threads:
+            self._run_queued()
+        with self._lock:
+            ended, self._completions = self._completions, []
+        return ended
+
+    def drain(self, timeout_s: float) -> bool:
+        """See :class:`kvstore.tier.base.Tier`; completions still have to be polled."""
+        if not self._threads:
+            self._run_queued()
+        with self._lock:
+            return self._is_idle.wait_for(lambda: not self._under_way, timeout_s)
+
+    def close(self) -> None:
+        """End the work under way and give the directories back; within CLOSE_TIMEOUT_S.
+
+        What was not synced may be lost. Jobs that were not begun in time end with TierUnavailable,
+        for :meth:`poll` to collect. While the disk holds a thread longer, files and locks stay.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._closing = True
+            self._has_work.notify_all()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        if not self.drain(CLOSE_TIMEOUT_S):
+            self._abandon()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.1))
+        if any(thread.is_alive() for thread in self._threads):
+            log.error("the disk did not end its work in %g s: left open", CLOSE_TIMEOUT_S)
+        else:
+            self._segments.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What was moved and what is there, as plain values."""
+        total: Counter[str] = Counter()
+        for mover in self._movers:
+            total.update(dict(mover.counts))
+        segments = self._segments.counts()
+        with self._lock:
+            errors, under_way = dict(self._errors), self._under_way
+        return {
+            **total,
+            "errors": errors,
+            "jobs": under_way,
+            "failed_segments": self._segments.failures(),
+            "directories": [
+                {
+                    "path": str(directory.path),
+                    "direct_io": directory.direct_io,
+                    "capacity_bytes": directory.capacity_bytes,
+                    "used_bytes": directory.used_bytes,
+                    "segments": count,
+                }
+                for directory, count in zip(self._directories, segments, strict=False)
+            ],
+        }
+
+    # ---- threads ----------------------------------------------------------------------------
+
+    def _run(self, mover: RecordMover) -> None:
+        try:
+            while (work := self._next()) is not None:
+                self._do(work, mover)
+        finally:
+            with self._lock:
+                stopping = self._closing
+            if not stopping:  # a mistake of ours ended this thread: nobody may wait for it
+                self._abandon()
+
+    def _next(self) -> _Work | None:
+        with self._lock:
+            while not self._queue:
+                if self._closing:
+                    return None
+                self._has_work.wait(_IDLE_S)
+            return self._queue.popleft()
+
+    def _run_queued(self) -> None:
+        while self._queue:
+            self._do(self._queue.popleft(), self._movers[0])
+
+    def _abandon(self) -> None:
+        """End what nobody has begun; the tier takes nothing more."""
+        with self._lock:
+            self._closing = True
+            work, self._queue = self._queue, deque()
+            self._has_work.notify_all()
+        error = TierUnavailable("the SSD tier was closed before this job began")
+        self._ended([Completion(job.job, error) for one in work for job in one.jobs])
+
+    def _do(self, work: _Work, mover: RecordMover) -> None:
+        """Carry out one piece of work; every job of it gets its one completion, come what may."""
+        ended: list[Completion] = []
+        try:
+            ended += self._carry_out(work, mover)
+        finally:
+            missing = {job.job for job in work.jobs} - {one.job for one in ended}
+            error = KVStoreError("the SSD tier failed in this job: see its log")
+            self._ended([*ended, *(Completion(job, error) for job in missing)])
+
+    def _carry_out(self, work: _Work, mover: RecordMover) -> Iterator[Completion]:
+        first = work.jobs[0]
+        match first:
+            case ReadPage():
+                yield from mover.read(cast("list[ReadPage]", work.jobs))
+            case SyncAll():
+                yield self._attempt(first, lambda: self._sync(work.unsynced, mover))
+            case SealSegment(segment=number):
+                yield self._attempt(first, lambda: self._segments.seal(number))
+                mover.counts["seals"] += 1
+            case DropSegment(segment=number):
+                yield self._attempt(first, lambda: self._segments.drop(number))
+                mover.counts["drops"] += 1
+            case _:
+                yield from mover.write(cast("list[Write]", work.jobs), work.sequence)
+
+    def _attempt(self, job: Job, do: Callable[[], None]) -> Completion:
+        try:
+            do()
+        except KVStoreError as error:
+            return Completion(job.job, error)
+        return Completion(job.job)
+
+    def _sync(self, unsynced: dict[int, int], mover: RecordMover) -> None:
+        """Sync every segment, those behind one that fails too; the last failure is raised."""
+        failed: KVStoreError | None = None
+        for number, written in unsynced.items():
+            try:
+                mover.counts["syncs"] += self._segments.sync(number, written)
+            except KVStoreError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def _ended(self, completions: list[Completion]) -> None:
+        if not completions:
+            return
+        with self._lock:
+            first = not self._completions
+            self._completions += completions
+            self._under_way -= len(completions)
+            for one in completions:
+                if one.error is not None:
+                    self._errors[one.error.code] += 1
+            if not self._under_way:
+                self._is_idle.notify_all()
+        if first and self._threads:
+            self._wake()

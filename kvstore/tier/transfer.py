@@ -1,0 +1,265 @@
+"""Records between memory and segment files, checked on both sides.
+
+A page is digested before it is written, so that nothing reaches the disk that is not the page, and
+after it was read. Records that lie side by side and were submitted together move in one call.
+"""
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore import mover
+from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
+from kvstore.page import page_seeds
+from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, record_bytes
+from kvstore.tier.base import Completion, Job, PageRecord, ReadPage, WritePage, WriteTombstone
+from kvstore.tier.directories import failure
+from kvstore.tier.disk import Disk
+from kvstore.tier.record import (
+    Header,
+    Kind,
+    decode_header,
+    encode_header,
+    entry_of,
+    is_of,
+    pack_pair,
+    pair_seed,
+    segment_name,
+    tombstone_digest,
+)
+from kvstore.tier.segments import Segment, Segments
+from kvstore.tier.vectored import aligned, memory_at, read_fully, write_fully
+
+BATCH_BYTES: Final = 8 << 20
+BATCH_RECORDS: Final = 64
+"""Most of what moves in one call: more is no faster, and a batch is one thread's work."""
+
+Write = WritePage | WriteTombstone
+
+
+def payload_bytes(job: Write | ReadPage) -> int:
+    """Bytes of the payload of a job's record."""
+    return len(job.keys) if isinstance(job, WriteTombstone) else job.record.page_bytes
+
+
+def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    """Cut jobs into pieces of work: runs of neighbouring writes or reads, all others alone."""
+    batch: list[Job] = []
+    end, size = (0, 0), 0
+    for job in jobs:
+        if not isinstance(job, WritePage | WriteTombstone | ReadPage):
+            if batch:
+                yield batch
+            batch = []
+            yield [job]
+            continue
+        length = record_bytes(payload_bytes(job))
+        joins = (
+            len(batch) in range(1, BATCH_RECORDS)
+            and job.place == end
+            and isinstance(job, ReadPage) == isinstance(batch[0], ReadPage)
+            and size + length <= BATCH_BYTES
+        )
+        if batch and not joins:
+            yield batch
+        if not joins:
+            batch, size = [], 0
+        batch.append(job)
+        size += length
+        end = (job.place.segment, job.place.offset + length)
+    if batch:
+        yield batch
+
+
+def digests(pages: Sequence[tuple[int, PageRecord]]) -> list[bytes]:
+    """The digest of what lies at each address, under the name of its record."""
+    if not pages:
+        return []
+    size = pages[0][1].page_bytes
+    if any(record.page_bytes != size for _, record in pages):
+        return [digests([page])[0] for page in pages]
+    seeds = page_seeds(b"".join(record.key for _, record in pages), 0)
+    pair_seeds = [pair_seed(record.space, record.shard) for _, record in pages]
+    addresses = np.array([address for address, _ in pages], dtype=np.uint64)
+    found = mover.digest(addresses, size, seeds ^ np.array(pair_seeds, dtype=np.uint64))
+    return [row.tobytes() for row in found]
+
+
+class RecordMover:
+    """Moves records; each thread has its own.
+
+    Args:
+        disk: where segments are.
+        segments: shared by all threads.
+
+    Attributes:
+        counts: what this one has moved.
+    """
+
+    def __init__(self, disk: Disk, segments: Segments) -> None:
+        """Take the memory for headers."""
+        self.counts: Counter[str] = Counter()
+        self._disk = disk
+        self._segments = segments
+        self._scratch = aligned(2 * BATCH_RECORDS * BLOCK_BYTES)
+
+    def write(self, jobs: Sequence[Write], sequence: int) -> Iterator[Completion]:
+        """Write a batch of :func:`batches`; job i gets the number ``sequence + i``."""
+        pages = [(job.address, job.record) for job in jobs if isinstance(job, WritePage)]
+        found = iter(digests(pages))
+        run: list[tuple[Write, int]] = []
+        for index, job in enumerate(jobs):
+            if isinstance(job, WritePage) and next(found) != job.record.digest:
+                yield from self._write_run(run)
+                run = []
+                error = f"page {job.record.key.hex()[:16]} is not what its digest says: not written"
+                yield Completion(job.job, PageCorrupt(error))
+            else:
+                run.append((job, sequence + index))
+        yield from self._write_run(run)
+
+    def read(self, jobs: Sequence[ReadPage]) -> Iterator[Completion]:
+        """Read a batch of :func:`batches`; bytes that are not the page's end in an error."""
+        try:
+            done = self._read_batch(jobs)
+        except KVStoreError as error:
+            if len(jobs) == 1:
+                yield Completion(jobs[0].job, error)
+                return
+            for job in jobs:  # once more one by one, so that only those suffer that must
+                yield from self.read([job])
+            return
+        yield from self._checked(jobs, done)
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def _write_run(self, run: list[tuple[Write, int]]) -> Iterator[Completion]:
+        if not run:
+            return
+        try:
+            self._write_records(run)
+        except KVStoreError as error:
+            if len(run) == 1:
+                yield Completion(run[0][0].job, error)
+                return
+            for one in run:  # once more one by one, so that only those suffer that must
+                yield from self._write_run([one])
+            return
+        for job, _ in run:
+            yield Completion(job.job)
+
+    def _write_records(self, run: list[tuple[Write, int]]) -> None:
+        first = run[0][0].place
+        end = first.offset + sum(record_bytes(payload_bytes(job)) for job, _ in run)
+        with self._segments.using(first.segment, write=True) as (segment, descriptor):
+            _check_place(first.offset, end, segment)
+            buffers: list[memoryview] = []
+            entries: list[bytes] = []
+            for index, (job, sequence) in enumerate(run):
+                header = _header_of(job, sequence)
+                entries.append(entry_of(header, self._segments.pair_index(segment, header.pair)))
+                block = self._block(2 * index)
+                block[:] = encode_header(self._segments.log, header)
+                buffers += [block, *self._payload(job, 2 * index + 1)]
+            try:
+                write_fully(self._disk, descriptor, buffers, first.offset)
+            except OSError as error:
+                raise self._failure(segment, error) from error
+            self._segments.note_written(segment, entries, end)
+        self.counts["written_records"] += len(run)
+        self.counts["written_bytes"] += end - first.offset
+
+    def _payload(self, job: Write, block: int) -> list[memoryview]:
+        """A record's payload in whole blocks; what does not fill one is copied and padded."""
+        size = payload_bytes(job)
+        whole = size - size % BLOCK_BYTES
+        if isinstance(job, WriteTombstone):
+            copy = aligned(record_bytes(size) - HEADER_BYTES)
+            copy[:size] = job.keys
+            return [copy]
+        buffers = [memory_at(job.address, whole)] if whole else []
+        if whole < size:
+            tail = self._block(block)
+            tail[: size - whole] = ctypes.string_at(job.address + whole, size - whole)
+            tail[size - whole :] = bytes(BLOCK_BYTES - (size - whole))
+            buffers.append(tail)
+        return buffers
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def _read_batch(self, jobs: Sequence[ReadPage]) -> int:
+        """Fill the jobs' memory and the headers; returns bytes read."""
+        first = jobs[0].place
+        buffers: list[memoryview] = []
+        for index, job in enumerate(jobs):
+            padded = record_bytes(job.record.page_bytes) - HEADER_BYTES
+            buffers += [self._block(index), memory_at(job.address, padded)]
+        with self._segments.using(first.segment, write=False) as (segment, descriptor):
+            try:
+                return read_fully(self._disk, descriptor, buffers, first.offset)
+            except OSError as error:
+                raise self._failure(segment, error) from error
+
+    def _checked(self, jobs: Sequence[ReadPage], done: int) -> Iterator[Completion]:
+        """Look at every page that was read, its header first."""
+        headers: list[Header | None] = []
+        start = jobs[0].place.offset
+        for index, job in enumerate(jobs):
+            end = job.place.offset + record_bytes(job.record.page_bytes)
+            header = decode_header(self._block(index), self._segments.log, job.place)
+            whole = header is not None and is_of(header, job.record) and end - start <= done
+            headers.append(header if whole else None)
+        present = [
+            (job.address, job.record)
+            for job, header in zip(jobs, headers, strict=True)
+            if header is not None
+        ]
+        found = iter(digests(present))
+        for job, header in zip(jobs, headers, strict=True):
+            name = f"page {job.record.key.hex()[:16]} in segment {job.place.segment}"
+            if header is None:
+                error = PageCorrupt(f"{name}: the record is not there or is not that page's")
+                yield Completion(job.job, error)
+            elif next(found) != job.record.digest:
+                yield Completion(job.job, PageCorrupt(f"{name}: its bytes do not fit its digest"))
+            else:
+                self.counts["read_records"] += 1
+                self.counts["read_bytes"] += record_bytes(job.record.page_bytes)
+                yield Completion(job.job, tokens=header.tokens)
+
+    # ---- both -------------------------------------------------------------------------------
+
+    def _block(self, index: int) -> memoryview:
+        return self._scratch[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+    def _failure(self, segment: Segment, error: OSError) -> KVStoreError:
+        directory = self._segments.directories[segment.directory]
+        return failure(directory.path / segment_name(segment.number), error)
+
+
+def _header_of(job: Write, sequence: int) -> Header:
+    """What a write's header says.
+
+    Raises:
+        InvalidArgument: its space or shard has names too long for the format.
+    """
+    if isinstance(job, WriteTombstone):
+        digest = tombstone_digest(job.keys, pair_seed(job.space, job.shard))
+        return Header(
+            Kind.TOMBSTONE, sequence, job.place, len(job.keys), bytes(32), b"", digest,
+            pack_pair(job.space, job.shard), b"",
+        )  # fmt: skip
+    record = job.record
+    return Header(
+        Kind.PAGE, sequence, job.place, record.page_bytes, record.key, record.parent,
+        record.digest, pack_pair(record.space, record.shard), record.tokens,
+    )  # fmt: skip
+
+
+def _check_place(start: int, end: int, segment: Segment) -> None:
+    if start % BLOCK_BYTES or start < 0 or end > segment.size_bytes or start >= end:
+        what = f"{start}..{end} is no place for records in {segment.size_bytes} bytes"
+        raise InvalidArgument("place", what)
