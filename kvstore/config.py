@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, get_args
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -82,6 +82,45 @@ class HostConfig(Section, frozen=True):
             )
 
 
+class SSDConfig(Section, frozen=True):
+    """L3: an append-only log of pages on SSDs.
+
+    Attributes:
+        directories: where, best one a disk; empty = no SSD tier.
+        capacity_bytes: of each directory, never exceeded; rounded down to whole segments.
+        segment_bytes: of a segment's file; room is given back in these pieces.
+        write: when an ordinary page is written: ``back`` when its memory is needed, ``through`` as
+            soon as it is stored, ``selective`` when it is used again.
+        sync: when what is written survives a power cut: ``always`` at once, ``interval``, ``none``
+            (no put can be durable then).
+        sync_interval_s: between two syncs of ``interval``.
+        admission: which ordinary pages are worth writing.
+        bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
+            0 = no limit.
+    """
+
+    directories: tuple[str, ...] = ()
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 64 << 30
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 18, le=1 << 34, multiple_of=4096)] = (
+        256 << 20
+    )
+    write: Literal["back", "through", "selective"] = "back"
+    sync: Literal["none", "interval", "always"] = "interval"
+    sync_interval_s: Positive = 1.0
+    admission: Literal["all", "kvstore"] = "kvstore"
+    bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a capacity that holds no segment, and a directory given twice."""
+        if self.capacity_bytes < self.segment_bytes:
+            raise ValueError(
+                f"ssd.capacity_bytes={self.capacity_bytes} is smaller than"
+                f" ssd.segment_bytes={self.segment_bytes}"
+            )
+        if len(set(self.directories)) < len(self.directories):
+            raise ValueError("ssd.directories names a directory twice")
+
+
 class HttpConfig(Section, frozen=True):
     """Health, metrics and statistics over HTTP.
 
@@ -116,6 +155,7 @@ class ServerConfig(Section, frozen=True):
     node: NodeConfig = NodeConfig()
     socket: SocketConfig = SocketConfig()
     host: HostConfig = HostConfig()
+    ssd: SSDConfig = SSDConfig()
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
 
@@ -149,7 +189,8 @@ def load(
     tree: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, key, value in _entries(path, environ, overrides, env_prefix):
-        _check_known(kind, key, source)
+        if get_origin(_known(kind, key, source)) is tuple and isinstance(value, str):
+            value = [part for part in value.split(",") if part]
         _put(tree, key, value, source)
         sources[".".join(key)] = source
     try:
@@ -206,7 +247,12 @@ def _leaves(tree: dict[str, Any], above: list[str]) -> Iterable[tuple[list[str],
             yield [*above, name], value
 
 
-def _check_known(kind: type[Any], key: list[str], source: str) -> None:
+def _known(kind: type[Any], key: list[str], source: str) -> Any:
+    """The type of a key's value.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
     at: Any = kind
     for depth, name in enumerate(key):
         fields = {field.name: field.type for field in _fields(at)}
@@ -218,6 +264,7 @@ def _check_known(kind: type[Any], key: list[str], source: str) -> None:
         at = fields[name]
     if _fields(at):
         raise ConfigError(f"{source}: {'.'.join(key)} is a section, not a value")
+    return at
 
 
 def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:

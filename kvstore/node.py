@@ -221,7 +221,7 @@ class Node:
         return wire.Found(request.id, pages, pending, on_disk), awaited
 
     def _acquire(
-        self, process: Process, request: wire.Acquire, now_ns: int
+        self, process: Process, request: wire.Acquire, now_ns: int, earlier: Fetch | None = None
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
         _check_keys(request.keys)
@@ -232,10 +232,12 @@ class Node:
         if self.pages.disk is not None:
             run = self.pages.ready_run(space, shard, request.keys)
         if request.wait_ms and not self.waiting.full and any(shard not in at.slots for at in run):
-            fetch = self.pages.fetch(process, run, shard)
+            fetch = self.pages.fetch(process, run, shard, earlier)
             if fetch.outstanding:
                 return wire.Acquired(request.id, b"", b""), fetch
             self.pages.end_fetch(process, fetch)
+            if self.pages.disk is not None and self.pages.disk.busy:
+                return wire.Acquired(request.id, b"", b"", len(run)), _ROOM
         return self._lease(process, request, now_ns, len(run)), None
 
     def _lease(
@@ -368,11 +370,8 @@ class Node:
         answer: wire.Answer | None
         awaited: Hashable = None
         try:
-            if isinstance(waiter.awaited, Fetch):
-                self.pages.end_fetch(process, waiter.awaited)
-                space = self._space(process, request.space, [request.shard])
-                run = self.pages.ready_run(space, request.shard, request.keys)
-                answer = self._lease(process, request, now_ns, len(run))
+            if isinstance(request, wire.Acquire):
+                answer, awaited = self._acquire_again(process, waiter, now_ns)
             elif isinstance(waiter.awaited, Durable):
                 answer = _acknowledge(request, waiter.awaited)
             else:
@@ -384,6 +383,22 @@ class Node:
             self.waiting.add(waiter)
         elif answer is not None:
             self.outbox.append((waiter.connection, answer))
+
+    def _acquire_again(
+        self, process: Process, waiter: Waiter, now_ns: int
+    ) -> tuple[wire.Answer, Hashable]:
+        """Go on loading what is still missing; what was loaded stays in memory meanwhile."""
+        request = waiter.request
+        fetch = waiter.awaited if isinstance(waiter.awaited, Fetch) else None
+        try:
+            if now_ns < waiter.deadline_ns:
+                return self._acquire(process, request, now_ns, fetch)
+            space = self._space(process, request.space, [request.shard])
+            run = self.pages.ready_run(space, request.shard, request.keys)
+            return self._lease(process, request, now_ns, len(run)), None
+        finally:
+            if fetch is not None:
+                self.pages.end_fetch(process, fetch)
 
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):

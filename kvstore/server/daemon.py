@@ -19,6 +19,7 @@ import uvloop
 
 from kvstore import mover
 from kvstore.config import ServerConfig, load, show
+from kvstore.disk import DiskTier
 from kvstore.errors import KVStoreError
 from kvstore.node import Node, NodeLimits
 from kvstore.server.http import HttpServer
@@ -65,6 +66,7 @@ class Daemon:
         self.socket = SocketServer(
             config.socket, self.node, self.memory, self._publish, self._stats_json
         )
+        self.disk: DiskTier | None = None
         self.loop_lag_s = 0.0
         self._failed = False
 
@@ -82,6 +84,12 @@ class Daemon:
         with ExitStack() as undo:
             undo.callback(self.memory.close)
             undo.callback(self.publication.close)
+            if self.config.ssd.directories:
+                self.disk = self.socket.disk = DiskTier(
+                    self.config.ssd, self.node, self.memory,
+                    lambda: loop.call_soon_threadsafe(self._poll_disk),
+                )  # fmt: skip
+                undo.callback(self.disk.close)
             self.socket.listen()
             undo.callback(self.socket.close)
             http = HttpServer(self.config.http, loop, self)
@@ -112,11 +120,17 @@ class Daemon:
             "mover": mover.description,
             "loop_lag_s": self.loop_lag_s,
             "events": self.publication.stats(),
+            "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
         }
 
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())
+
+    def _poll_disk(self) -> None:
+        assert self.disk is not None
+        self.disk.poll(monotonic_ns())
+        self.socket.flush()
 
     def _publish(self) -> None:
         actions, self.node.actions = self.node.actions, []

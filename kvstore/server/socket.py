@@ -20,6 +20,7 @@ from typing import Final, cast
 
 from kvstore import wire
 from kvstore.config import SocketConfig
+from kvstore.disk import DiskTier
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.node import Node
 from kvstore.tier.host import HostMemory
@@ -55,6 +56,8 @@ class SocketServer:
         self.memory = memory
         self.connections: dict[int, Connection] = {}
         self.accepted = 0
+        #: Set when the node has an SSD tier.
+        self.disk: DiskTier | None = None
         self._config = config
         self._after = after
         self._stats = stats
@@ -102,6 +105,8 @@ class SocketServer:
         replaced = node.pages.slots.replaced
         while replaced:
             self.memory.replace(*replaced.pop(0))
+        if self.disk is not None:
+            self.disk.flush()
         if node.outbox:
             outbox, node.outbox = node.outbox, []
             for number, answer in outbox:

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
@@ -415,6 +415,18 @@ class DiskPages:
         self._pump()
         self._keeper.tend()
         self._syncs.advance(now_ns)
+
+    def stats(self) -> dict[str, Any]:
+        """What is on disk and on its way, as plain values."""
+        return {
+            "write": self.rules.write,
+            "sync": self.rules.sync,
+            "writes": len(self._writes),
+            "loads": len(self._loads),
+            "in_flight_bytes": self.in_flight_bytes,
+            "backlog_pages": len(self._backlog),
+            "degraded": self.degraded,
+        }
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` has something to do; 0 = never."""

@@ -60,6 +60,19 @@ class SegmentLog:
         self.offset += size
         return place
 
+    def adopt(self, number, size_bytes, end, records, sealed):
+        self.free -= 1
+
+    def adopt_page(self, node, shard): ...
+
+    @property
+    def next_segment(self):
+        return self.segment + 1
+
+    @next_segment.setter
+    def next_segment(self, value):
+        self.segment = value - 1
+
     def remove(self, node, shard): ...
     def abandon(self, place, size): ...
     def wrote(self, node, shard): ...

@@ -123,15 +123,24 @@ class PageTable:
             missing += not all(shard in slots for shard in shards)
         return missing
 
-    def fetch(self, process: Process, run: list[Node], shard: int) -> Fetch:
+    def fetch(
+        self, process: Process, run: list[Node], shard: int, earlier: Fetch | None = None
+    ) -> Fetch:
         """Load what is on disk only of a run of READY pages; they count against the quota.
+
+        Args:
+            process: who wants them.
+            run: READY pages of one chain.
+            shard: whose pages.
+            earlier: brought part of the run and ends now; what it holds stays in memory.
 
         Raises:
             CapacityError: the session's quota is used up; nothing is loaded.
         """
         assert self.disk is not None
         size = len(run) * run[0].space.shards[shard].slot_bytes
-        if not process.session.admits(size):
+        held = earlier.size_bytes if earlier is not None else 0
+        if not process.session.admits(size - held):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )

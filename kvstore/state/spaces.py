@@ -44,6 +44,14 @@ class Spaces:
             raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
         if not shards:
             raise InvalidArgument("shards", "at least one is needed")
+        opened = self.adopt(identity, shards)
+        session.domain = identity.tenant
+        return opened
+
+    def adopt(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec]
+    ) -> tuple[Space, list[int]]:
+        """:meth:`open` for pages that nobody has asked for yet."""
         sizes = [spec.page_bytes(identity) for spec in shards]
         for size in sizes:
             if size > self._page_bytes_max:
@@ -59,7 +67,6 @@ class Spaces:
             space = Space(len(self._spaces), identity)
             self._spaces.append(space)
             self._by_digest[identity.digest] = space
-        session.domain = identity.tenant
         return space, [
             self._shard_number(space, spec, size) for spec, size in zip(shards, sizes, strict=True)
         ]

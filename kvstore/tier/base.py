@@ -52,6 +52,16 @@ class ReadPage:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPage:
+    """Write the record at ``source`` again at ``place``."""
+
+    job: int
+    source: Place
+    place: Place
+    record: PageRecord
+
+
+@dataclass(frozen=True, slots=True)
 class WriteTombstone:
     """Write that these pages were taken out on purpose: they must not come back at a start."""
 
@@ -85,7 +95,7 @@ class DropSegment:
     segment: int
 
 
-Job = WritePage | ReadPage | WriteTombstone | SyncAll | SealSegment | DropSegment
+Job = WritePage | ReadPage | CopyPage | WriteTombstone | SyncAll | SealSegment | DropSegment
 
 
 @dataclass(frozen=True, slots=True)

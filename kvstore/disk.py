@@ -1,0 +1,179 @@
+"""The SSD tier of one node: what its state decides becomes jobs of the log, and back.
+
+The state says which page goes where in terms of slots and places; the tier moves bytes between
+addresses and files. This is the one object that knows both, and what a start found on disk.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+from kvstore.config import SSDConfig
+from kvstore.errors import KVStoreError
+from kvstore.node import Node
+from kvstore.state.admission import Admission
+from kvstore.state.adopt import FoundSegment, adopt
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import (
+    DiskCopy,
+    DiskDrop,
+    DiskJob,
+    DiskRead,
+    DiskRules,
+    DiskSeal,
+    DiskSync,
+    DiskWrite,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.log import SegmentLog
+from kvstore.state.slots import Slot
+from kvstore.state.tree import Node as TreeNode
+from kvstore.tier.base import (
+    CopyPage,
+    DropSegment,
+    Job,
+    PageRecord,
+    ReadPage,
+    SealSegment,
+    SyncAll,
+    WritePage,
+)
+from kvstore.tier.directories import Directory
+from kvstore.tier.host import HostMemory
+from kvstore.tier.ssd import SSDLog
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT_BYTES_MAX: Final = 128 << 20
+_NS: Final = 1_000_000_000
+
+
+class DiskTier:
+    """The pages of one node on SSDs.
+
+    Args:
+        config: where, how much, and when pages are written.
+        node: its page table gets a disk side.
+        memory: where slots are.
+        wake: called from another thread when :meth:`poll` has something to do.
+
+    Raises:
+        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+    """
+
+    def __init__(
+        self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None]
+    ) -> None:
+        """Take the directories, and take over what is in them."""
+        self._node = node
+        self._memory = memory
+        self._jobs: dict[int, DiskJob] = {}
+        places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
+        self._log = SSDLog(node.name, places, config.segment_bytes, wake=wake)
+        segments = SegmentLog([place.capacity_bytes for place in places], config.segment_bytes)
+        rules = DiskRules(
+            WritePolicy(config.write), SyncPolicy(config.sync),
+            int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
+        )  # fmt: skip
+        admission = Admission(config.admission, config.bytes_per_day_max)
+        self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
+        self.recovery_s = 0.0
+        self._recover()
+
+    def _recover(self) -> None:
+        start = monotonic()
+        try:
+            found = self._log.recover()
+        except KVStoreError:
+            self._log.close()
+            raise
+        segments = [
+            FoundSegment(
+                one.number,
+                one.size_bytes,
+                one.sealed,
+                one.end,
+                one.records,
+                one.entries["key"].tobytes(),
+                one.entries["parent"].tobytes(),
+                one.entries["digest"].tobytes(),
+                one.entries["offset"].tolist(),
+                one.entries["pair"].tolist(),
+                one.entries["payload_bytes"].tolist(),
+            )
+            for one in found.segments
+        ]
+        pages = adopt(self._node.pages, segments, list(found.pairs), found.next_segment)
+        self.recovery_s = monotonic() - start
+        if found.segments:
+            log.info("%d pages of %d segments recovered in %.2f s",
+                     pages, len(found.segments), self.recovery_s)  # fmt: skip
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand the tier what the node decided."""
+        jobs, self.pages.jobs = self.pages.jobs, []
+        if not jobs:
+            return
+        try:
+            for job in jobs:
+                self._jobs[job.job] = job
+            self._log.submit([self._translate(job) for job in jobs])
+        except KVStoreError as error:
+            for job in jobs:
+                self._end(job.job, error)
+
+    def poll(self, now_ns: int) -> None:
+        """Tell the node what the tier has done."""
+        for completion in self._log.poll():
+            self._end(completion.job, completion.error, now_ns)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the tier has nothing to do; False when the time was not enough."""
+        return self._log.drain(timeout_s)
+
+    def close(self) -> None:
+        """End what is under way, within a bounded time, and give the directories back."""
+        self._log.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What is on disk and what was moved, as plain values."""
+        return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
+
+    def _end(self, job: int, error: KVStoreError | None, now_ns: int = 0) -> None:
+        del self._jobs[job]
+        if error is not None:
+            log.warning("the SSD tier: %s: %s", error.code, error)
+        self._node.disk_completed(job, error, now_ns)
+
+    def _translate(self, job: DiskJob) -> Job:
+        match job:
+            case DiskWrite(number, place, node, shard, slot):
+                return WritePage(number, place, _record(node, shard), self._address(slot))
+            case DiskRead(number, place, node, shard, slot):
+                return ReadPage(number, place, _record(node, shard), self._address(slot))
+            case DiskCopy(number, source, place, node, shard):
+                return CopyPage(number, source, place, _record(node, shard))
+            case DiskSync(number):
+                return SyncAll(number)
+            case DiskSeal(number, segment):
+                return SealSegment(number, segment)
+            case DiskDrop(number, segment):
+                return DropSegment(number, segment)
+
+    def _address(self, slot: Slot) -> int:
+        extent, _, offset = self._node.pages.slots.address(slot)
+        return self._memory.address(extent) + offset
+
+
+def _record(node: TreeNode, shard: int) -> PageRecord:
+    space = node.space
+    of = space.shards[shard]
+    assert node.parent is not None
+    return PageRecord(
+        node.key, node.parent.key, space.identity, of.spec, of.page_bytes, node.digests[shard]
+    )
