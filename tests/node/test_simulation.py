@@ -2,9 +2,21 @@
 
 import pytest
 
-from kvstore.testing.simulation import Faults, Simulation
+from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
+from kvstore.testing.simulation import PAGE_BYTES, Faults, Simulation
 
 SEEDS = 30
+
+
+def disk_rules(seed: int) -> DiskRules:
+    """Every write policy with every sync policy, in turn."""
+    return DiskRules(
+        list(WritePolicy)[seed % 3],
+        list(SyncPolicy)[seed // 3 % 3],
+        sync_interval_ns=5_000_000,
+        in_flight_bytes_max=16 * PAGE_BYTES,
+        retry_ns=20_000_000,
+    )
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -13,6 +25,22 @@ def test_no_history_of_clients_and_faults_shows_a_wrong_byte(seed):
 
     assert outcome.pages_stored > 0
     assert outcome.pages_read > 0
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
+    outcome = Simulation(seed, extents=3, rules=disk_rules(seed)).run(seconds=0.3)
+
+    assert outcome.pages_stored > 0
+    assert outcome.pages_read > 0
+
+
+def test_the_histories_with_a_disk_contain_what_they_are_there_for():
+    outcome = Simulation(5, extents=3, rules=disk_rules(8)).run(seconds=1.5)
+
+    assert outcome.pages_from_disk > 10
+    assert outcome.pages_persisted > 10
+    assert outcome.disk_failures > 5
 
 
 def test_the_histories_contain_what_they_are_there_for():
@@ -40,3 +68,10 @@ def test_without_faults_nothing_is_lost():
 def test_two_thousand_histories_show_no_wrong_byte(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         Simulation(10_000 + seed).run(seconds=2.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hundred", range(10))
+def test_a_thousand_histories_with_a_failing_disk_show_no_wrong_byte(hundred):
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        Simulation(20_000 + seed, extents=3, rules=disk_rules(seed)).run(seconds=1.0)

@@ -1,0 +1,325 @@
+"""Goal: what is on disk can be reached, is told only once it is safe, and costs memory no page."""
+
+from itertools import count
+
+import pytest
+
+from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.state.admission import Admission
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import (
+    DiskJob,
+    DiskRead,
+    DiskRules,
+    DiskSync,
+    DiskWrite,
+    Durable,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.log import SegmentLog
+from kvstore.state.outcomes import PageStatus
+from kvstore.state.tree import Node
+from tests.state.world import FULL, PAGE, WINDOW, World, chain, key
+
+IO_ERROR = TierUnavailable("no such disk")
+
+
+class DiskWorld(World):
+    """A page table with a disk whose jobs the test ends itself."""
+
+    def __init__(
+        self, write: str = "through", sync: str = "always", extents: int = 4, segments: int = 8,
+        in_flight_max: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        super().__init__(extents)
+        rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
+        log = SegmentLog([segments << 20], 1 << 20)
+        self.disk = DiskPages(self.table, log, Admission("all", 0), rules)
+        self.table.disk = self.disk
+        self.open: dict[int, DiskJob] = {}
+        self.letters = count(0x4E00)
+        self.me = self.process()
+        self.mine = self.space(self.me)
+
+    def jobs(self, kind: type[DiskJob]) -> list[DiskJob]:
+        """Jobs of one kind that have not ended, oldest first."""
+        self.open |= {job.job: job for job in self.disk.jobs}
+        self.disk.jobs.clear()
+        return [job for job in self.open.values() if isinstance(job, kind)]
+
+    def write_of(self, path: str) -> DiskWrite:
+        return next(job for job in self.jobs(DiskWrite) if job.node.key == key(path))
+
+    def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
+        del self.open[job.job]
+        self.disk.completed(job.job, error)
+        self.table.check()
+
+    def end_all(self) -> None:
+        while jobs := self.jobs(DiskJob):
+            for job in jobs:
+                self.end_job(job)
+
+    def node(self, path: str) -> Node:
+        return self.mine.nodes[key(path)]
+
+    def on_disk(self, path: str) -> list[bool]:
+        return [0 in self.mine.nodes[one].disk for one in chain(path)]
+
+    def in_memory(self, path: str) -> list[bool]:
+        return [0 in self.mine.nodes[one].slots for one in chain(path)]
+
+    def persist(self, path: str) -> Durable:
+        return self.disk.make_durable([self.mine.nodes[one] for one in chain(path)], 0)
+
+
+def flood(world: DiskWorld, pages: int = 16) -> None:
+    """Take all memory for other pages, one chain each."""
+    for _ in range(pages):
+        path = chr(next(world.letters))
+        while world.store(world.me, world.mine, path) != [PageStatus.GRANTED]:
+            assert world.disk.busy
+            world.end_all()
+        world.end_all()
+
+
+def test_a_page_counts_as_on_disk_only_once_the_page_before_it_does():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "abc")
+
+    world.end_job(world.write_of("abc"))
+    world.end_job(world.write_of("ab"))
+    assert world.on_disk("abc") == [False, False, False]
+
+    world.end_job(world.write_of("a"))
+    assert world.on_disk("abc") == [True, True, True]
+
+
+def test_what_follows_a_page_that_could_not_be_written_is_not_on_disk_either():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "abc")
+
+    world.end_job(world.write_of("abc"))
+    world.end_job(world.write_of("a"))
+    world.end_job(world.write_of("ab"), IO_ERROR)
+
+    assert world.on_disk("abc") == [True, False, False]
+    assert world.lookup(world.mine, "abc") == (3, 0), "all are still in memory"
+
+
+def test_a_slot_is_pinned_while_it_is_written():
+    world = DiskWorld(extents=1)
+    world.store(world.me, world.mine, "abcd")
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    assert world.disk.busy
+    world.end_all()
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+
+
+def test_a_page_on_disk_is_still_a_hit_when_its_memory_is_taken():
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abc")
+    flood(world)
+
+    assert world.on_disk("abc") == [True, True, True]
+    assert world.in_memory("abc") == [False, False, False]
+    assert world.lookup(world.mine, "abc") == (3, 0)
+    packed = b"".join(chain("abc"))
+    assert world.table.on_disk(world.mine, [0], packed, 3) == 3
+    assert world.store(world.me, world.mine, "abc") == [PageStatus.EXISTS] * 3
+
+
+def test_a_fetch_brings_pages_back_and_keeps_them_until_it_ends():
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abc")
+    flood(world)
+    run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
+
+    fetch = world.table.fetch(world.me, run, 0)
+    assert len(world.jobs(DiskRead)) == fetch.outstanding == 3
+    assert world.me.session.used_bytes == 3 * PAGE
+    world.end_all()
+    assert world.disk.fetched == [fetch]
+    assert world.in_memory("abc") == [True, True, True]
+    flood(world)
+    assert world.in_memory("abc") == [True, True, True], "pinned until the fetch ends"
+
+    world.table.end_fetch(world.me, fetch)
+    assert world.me.session.used_bytes == 0
+    flood(world)
+    assert not any(world.in_memory("abc"))
+
+
+def test_two_fetches_share_one_load():
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "ab")
+    flood(world)
+    run = world.table.ready_run(world.mine, 0, b"".join(chain("ab")))
+
+    first, second = world.table.fetch(world.me, run, 0), world.table.fetch(world.me, run, 0)
+    assert len(world.jobs(DiskRead)) == 2
+    world.end_all()
+
+    assert world.disk.fetched == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"), [(PageCorrupt("flipped"), "corrupt"), (IO_ERROR, "unreadable")]
+)
+def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, cause):
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abc")
+    flood(world)
+    world.removed()
+    run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
+    fetch = world.table.fetch(world.me, run, 0)
+
+    reads = {job.node.key: job for job in world.jobs(DiskRead)}
+    world.end_job(reads[key("a")])
+    world.end_job(reads[key("ab")], error)
+    world.end_job(reads[key("abc")])
+
+    assert world.removed(cause) == [key("abc"), key("ab")], "leaves first"
+    assert world.lookup(world.mine, "abc") == (1, 0)
+    assert world.disk.fetched == [fetch]
+    world.table.end_fetch(world.me, fetch)
+    assert world.slots.stats().limbo_bytes == world.slots.stats().writing_bytes == 0
+
+
+def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "x")
+    world.end_job(world.write_of("x"))
+    (early,) = world.jobs(DiskSync)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"))
+    world.end_job(early)
+    assert not durable.ended, "that sync began before the bytes were there"
+
+    (late,) = world.jobs(DiskSync)
+    world.end_job(late)
+    assert world.disk.acknowledged == [durable]
+    assert durable.error is None
+
+
+def test_a_durable_put_fails_when_its_sync_does():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    world.end_job(world.write_of("a"))
+
+    (sync,) = world.jobs(DiskSync)
+    world.end_job(sync, IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is IO_ERROR
+
+
+def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "ab")
+    durable = world.disk.make_durable([world.node("ab")], 0)
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"), IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is not None
+
+
+def test_a_page_awaiting_its_sync_is_not_evicted():
+    world = DiskWorld(sync="interval", extents=1)
+    world.store(world.me, world.mine, "abcd")
+    durable = world.persist("abcd")
+    for path in ("a", "ab", "abc", "abcd"):
+        world.end_job(world.write_of(path))
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    world.disk.advance(1000)
+    world.end_all()
+    assert durable.ended
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+
+
+def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "ab")
+
+    with pytest.raises(CapacityError):
+        world.persist("ab")
+
+    assert world.slots.stats().pinned_bytes == 0
+    assert not world.disk.acknowledged
+
+
+def test_pages_that_must_not_go_to_disk_do_not():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a", expires_ns=1 << 50)
+    world.store(world.me, world.mine, "b", read_once=True)
+
+    assert not world.jobs(DiskWrite)
+
+
+def test_selective_writes_wait_for_the_first_use():
+    world = DiskWorld(write="selective")
+    world.store(world.me, world.mine, "ab")
+    assert not world.jobs(DiskWrite)
+
+    number, _ = world.acquire(world.me, world.mine, "ab")
+    assert [job.node.key for job in world.jobs(DiskWrite)] == chain("ab")
+    world.table.release(world.me, number)
+
+
+def test_a_page_dropped_while_it_is_written_does_not_come_back():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "ab")
+    write = world.write_of("a")
+
+    world.table.drop(world.node("a"), 0, "corrupt")
+    world.end_job(world.write_of("ab"))
+    world.end_job(write)
+
+    assert not world.mine.nodes
+    assert world.slots.stats().limbo_bytes == world.slots.stats().ready_bytes == 0
+
+
+def test_after_a_failed_write_nothing_is_written_for_a_while_and_memory_is_still_freed():
+    world = DiskWorld(write="back", extents=1)
+    world.disk.advance(1)
+    world.store(world.me, world.mine, "abcd")
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    for job in world.jobs(DiskWrite):
+        world.end_job(job, IO_ERROR)
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+    assert world.disk.degraded
+    assert world.table.counts["removed_evicted"] == 1
+    world.disk.advance(2000)
+    assert not world.disk.degraded
+
+
+def test_no_more_is_under_way_than_the_bound():
+    world = DiskWorld(in_flight_max=2 * (PAGE + 4096))
+    world.store(world.me, world.mine, "a")
+    world.store(world.me, world.mine, "b")
+    world.store(world.me, world.mine, "c")
+
+    assert len(world.jobs(DiskWrite)) == 2
+    world.end_job(world.write_of("a"))
+    assert [job.node.key for job in world.jobs(DiskWrite)] == [key("b"), key("c")]
+
+
+def test_window_pages_go_to_disk_without_their_heads():
+    world = DiskWorld(write="back")
+    world.mine = world.space(world.me, [FULL, WINDOW])
+    world.store(world.me, world.mine, "abc", shard=1)
+    world.table.drop(world.node("a"), 1, "corrupt")
+
+    world.disk.make_durable([world.node("abc")], 1)
+
+    assert [job.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
