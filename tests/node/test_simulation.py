@@ -36,7 +36,7 @@ def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
 
 
 def test_the_histories_with_a_disk_contain_what_they_are_there_for():
-    outcome = Simulation(5, extents=3, rules=disk_rules(8)).run(seconds=1.5)
+    outcome = Simulation(2, extents=3, rules=disk_rules(4)).run(seconds=1.5)
 
     assert outcome.pages_from_disk > 10
     assert outcome.pages_persisted > 10
