@@ -73,7 +73,8 @@ class DiskTier:
         self._jobs: dict[int, DiskJob] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
         self._log = SSDLog(node.name, places, config.segment_bytes, wake=wake)
-        segments = SegmentLog([place.capacity_bytes for place in places], config.segment_bytes)
+        count = config.capacity_bytes // config.segment_bytes * len(places)
+        segments = SegmentLog(count, config.segment_bytes)
         rules = DiskRules(
             WritePolicy(config.write), SyncPolicy(config.sync),
             int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,

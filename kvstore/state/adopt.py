@@ -69,7 +69,9 @@ def adopt(
     count = sum(_keep_reachable(space) for space in spaces)
     log = table.disk.log
     for segment in segments:
-        log.adopt(segment.number, segment.size_bytes, segment.end, segment.records, segment.sealed)
+        log.adopt(
+            segment.number, segment.size_bytes, segment.end, segment.records, sealed=segment.sealed
+        )
     for space in spaces:
         for node in space.nodes.values():
             for shard in node.disk:

@@ -47,6 +47,8 @@ class _Write:
     job: DiskWrite
     size: int
     waiters: list[Durable] = field(default_factory=list)
+    followers: "list[_Write]" = field(default_factory=list)
+    """Writes that count only once this one does."""
     finished: bool = False
     error: KVStoreError | None = None
 
@@ -63,6 +65,7 @@ class Memory(Protocol):
 
     slots: SlotTable
     counts: Counter[str]
+    tick: int
 
     def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
         """A slot in state WRITING, made room for if need be."""
@@ -127,7 +130,7 @@ class DiskPages:
     @property
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
-        return bool(self._writes) or self.log.reclaiming
+        return bool(self._writes) or self._keeper.reclaiming
 
     @property
     def degraded(self) -> bool:
@@ -228,13 +231,13 @@ class DiskPages:
             self._memory.counts["not_admitted_pages"] += wanted - len(chain)
         begun = 0
         for one in chain:
-            place = self.log.place(one, shard)
+            place = self.log.place(one, shard, self._memory.tick)
             if place is None:
                 self._memory.counts["disk_full_pages"] += len(chain) - begun
                 break
             begun += 1
             self._begin_write(one, shard, place, durable)
-        self._keeper.tend()
+        self._keeper.tend(self._memory.tick)
         return begun == wanted
 
     def _begin_write(self, node: Node, shard: int, place: Place, durable: Durable | None) -> None:
@@ -246,6 +249,9 @@ class DiskPages:
         self.in_flight_bytes += size
         self._submit(job)
         self._await(write, durable)
+        head = self._writes.get((node.parent, shard)) if node.parent is not None else None
+        if head is not None:
+            head.followers.append(write)
 
     def _await(self, write: _Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
@@ -271,29 +277,33 @@ class DiskPages:
         while settling:
             write = settling.pop()
             node, shard = write.job.node, write.job.shard
-            window = node.space.shards[shard].window_pages
-            head = node.parent
-            if not write.finished or (not window and (head, shard) in self._writes):
-                continue  # its turn comes
-            del self._writes[node, shard]
-            reachable = window or head is node.space.root or (head and shard in head.disk)
-            mine = is_live(node) and node.slots.get(shard) == write.job.slot
-            if write.error is None and mine and reachable:
-                node.demote(shard, write.job.place)
-                self.log.wrote(node, shard)
-                self._memory.counts["demoted_pages"] += 1
-            else:
-                self.log.abandon(write.job.place, write.size)
-                self._memory.counts["unwritten_pages"] += 1
-                write.error = write.error or CapacityError("the page left the store meanwhile")
-            self._memory.slots.unpin([write.job.slot])
-            self._memory.offer(node)
-            self._answer(write)
-            settling += [
-                self._writes[child, shard]
-                for child in node.children.values()
-                if (child, shard) in self._writes
-            ]
+            open_still = self._writes.get((node, shard)) is write
+            if open_still and write.finished and not self._waits_for_head(node, shard):
+                self._settle(write)
+                settling += write.followers
+
+    def _waits_for_head(self, node: Node, shard: int) -> bool:
+        head, window = node.parent, node.space.shards[shard].window_pages
+        return not window and head is not None and (head, shard) in self._writes
+
+    def _settle(self, write: _Write) -> None:
+        """The page is on disk, if its bytes are and its head is."""
+        node, shard = write.job.node, write.job.shard
+        del self._writes[node, shard]
+        window, head = node.space.shards[shard].window_pages, node.parent
+        reachable = window or head is node.space.root or (head is not None and shard in head.disk)
+        mine = is_live(node) and node.slots.get(shard) == write.job.slot
+        if write.error is None and mine and reachable:
+            node.demote(shard, write.job.place)
+            self.log.wrote(write.job.place)
+            self._memory.counts["demoted_pages"] += 1
+        else:
+            self.log.abandon(write.job.place, node, shard)
+            self._memory.counts["unwritten_pages"] += 1
+            write.error = write.error or CapacityError("the page left the store meanwhile")
+        self._memory.slots.unpin([write.job.slot])
+        self._memory.offer(node)
+        self._answer(write)
 
     def _answer(self, write: _Write) -> None:
         if write.error is None:
@@ -386,7 +396,7 @@ class DiskPages:
             fetch.outstanding -= 1
             if not fetch.outstanding:
                 self.fetched.append(fetch)
-        self._keeper.tend()
+        self._keeper.tend(self._memory.tick)
 
     # ---- what the tier says -----------------------------------------------------------------
 
@@ -402,10 +412,10 @@ class DiskPages:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
                 self._loaded(ended, error)
-            case DiskSync():
+            case DiskSync() if not self._keeper.is_mine(job):
                 self._syncs.ended(error)
             case _:
-                self._keeper.completed(ended, error)
+                self._keeper.completed(ended, error, self._memory.tick)
         self._pump()
         self._syncs.advance(self._now_ns)
 
@@ -413,11 +423,12 @@ class DiskPages:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
         self._pump()
-        self._keeper.tend()
+        self._keeper.tend(self._memory.tick)
         self._syncs.advance(now_ns)
 
     def stats(self) -> dict[str, Any]:
         """What is on disk and on its way, as plain values."""
+        log = self.log.stats()
         return {
             "write": self.rules.write,
             "sync": self.rules.sync,
@@ -426,6 +437,8 @@ class DiskPages:
             "in_flight_bytes": self.in_flight_bytes,
             "backlog_pages": len(self._backlog),
             "degraded": self.degraded,
+            **{name: getattr(log, name) for name in log.__slots__},
+            "write_amplification": log.write_amplification,
         }
 
     def next_deadline_ns(self) -> int:
@@ -437,11 +450,16 @@ class DiskPages:
         self._memory.counts[f"disk_{error.code}"] += 1
 
     def _lose(self, node: Node, shard: int) -> None:
-        """The page leaves the disk for good; without a copy in memory it leaves the index."""
-        if shard in node.slots:
-            self.forget(node, shard)
-        else:
-            self._memory.drop(node, shard, "reclaimed")
+        """The page leaves the disk for good, and what follows it; without memory, the index."""
+        losing = [node]
+        if not node.space.shards[shard].window_pages:
+            for at in losing:
+                losing += at.children.values()
+        for at in reversed(losing):
+            if shard in at.disk and shard in at.slots:
+                self.forget(at, shard)
+            elif shard in at.disk:
+                self._memory.drop(at, shard, "reclaimed")
 
     def _number(self) -> int:
         return next(self._numbers)

@@ -1,17 +1,29 @@
 """Keeps the log's segments: seals full ones, reclaims cold ones, deletes what is drained. Pure.
 
-Reclaiming a segment: its cold pages leave the disk at once, leaves first; those still worth keeping
-are copied to the open segment; when the last copy has ended and nobody reads the segment any more,
-its file is deleted and the room is free.
+Reclaiming a segment: its cold pages leave the disk at once, tails first; those worth another turn
+are copied; when the last copy has ended a sync makes the copies as safe as the originals were; and
+when nobody reads the segment any more its file is deleted and the room is free.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 
 from kvstore.errors import KVStoreError
-from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskSeal, DiskJob
-from kvstore.state.log import SegmentLog
+from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
+from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree import Node, is_live
+
+FREE_SEGMENTS_MIN = 3
+"""Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
+
+
+class _Drain(Enum):
+    COPYING = 0
+    SYNCING = 1
+    READ = 2
+    """Only its readers have to end."""
+    DELETING = 3
 
 
 class SegmentKeeper:
@@ -19,8 +31,9 @@ class SegmentKeeper:
 
     Args:
         log: which record lies where.
-        submit: hands a job to the tier; numbers it.
-        lose: takes a page off the disk: ``lose(node, shard)``.
+        number: numbers a job.
+        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        lose: takes a page off the disk for good: ``lose(node, shard)``.
         counts: what is counted.
     """
 
@@ -30,12 +43,98 @@ class SegmentKeeper:
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
+        self._number = number
         self._submit = submit
         self._lose = lose
         self._counts = counts
+        self._victim: Segment | None = None
+        self._stage = _Drain.COPYING
+        self._copies = 0
+        self._sync = 0
 
-    def tend(self) -> None:
-        """Stub."""
+    @property
+    def reclaiming(self) -> bool:
+        """Whether room is being made."""
+        return self._victim is not None
 
-    def completed(self, job, error) -> None:
-        """Stub."""
+    def tend(self, tick: int) -> None:
+        """Do what is to be done now."""
+        for segment in self._log.full:
+            if not segment.writing and not segment.sealing:
+                segment.sealing = True
+                self._submit(DiskSeal(self._number(), segment.number))
+        if self._victim is None and self._log.free_segments < FREE_SEGMENTS_MIN:
+            self._victim = self._log.victim()
+            if self._victim is not None:
+                self._begin(self._victim, tick)
+        if self._victim is not None:
+            self._go_on(self._victim)
+
+    def completed(self, job: DiskJob, error: KVStoreError | None, tick: int) -> None:
+        """One of this keeper's jobs has ended."""
+        match job:
+            case DiskSeal(segment=number):
+                # Without a footer it is scanned at the next start; that is all.
+                self._log.sealed(number)
+                self._counts["disk_seals_failed"] += error is not None
+            case DiskCopy():
+                self._copied(job, error)
+            case DiskSync():
+                self._stage = _Drain.COPYING if error else _Drain.READ
+            case DiskDrop(segment=number):
+                self._counts["disk_drops_failed"] += error is not None
+                if error is None:
+                    self._log.free(number)
+                    self._victim = None
+                else:
+                    self._stage = _Drain.READ
+            case _:
+                raise AssertionError(job)
+        if error is None:
+            self.tend(tick)  # else it is tried again when time has passed
+
+    def is_mine(self, job: int) -> bool:
+        """Whether a sync is one of this keeper's."""
+        return job == self._sync
+
+    def _begin(self, victim: Segment, tick: int) -> None:
+        plan = self._log.plan(victim)
+        victim.state, self._stage = SegmentState.DRAINING, _Drain.COPYING
+        self._counts["reclaimed_pages"] += len(plan.drop)
+        for node, shard in plan.drop:
+            if (node, shard) in victim.pages:  # its head may have taken it along
+                self._lose(node, shard)
+        for node, shard in plan.carry:
+            if (node, shard) not in victim.pages:
+                continue
+            place = self._log.place(node, shard, tick, carried=True)
+            if place is None:
+                self._lose(node, shard)
+                continue
+            source = node.disk[shard]
+            self._log.pin_segment(source.segment)
+            self._copies += 1
+            self._submit(DiskCopy(self._number(), source, place, node, shard))
+
+    def _go_on(self, victim: Segment) -> None:
+        if self._stage is _Drain.COPYING and not self._copies:
+            self._stage = _Drain.SYNCING
+            self._sync = self._number()
+            self._submit(DiskSync(self._sync))
+        elif self._stage is _Drain.READ and not victim.readers:
+            self._stage = _Drain.DELETING
+            self._submit(DiskDrop(self._number(), victim.number))
+
+    def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
+        node, shard, source = job.node, job.shard, job.source
+        self._copies -= 1
+        self._log.unpin_segment(source.segment)
+        still_there = is_live(node) and node.disk.get(shard) == source
+        if still_there and error is None:
+            self._log.moved(node, shard, source, job.place)
+            node.disk[shard] = job.place
+            self._counts["carried_pages"] += 1
+            return
+        self._log.abandon(job.place, node, shard)
+        if still_there:
+            self._lose(node, shard)

@@ -4,7 +4,12 @@ Segments are files of equal size, written front to back and given back as a whol
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from kvstore.state.tree import Node
 
 BLOCK_BYTES: Final = 4096
 """Headers, payloads and footers begin and end at multiples of this."""
@@ -13,6 +18,10 @@ FOOTER_TABLE_BYTES: Final = 16 * BLOCK_BYTES
 """Room in a footer for the (space, shard) pairs that the segment's records belong to."""
 FOOTER_ENTRY_BYTES: Final = 128
 SEGMENT_PAIRS_MAX: Final = 64
+SEGMENTS_MIN: Final = 4
+"""Two open ones, one to reclaim and one to carry to."""
+CARRY_SHARE: Final = 0.5
+"""Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
 
 
 class Place(NamedTuple):
@@ -27,6 +36,18 @@ class Place(NamedTuple):
     offset: int
 
 
+class Reclaim(NamedTuple):
+    """What becomes of the pages of a segment.
+
+    Attributes:
+        carry: (node, shard) of pages to write again, heads first.
+        drop: pages that leave the disk, tails first.
+    """
+
+    carry: "list[tuple[Node, int]]"
+    drop: "list[tuple[Node, int]]"
+
+
 def record_bytes(page_bytes: int) -> int:
     """Bytes of the record of a page."""
     return HEADER_BYTES + -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -38,43 +59,265 @@ def footer_bytes(records: int) -> int:
     return FOOTER_TABLE_BYTES + entries + BLOCK_BYTES
 
 
-class SegmentLog:
-    """Stub."""
+class SegmentState(Enum):
+    """Where a segment is in its life."""
 
-    def __init__(self, directory_capacities, segment_bytes):
-        self.segment_bytes = segment_bytes
-        self.free = sum(c // segment_bytes for c in directory_capacities)
-        self.segment = 0
-        self.offset = segment_bytes
-        self.reclaiming = False
+    OPEN = 0
+    FULL = 1
+    """Takes no more records; its footer is to be written."""
+    SEALED = 2
+    DRAINING = 3
+    """Its records are being carried over or given up; then its file is deleted."""
 
-    def place(self, node, shard, *, carried=False):
-        size = record_bytes(node.space.shards[shard].page_bytes)
-        if self.offset + size > self.segment_bytes:
-            if not self.free:
-                return None
-            self.free -= 1
-            self.segment += 1
-            self.offset = 0
-        place = Place(self.segment, self.offset)
-        self.offset += size
-        return place
 
-    def adopt(self, number, size_bytes, end, records, sealed):
-        self.free -= 1
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One file of the log.
 
-    def adopt_page(self, node, shard): ...
+    Attributes:
+        number: names it.
+        size_bytes: of its file.
+        end: the first byte behind its last record.
+        records: how many it has, dead ones included.
+        pairs: (space, shard) pairs that its records belong to.
+        pages: every page whose record of record this is → the tick when it was written.
+        live_bytes: of their records.
+        writing: records being written.
+        readers: reads and copies under way.
+        sealing: its footer is being written.
+    """
+
+    number: int
+    size_bytes: int
+    state: SegmentState = SegmentState.OPEN
+    end: int = 0
+    records: int = 0
+    pairs: set[tuple[int, int]] = field(default_factory=set)
+    pages: "dict[tuple[Node, int], int]" = field(default_factory=dict)
+    live_bytes: int = 0
+    writing: int = 0
+    readers: int = 0
+    sealing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogStats:
+    """One snapshot of a :class:`SegmentLog`."""
+
+    capacity_bytes: int
+    used_bytes: int
+    live_bytes: int
+    dead_bytes: int
+    segments: int
+    written_bytes: int
+    carried_bytes: int
+    reclaimed_segments: int
 
     @property
-    def next_segment(self):
-        return self.segment + 1
+    def write_amplification(self) -> float:
+        """Bytes written for each byte that was stored."""
+        return 1.0 + self.carried_bytes / self.written_bytes if self.written_bytes else 1.0
 
-    @next_segment.setter
-    def next_segment(self, value):
-        self.segment = value - 1
 
-    def remove(self, node, shard): ...
-    def abandon(self, place, size): ...
-    def wrote(self, node, shard): ...
-    def pin_segment(self, segment): ...
-    def unpin_segment(self, segment): ...
+class SegmentLog:
+    """All segments of one node.
+
+    Records of new pages and of carried ones go to open segments of their own, so that pages that
+    were used again gather. The last free segment is for carrying: reclaiming can always go on.
+
+    Args:
+        segment_count: most segments, :data:`SEGMENTS_MIN` or more.
+        segment_bytes: of each new one.
+    """
+
+    def __init__(self, segment_count: int, segment_bytes: int) -> None:
+        """Start without segments."""
+        self.segment_bytes = segment_bytes
+        self.capacity_bytes = segment_count * segment_bytes
+        self.segments: dict[int, Segment] = {}
+        self.next_segment = 1
+        #: All and only the segments in state FULL.
+        self.full: list[Segment] = []
+        self._open: dict[bool, Segment] = {}
+        self._used_bytes = 0
+        self._written_bytes = 0
+        self._carried_bytes = 0
+        self._reclaimed = 0
+
+    # ---- records ----------------------------------------------------------------------------
+
+    def place(self, node: "Node", shard: int, tick: int, *, carried: bool = False) -> Place | None:
+        """Where the record of a page goes; None when no segment is free.
+
+        The caller writes it there and says :meth:`wrote` or :meth:`abandon`.
+        """
+        of = node.space.shards[shard]
+        size = record_bytes(of.page_bytes)
+        pair = (node.space.number, shard)
+        segment = self._open.get(carried)
+        if segment is None or not _fits(segment, size, pair):
+            segment = self._next(size, carried=carried)
+            if segment is None:
+                return None
+        place = Place(segment.number, segment.end)
+        segment.end += size
+        segment.records += 1
+        segment.pairs.add(pair)
+        segment.pages[node, shard] = tick
+        segment.live_bytes += size
+        segment.writing += 1
+        if carried:
+            self._carried_bytes += size
+        else:
+            self._written_bytes += size
+        return place
+
+    def wrote(self, place: Place) -> None:
+        """The record is there."""
+        self.segments[place.segment].writing -= 1
+
+    def abandon(self, place: Place, node: "Node", shard: int) -> None:
+        """The record is not there, or nobody wants it any more."""
+        self.segments[place.segment].writing -= 1
+        self._bury(place, node, shard)
+
+    def remove(self, node: "Node", shard: int) -> None:
+        """The page leaves the disk."""
+        self._bury(node.disk[shard], node, shard)
+
+    def moved(self, node: "Node", shard: int, source: Place, place: Place) -> None:
+        """The page was carried from ``source`` to ``place``."""
+        self._bury(source, node, shard)
+        self.wrote(place)
+
+    def pin_segment(self, number: int) -> None:
+        """Somebody reads it: its file stays."""
+        self.segments[number].readers += 1
+
+    def unpin_segment(self, number: int) -> None:
+        """One reader is done."""
+        self.segments[number].readers -= 1
+
+    def adopt(self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool) -> None:
+        """Take over a segment that was found; it takes no more records."""
+        state = SegmentState.SEALED if sealed else SegmentState.FULL
+        segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
+        if not sealed:
+            self.full.append(segment)
+        self._used_bytes += size_bytes
+
+    def adopt_page(self, node: "Node", shard: int) -> None:
+        """Take over a page that was found in such a segment."""
+        segment = self.segments[node.disk[shard].segment]
+        segment.pages[node, shard] = 0
+        segment.live_bytes += record_bytes(node.space.shards[shard].page_bytes)
+
+    # ---- segments ---------------------------------------------------------------------------
+
+    @property
+    def free_segments(self) -> int:
+        """Segments that can still be made."""
+        return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
+
+    def victim(self) -> Segment | None:
+        """The segment to reclaim next: one without live records, else the oldest sealed one."""
+        sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
+        return next((one for one in sealed if not one.pages), sealed[0] if sealed else None)
+
+    def plan(self, victim: Segment) -> Reclaim:
+        """What of a segment is worth carrying over.
+
+        Pages that were used since they were written get another turn, the last used ones first, up
+        to :data:`CARRY_SHARE` of the segment; with them what precedes them in the same segment.
+        """
+        used = [
+            (-node.access, node.depth, at, node, shard)
+            for at, ((node, shard), written) in enumerate(victim.pages.items())
+            if node.access > written
+        ]
+        budget = int(victim.size_bytes * CARRY_SHARE)
+        chosen: dict[tuple[Node, int], None] = {}
+        for _, _, _, node, shard in sorted(used):
+            if budget <= 0:
+                break
+            for one in _with_heads(node, shard, victim.number):
+                if (one, shard) not in chosen:
+                    chosen[one, shard] = None
+                    budget -= record_bytes(one.space.shards[shard].page_bytes)
+        carry = sorted(chosen, key=lambda page: page[0].depth)
+        drop = [page for page in victim.pages if page not in chosen]
+        drop.sort(key=lambda page: -page[0].depth)
+        return Reclaim(carry, drop)
+
+    def sealed(self, number: int) -> None:
+        """The footer of a full segment is written, or cannot be."""
+        segment = self.segments[number]
+        segment.state = SegmentState.SEALED
+        self.full.remove(segment)
+
+    def free(self, number: int) -> None:
+        """The file of a drained segment is deleted."""
+        segment = self.segments.pop(number)
+        assert not segment.pages
+        self._used_bytes -= segment.size_bytes
+        self._reclaimed += 1
+
+    def stats(self) -> LogStats:
+        """Sizes, all read at one moment."""
+        live = sum(one.live_bytes for one in self.segments.values())
+        ends = sum(one.end for one in self.segments.values())
+        return LogStats(
+            self.capacity_bytes, self._used_bytes, live, ends - live, len(self.segments),
+            self._written_bytes, self._carried_bytes, self._reclaimed,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Assert every invariant that spans segments."""
+        assert self._used_bytes == sum(one.size_bytes for one in self.segments.values())
+        assert self._used_bytes <= self.capacity_bytes or not self._written_bytes
+        for segment in self.segments.values():
+            sizes = [record_bytes(at.space.shards[i].page_bytes) for at, i in segment.pages]
+            assert segment.live_bytes == sum(sizes) <= segment.end
+            assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
+            assert (segment.state is SegmentState.OPEN) == (segment in self._open.values())
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _next(self, size: int, *, carried: bool) -> Segment | None:
+        """Close the open segment of a kind and begin another."""
+        if size + footer_bytes(1) > self.segment_bytes:
+            return None
+        if self.free_segments < (1 if carried else 2):
+            return None
+        before = self._open.pop(carried, None)
+        if before is not None:
+            before.state = SegmentState.FULL
+            self.full.append(before)
+        segment = Segment(self.next_segment, self.segment_bytes)
+        self.next_segment += 1
+        self._used_bytes += segment.size_bytes
+        self.segments[segment.number] = self._open[carried] = segment
+        return segment
+
+    def _bury(self, place: Place, node: "Node", shard: int) -> None:
+        segment = self.segments[place.segment]
+        del segment.pages[node, shard]
+        segment.live_bytes -= record_bytes(node.space.shards[shard].page_bytes)
+
+
+def _fits(segment: Segment, size: int, pair: tuple[int, int]) -> bool:
+    return segment.end + size + footer_bytes(segment.records + 1) <= segment.size_bytes and (
+        pair in segment.pairs or len(segment.pairs) < SEGMENT_PAIRS_MAX
+    )
+
+
+def _with_heads(node: "Node", shard: int, segment: int) -> "list[Node]":
+    """A page and all that precede it, as far as they lie in the segment."""
+    found = []
+    at: Node | None = node
+    while at is not None and at.present:
+        place = at.disk.get(shard)
+        if place is not None and place.segment == segment:
+            found.append(at)
+        at = at.parent
+    return found

@@ -41,7 +41,7 @@ class PageTable:
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
-        self._tick = 0
+        self.tick = 0
         self._sequence = count()
 
     # ---- reading ----------------------------------------------------------------------------
@@ -53,10 +53,10 @@ class PageTable:
             (pages, pending): pages of the hit; and how many more would be a hit once everything
             that is being written now is READY.
         """
-        self._tick += 1
+        self.tick += 1
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
-            match.deepest.access = self._tick
+            match.deepest.access = self.tick
         self.counts["lookup_pages"] += len(packed) // KEY_BYTES
         self.counts["hit_pages"] += match.pages
         return match.pages, match.pending
@@ -72,7 +72,7 @@ class PageTable:
         """
         if lease_id in process.leases:
             raise InvalidArgument("lease", f"{lease_id} is in use")
-        self._tick += 1
+        self.tick += 1
         pages: list[tuple[Node, int, Slot]] = []
         bit = 1 << shard
         for at in range(0, len(packed), KEY_BYTES):
@@ -86,11 +86,13 @@ class PageTable:
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         if pages:
-            self.slots.pin(lease.slots, self._tick)
-            pages[-1][0].access = self._tick
+            self.slots.pin(lease.slots, self.tick)
+            pages[-1][0].access = self.tick
             self._hold(process, lease.size_bytes)
             process.leases[lease_id] = lease
             if self.disk is not None:
+                for node, _, _ in pages:
+                    node.access = self.tick  # segments are reclaimed without looking at descendants
                 self.disk.used(pages[-1][0], shard)
             entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
             heapq.heappush(self._lease_deadlines, entry)
@@ -179,7 +181,7 @@ class PageTable:
         """
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
-        self._tick += 1
+        self.tick += 1
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
@@ -218,7 +220,7 @@ class PageTable:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {len(put.pages)} pages")
         del process.puts[put_id]
         self._hold(process, -put.size_bytes)
-        self._tick += 1
+        self.tick += 1
         statuses: list[PageStatus] = []
         stored: list[Node] = []
         for index, (node, slot) in enumerate(put.pages):
@@ -226,9 +228,9 @@ class PageTable:
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
                 continue
-            self.slots.commit([slot], self._tick)
+            self.slots.commit([slot], self.tick)
             node.commit(put.shard, digests[index * size : (index + 1) * size])
-            node.access = self._tick
+            node.access = self.tick
             node.read_once = read_once
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
@@ -287,7 +289,7 @@ class PageTable:
 
     def promoted(self, node: Node, shard: int, slot: Slot) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
-        self.slots.commit([slot], self._tick)
+        self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
@@ -325,6 +327,8 @@ class PageTable:
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
         self.slots.check()
+        if self.disk is not None:
+            self.disk.log.check()
         owned: dict[Slot, Node] = {}
         for space in self.spaces:
             space.check()
@@ -369,7 +373,7 @@ class PageTable:
         shard = put.shard
         known = space.nodes.get(key)
         if known is not None and known.present >> shard & 1:
-            known.access = self._tick
+            known.access = self.tick
             return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
         of = space.shards[shard]
         if parent and not of.window_pages:
@@ -412,14 +416,14 @@ class PageTable:
                 return False
             if verdict is Verdict.EVICT:
                 break
-        age = node.access if node is not None else self._tick
+        age = node.access if node is not None else self.tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
         while position is not None:
             if self._empty_extent(position):
                 if node is not None:
                     queue.offer(node)
                 return True
-            self.slots.extents[position].used_at = self._tick
+            self.slots.extents[position].used_at = self.tick
             position = self.slots.colder_extent(domain, slot_bytes, age)
         if node is None:
             return False

@@ -469,7 +469,7 @@ class SimulatedDisk:
         self.records: dict[Place, bytes] = {}
         self._simulation = simulation
         pages = simulation.node.pages
-        log = SegmentLog([SEGMENTS * SEGMENT_BYTES], SEGMENT_BYTES)
+        log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         self.pages = pages.disk = DiskPages(pages, log, Admission(), rules)
 
     def take_jobs(self) -> None:

@@ -34,7 +34,7 @@ class DiskWorld(World):
     ) -> None:  # fmt: skip
         super().__init__(extents)
         rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
-        log = SegmentLog([segments << 20], 1 << 20)
+        log = SegmentLog(segments, 1 << 20)
         self.disk = DiskPages(self.table, log, Admission("all", 0), rules)
         self.table.disk = self.disk
         self.open: dict[int, DiskJob] = {}
