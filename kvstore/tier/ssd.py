@@ -108,15 +108,17 @@ class SSDLog:
     def recover(self) -> RecoveredLog:
         """Find what the directories hold; from then on jobs are taken.
 
-        What an unsealed segment holds is made durable, so that whatever is reported here is.
+        Names of files and what unsealed segments hold are made durable first: all that is reported
+        here is durable, also when the last process was killed between a write and its sync.
 
         Raises:
-            TierUnavailable: a directory cannot be listed.
+            TierUnavailable: a directory cannot be listed or synced.
         """
         assert not self._sequence, "a log is recovered once"
         names: list[tuple[int, int]] = []
         for index, directory in enumerate(self._directories):
             try:
+                self._disk.sync_directory(directory.path)
                 listed = self._disk.names(directory.path)
             except OSError as error:
                 raise failure(directory.path, error) from error

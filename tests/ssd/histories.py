@@ -105,7 +105,10 @@ class Life:
                 self._step(syncs=syncs)
         except PowerCut:
             pass
-        self._disk.cut_power(self._random)
+        if self._random.random() < 0.25:
+            self._disk.kill()
+        else:
+            self._disk.cut_power(self._random)
 
     def _continue(self, found: RecoveredLog) -> None:
         self._next = found.next_segment
