@@ -241,5 +241,3 @@ def live_and_die(seed: int, *, syncs: bool = True) -> int:
         Life(disk, expected, random).run(random.randrange(40), syncs=syncs)
         check_what_is_left(disk, expected)
     return expected.lost
-
-

@@ -253,11 +253,13 @@ def test_a_slow_disk_lets_submit_and_poll_return_and_drain_says_no(tmp_path):
 
 
 def test_what_is_not_a_whole_block_is_padded_with_zeros_not_with_what_lies_behind(disk):
-    (page,) = pages(1, 100)
-    page.memory[100:] = b"s" * (len(page.memory) - 100)
+    long, short = pages(1, 4000)[0], pages(1, 100, seed=1)[0]
     driver = TierDriver(recovered(disk))
+    for segment, page in enumerate((long, short)):
+        used = page.record.page_bytes
+        page.memory[used:] = b"s" * (len(page.memory) - used)
 
-    driver.write((Place(0, 0), page))
+        driver.write((Place(segment, 0), page))
 
-    stored = disk.read_file(HOME / "0" / segment_name(0))[HEADER_BYTES : HEADER_BYTES + 4096]
-    assert stored == page.content + bytes(4096 - 100)
+        stored = disk.read_file(HOME / "0" / segment_name(segment))[HEADER_BYTES:][:4096]
+        assert stored == page.content + bytes(4096 - used)
