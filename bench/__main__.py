@@ -19,6 +19,7 @@ GROUPS: Final = {
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
     "replay": "bench.replay",
+    "ssd": "bench.ssd",
     "vllm": "bench.vllm",
 }
 
