@@ -39,6 +39,8 @@ MIB: Final = 1 << 20
 SIZE_MIB: Final = 256
 GROUP_BYTES: Final = 16 * MIB
 """What is written between two syncs of ``always``."""
+SEGMENT_CALLS: Final = 4
+"""Calls whose pages a segment holds; one call in so many makes one."""
 INTERVAL_S: Final = 1.0
 PAIRS: Final = 7
 WAIT_S: Final = 60.0
@@ -129,18 +131,18 @@ class Disks:
         base = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         self._addresses = [base + index * page_bytes for index in range(self._count)]
         self._records = self._named()
-        self._segment_bytes = self._count * record_bytes(page_bytes) + 2 * FOOTER_TABLE_BYTES
-        path = Path(tempfile.mkdtemp(dir=folder))
-        capacity_bytes = 4 * self._segment_bytes
-        directories = [Directory(path, capacity_bytes)]
-        self._log = SSDLog("bench", directories, self._segment_bytes, threads=threads)
+        self._record_bytes = record_bytes(page_bytes)
+        segment_bytes = SEGMENT_CALLS * self._count * self._record_bytes + FOOTER_TABLE_BYTES
+        self._path = Path(tempfile.mkdtemp(dir=folder))
+        directories = [Directory(self._path, segment_bytes)]
+        self._log = SSDLog("bench", directories, segment_bytes, threads=threads)
         self._log.recover()
         self._direct = bool(self._log.stats()["directories"][0]["direct_io"])
         self._disk = OSDisk()
-        self._raw_path = path / "raw"
+        self._raw_path = self._path / "raw"
         self._raw: int | None = None
         self._pool = ThreadPoolExecutor(threads)
-        self._segment = 0
+        self._segment = self._offset = 0
         self._job = 0
         self._synced_at = time.monotonic()
 
@@ -155,7 +157,7 @@ class Disks:
     def pair(self, name: str) -> tuple[Measured, Measured]:
         """The case of that name and its bound."""
         if name.startswith("read"):
-            self._write_segment(sync_groups=False)
+            self._write_pages(sync_groups=False)
             self._renew_raw()
             self._raw_write(sync_groups=False)
             return self.read, self.raw_read
@@ -180,10 +182,12 @@ class Disks:
     # ---- through the log --------------------------------------------------------------------
 
     def write(self, *, sync_groups: bool) -> float:
-        """Write all pages to a new segment; seconds."""
-        seconds = self._write_segment(sync_groups=sync_groups)
-        self._finish([DropSegment(self._next_job(), self._segment)])
-        self._segment += 1
+        """Write all pages behind what the segment has; seconds."""
+        seconds = self._write_pages(sync_groups=sync_groups)
+        self._offset += self._count * self._record_bytes
+        if self._offset >= SEGMENT_CALLS * self._count * self._record_bytes:
+            self._finish([DropSegment(self._next_job(), self._segment)])
+            self._segment, self._offset = self._segment + 1, 0
         return seconds
 
     def read(self) -> float:
@@ -197,7 +201,7 @@ class Disks:
         self._finish(jobs)
         return time.perf_counter() - start
 
-    def _write_segment(self, *, sync_groups: bool) -> float:
+    def _write_pages(self, *, sync_groups: bool) -> float:
         writes: list[Job] = [
             WritePage(self._next_job(), self._place(index), self._records[index], address)
             for index, address in enumerate(self._addresses)
@@ -223,7 +227,7 @@ class Disks:
             raise errors[0]
 
     def _place(self, index: int) -> Place:
-        return Place(self._segment, index * record_bytes(self._page_bytes))
+        return Place(self._segment, self._offset + index * self._record_bytes)
 
     def _next_job(self) -> int:
         self._job += 1
@@ -295,6 +299,7 @@ class Disks:
         if self._raw is not None:
             self._disk.close(self._raw)
             self._disk.remove(self._raw_path)
+            self._disk.sync_directory(self._path)  # or the log's next one pays for it
             self._raw = None
         if make:
             self._raw = self._disk.create(self._raw_path, self.call_bytes, direct=self._direct)
