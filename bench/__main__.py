@@ -20,6 +20,7 @@ GROUPS: Final = {
     "kvpool": "bench.kvpool",
     "reclaim": "bench.reclaim",
     "replay": "bench.replay",
+    "ssd": "bench.ssd",
     "vllm": "bench.vllm",
 }
 

@@ -13,7 +13,7 @@ from bench import host
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["case", "value", "unit", "bound", "bound_value", "ratio"]
-HIGHER_IS_BETTER = {"GB/s": True, "us": False, "ms": False}
+HIGHER_IS_BETTER = {"GB/s": True, "us": False, "ms": False, "s": False}
 
 
 def measured(*arguments: str) -> list[dict[str, object]]:
@@ -97,7 +97,20 @@ def test_keys_measures_lists_arrays_and_a_grown_prompt():
         assert_keeps_the_contract(result)
 
 
-@pytest.mark.parametrize("group", ["host", "kvpool"])
+def test_ssd_measures_every_case_that_has_a_floor_and_leaves_no_file(tmp_path):
+    results = measured(
+        "ssd", "--size-mib", "8", "--pages", "100", "--threads", "2", "--directory", str(tmp_path)
+    )
+
+    writes = ["write/1MiB/interval", "write/8MiB/interval", "write/1MiB/always"]
+    names = [*writes, "read/1MiB", "read/8MiB", "recover/100"]
+    assert [result["case"] for result in results] == names
+    for result in results:
+        assert_keeps_the_contract(result)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("group", ["host", "kvpool", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],

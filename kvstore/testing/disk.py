@@ -72,17 +72,22 @@ class SimulatedDisk:
 
     def cut_power(self, random: Random) -> None:
         """Lose what was not synced, or parts of it; every lock and open file goes."""
-        self._open.clear()
+        self.kill()
         for directory in self._directories.values():
-            directory.locked = False
-            for name in {name for name, _ in directory.unsynced}:
+            for name in sorted({name for name, _ in directory.unsynced}):
                 steps = [file for other, file in directory.unsynced if other == name]
                 for file in steps[: random.randint(0, len(steps))]:
                     _put(directory.durable, name, file)
             directory.unsynced.clear()
             directory.seen = dict(directory.durable)
-            for file in directory.seen.values():
+            for _, file in sorted(directory.seen.items()):
                 _cut(file, random)
+
+    def kill(self) -> None:
+        """End whoever uses the disk: locks and open files go, what was written stays cached."""
+        self._open.clear()
+        for directory in self._directories.values():
+            directory.locked = False
 
     def names_below(self, path: Path) -> list[Path]:
         """Every file in a directory."""

@@ -6,8 +6,11 @@ over. A segment of another log or of a newer format is left as it is.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,8 +40,10 @@ from kvstore.tier.vectored import aligned, read_fully
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 16 << 20
+WINDOW_BYTES: Final = 32 << 20
 """What a scan reads at a time; grown for a record that is larger."""
+PIECE_BYTES: Final = 4 << 20
+"""What one thread reads of it at a time."""
 _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
 
 
@@ -112,8 +117,17 @@ class RecoveredLog:
     untouched: list[str]
 
 
-def load_segment(disk: Disk, descriptor: int, number: int, log_id: bytes) -> LoadedSegment:
+def load_segment(
+    disk: Disk, descriptor: int, number: int, log_id: bytes, readers: Executor | None = None
+) -> LoadedSegment:
     """Read a segment's footer, or scan it.
+
+    Args:
+        disk: where it is.
+        descriptor: of its file.
+        number: names it.
+        log_id: of the log it should belong to.
+        readers: threads that read pieces of it side by side; none: one after the other.
 
     Raises:
         OSError: it cannot be read.
@@ -122,7 +136,7 @@ def load_segment(disk: Disk, descriptor: int, number: int, log_id: bytes) -> Loa
     size = disk.size(descriptor)
     loaded = _load_footer(disk, descriptor, number, log_id, size)
     if loaded is None:
-        loaded = Scan(disk, descriptor, number, log_id, size).run()
+        loaded = Scan(SegmentFile(disk, descriptor, size, readers), number, log_id).run()
     for packed in loaded.pairs:
         unpack_pair(packed)
     return loaded
@@ -143,7 +157,8 @@ def _load_footer(
     whole = aligned(footer_bytes(count))
     if read_fully(disk, descriptor, [whole], size - len(whole)) < len(whole):
         return None
-    footer = decode_footer(whole, count) if whole[-BLOCK_BYTES:] == trailer else None
+    unchanged = bytes(whole[-BLOCK_BYTES:]) == bytes(trailer)
+    footer = decode_footer(whole, count) if unchanged else None
     if footer is None:
         log.warning("the footer of segment %d is damaged: it is scanned", number)
         return None
@@ -164,24 +179,48 @@ def _load_tombstone(disk: Disk, descriptor: int, entry: np.void, pair: bytes) ->
     return Tombstone(int(entry["sequence"]), pair, keys if whole else None)
 
 
+class SegmentFile(NamedTuple):
+    """An open segment; see :func:`load_segment`."""
+
+    disk: Disk
+    descriptor: int
+    size: int
+    readers: Executor | None
+
+    def read(self, target: memoryview, offset: int) -> int:
+        """Fill ``target``; returns bytes read."""
+        pieces = range(0, len(target), PIECE_BYTES)
+
+        def read_piece(at: int) -> int:
+            piece = target[at : at + PIECE_BYTES]
+            return read_fully(self.disk, self.descriptor, [piece], offset + at)
+
+        done = 0
+        every = (
+            map(read_piece, pieces)
+            if self.readers is None
+            else self.readers.map(read_piece, pieces)
+        )
+        for at, count in zip(pieces, every, strict=True):
+            done += count if done == at else 0
+        return done
+
+
 class Scan:
     """Goes through a segment that has no footer, record by record.
 
     Args:
-        disk: where it is.
-        descriptor: of its file.
+        file: the segment.
         number: names it.
         log_id: of the log it should belong to.
-        size: of its file.
     """
 
-    def __init__(self, disk: Disk, descriptor: int, number: int, log_id: bytes, size: int) -> None:
+    def __init__(self, file: SegmentFile, number: int, log_id: bytes) -> None:
         """Begin at the front."""
-        self._disk = disk
-        self._descriptor = descriptor
+        self._file = file
         self._number = number
         self._log = log_id
-        self._size = size - size % BLOCK_BYTES
+        self._size = file.size - file.size % BLOCK_BYTES
         self._window = aligned(min(WINDOW_BYTES, max(self._size, BLOCK_BYTES)))
         self._start = self._stop = 0
         self._entries: list[bytes] = []
@@ -243,7 +282,7 @@ class Scan:
         if length > len(self._window):
             self._window = aligned(length)
         want = min(len(self._window), self._size - at)
-        done = read_fully(self._disk, self._descriptor, [self._window[:want]], at)
+        done = self._file.read(self._window[:want], at)
         self._start, self._stop = at, at + done
         return done >= length
 
@@ -281,14 +320,13 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
     ordered = sorted(found, key=lambda one: one.number)
     loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]
     numbers: dict[bytes, int] = {}
-    columns = [_renumbered(segment, numbers) for _, segment in loaded]
-    every = np.concatenate([np.empty(0, ENTRY), *columns])
+    entries = [_renumbered(segment, numbers) for _, segment in loaded]
     tombstones = [tombstone for _, segment in loaded for tombstone in segment.tombstones]
-    standing = _standing(every, tombstones, numbers)
+    standing = _standing(entries, tombstones, numbers)
     segments, at = [], 0
-    for (one, segment), entries in zip(loaded, columns, strict=True):
-        live = entries[standing[at : at + len(entries)]]
-        at += len(entries)
+    for (one, segment), every in zip(loaded, entries, strict=True):
+        stands = standing[at : at + len(every)]
+        at += len(every)
         segments.append(
             RecoveredSegment(
                 number=one.number,
@@ -296,15 +334,15 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
                 size_bytes=one.size_bytes,
                 sealed=segment.sealed,
                 end=segment.end,
-                entries=live,
-                records=len(entries),
+                entries=every if stands.all() else every[stands],
+                records=len(every),
             )
         )
     return RecoveredLog(
         segments,
         [unpack_pair(packed) for packed in numbers],
         max((one.number + 1 for one in ordered), default=0),
-        int(every["sequence"].max()) + 1 if len(every) else 1,
+        max((int(one["sequence"].max()) + 1 for one in entries if len(one)), default=1),
         [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None],
     )
 
@@ -312,40 +350,47 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
 def _renumbered(segment: LoadedSegment, numbers: dict[bytes, int]) -> Entries:
     """A segment's entries with pairs counted for the whole log."""
     pairs = [numbers.setdefault(packed, len(numbers)) for packed in segment.pairs]
+    if pairs == list(range(len(pairs))) or not len(segment.entries):
+        return segment.entries
     entries = segment.entries.copy()
-    if pairs != list(range(len(pairs))) and len(entries):
-        entries["pair"] = np.array(pairs, dtype=np.uint16)[entries["pair"]]
+    entries["pair"] = np.array(pairs, dtype=np.uint16)[entries["pair"]]
     return entries
 
 
 def _standing(
-    entries: Entries, tombstones: Sequence[Tombstone], numbers: dict[bytes, int]
+    entries: list[Entries], tombstones: Sequence[Tombstone], numbers: dict[bytes, int]
 ) -> npt.NDArray[np.bool_]:
-    """Which entries are pages that are still to be had."""
-    standing: npt.NDArray[np.bool_] = entries["kind"] == Kind.PAGE
+    """Which of all entries, in their order, are pages that are still to be had."""
+    every = [np.empty(0, ENTRY), *entries]
+    kind, sequence, pair = (
+        np.concatenate([one[name] for one in every]) for name in ("kind", "sequence", "pair")
+    )
+    # Keys are compared by their first 8 bytes, and as a whole where those are not enough.
+    head = np.concatenate([one.view("<u8")[:: ENTRY.itemsize // 8] for one in every])
+    standing: npt.NDArray[np.bool_] = kind == Kind.PAGE
     latest: dict[tuple[int, bytes], int] = {}
     for tombstone in tombstones:
-        pair = numbers[tombstone.pair]
+        number = numbers[tombstone.pair]
         if tombstone.keys is None:
             log.error("a tombstone is damaged: every older page of its space is taken out with it")
-            older = entries["sequence"] < tombstone.sequence
-            standing &= ~(older & (entries["pair"] == pair))
+            standing &= ~((sequence < tombstone.sequence) & (pair == number))
             continue
         for at in range(0, len(tombstone.keys), KEY_BYTES):
-            name = (pair, tombstone.keys[at : at + KEY_BYTES])
+            name = (number, tombstone.keys[at : at + KEY_BYTES])
             latest[name] = max(latest.get(name, 0), tombstone.sequence)
-    gone = {int.from_bytes(key[:8], "little") for _, key in latest}
-    heads = np.ascontiguousarray(entries["key"]).view("<u8").reshape(-1, KEY_BYTES // 8)[:, 0]
-    doubtful = _repeated(heads)
-    if gone:
-        doubtful |= np.isin(heads, np.array(list(gone), dtype=np.uint64))
-    rows = np.flatnonzero(doubtful & standing)
-    names = list(zip(entries["pair"][rows].tolist(), entries["key"][rows].tolist(), strict=True))
-    sequences = entries["sequence"][rows].tolist()
-    for name, sequence in zip(names, sequences, strict=True):
-        latest[name] = max(latest.get(name, 0), sequence)
-    for row, name, sequence in zip(rows.tolist(), names, sequences, strict=True):
-        standing[row] = latest[name] == sequence
+    doubtful = _repeated(head)
+    if latest:
+        gone = {int.from_bytes(key[:8], "little") for _, key in latest}
+        doubtful |= np.isin(head, np.array(list(gone), dtype=np.uint64))
+    rows = np.flatnonzero(doubtful & standing).tolist()
+    starts = list(accumulate((len(one) for one in entries), initial=0))
+    pages: list[tuple[int, bytes]] = []
+    for row in rows:
+        which = bisect_right(starts, row) - 1
+        pages.append((int(pair[row]), entries[which]["key"][row - starts[which]].tobytes()))
+        latest[pages[-1]] = max(latest.get(pages[-1], 0), int(sequence[row]))
+    for row, name in zip(rows, pages, strict=True):
+        standing[row] = latest[name] == sequence[row]
     return standing
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
 from kvstore.errors import CapacityError, KVStoreError, TierUnavailable
@@ -108,15 +108,17 @@ class SSDLog:
     def recover(self) -> RecoveredLog:
         """Find what the directories hold; from then on jobs are taken.
 
-        What an unsealed segment holds is made durable, so that whatever is reported here is.
+        Names of files and what unsealed segments hold are made durable first: all that is reported
+        here is durable, also when the last process was killed between a write and its sync.
 
         Raises:
-            TierUnavailable: a directory cannot be listed.
+            TierUnavailable: a directory cannot be listed or synced.
         """
         assert not self._sequence, "a log is recovered once"
         names: list[tuple[int, int]] = []
         for index, directory in enumerate(self._directories):
             try:
+                self._disk.sync_directory(directory.path)
                 listed = self._disk.names(directory.path)
             except OSError as error:
                 raise failure(directory.path, error) from error
@@ -124,10 +126,14 @@ class SSDLog:
             names += [(int(match[1], 16), index) for match in matches if match]
         found: list[Found] = []
         if self._threads:
-            with ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-recover") as pool:
-                found += pool.map(self._find, sorted(names))
+            with (
+                ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-scan") as readers,
+                ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-recover") as pool,
+            ):
+                # The newest first: it is the one that takes longest, for it has no footer.
+                found += pool.map(lambda name: self._find(name, readers), sorted(names)[::-1])
         else:
-            found += map(self._find, sorted(names))
+            found += [self._find(name, None) for name in sorted(names)[::-1]]
         for index, (one, before) in enumerate(zip(found[1:], found, strict=False), start=1):
             if one.number == before.number:
                 reason = f"segment {one.number} is in two directories"
@@ -142,7 +148,7 @@ class SSDLog:
             thread.start()
         return recovered
 
-    def _find(self, name: tuple[int, int]) -> Found:
+    def _find(self, name: tuple[int, int], readers: Executor | None) -> Found:
         """Read one segment; runs in threads of the recovery."""
         number, index = name
         directory = self._directories[index]
@@ -152,7 +158,7 @@ class SSDLog:
             descriptor = self._disk.open(path, direct=directory.direct_io)
             try:
                 size = self._disk.size(descriptor)
-                loaded = load_segment(self._disk, descriptor, number, self.log_id)
+                loaded = load_segment(self._disk, descriptor, number, self.log_id, readers)
                 if not loaded.sealed:
                     self._disk.sync(descriptor)
             finally:

@@ -1,0 +1,132 @@
+"""How long a node's SSD log takes to start: case ``recover/N`` of ``python -m bench ssd``.
+
+The log is made of footers alone: files of full size whose payloads are holes, so that 20 GB take
+little of the disk. The last segment is unsealed and full, as a killed process leaves it, and its
+pages are really there: they are read and digested.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bench.measure import Progress, Result
+from kvstore import mover
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.state.log import Place, footer_bytes, record_bytes
+from kvstore.tier.base import PageRecord, WritePage
+from kvstore.tier.directories import Directory
+from kvstore.tier.record import ENTRY, Kind, encode_footer, pack_pair, pair_seed, segment_name
+from kvstore.tier.ssd import SSDLog
+from kvstore.tier.vectored import aligned
+
+PAGES: Final = 320_000
+PAGE_BYTES: Final = 64 << 10
+SEGMENT_BYTES: Final = 256 << 20
+SECONDS_MAX: Final = 2.0
+"""What a start with 20 GB of pages of 64 KiB may take, the index of all pages included."""
+RUNS: Final = 5
+WAIT_S: Final = 60.0
+SPACE: Final = SpaceIdentity(model="bench", kv_dtype="uint8", page_tokens=64)
+SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=128), layers=(0, 4), heads=(0, 1))
+
+
+def measured(name: str, folder: Path, pages: int, progress: Progress) -> Result:
+    """Make such a log in ``folder`` and start on it a few times; the median in seconds."""
+    assert SHARD.page_bytes(SPACE) == PAGE_BYTES
+    path = folder / "recovery"
+    make(path, pages)
+    seconds = [start(path, pages) for _ in range(RUNS)]
+    progress.note(f"{name}: {min(seconds):.3f}-{max(seconds):.3f} s in {RUNS} starts")
+    value = statistics.median(seconds)
+    return Result(name, value, "s", "longest start", SECONDS_MAX, SECONDS_MAX / value)
+
+
+def start(path: Path, pages: int) -> float:
+    """Open the log and find all of its pages; seconds."""
+    begun = time.perf_counter()
+    log = _opened(path)
+    found = log.recover()
+    seconds = time.perf_counter() - begun
+    log.close()
+    assert sum(len(segment.entries) for segment in found.segments) == pages
+    return seconds
+
+
+def make(path: Path, pages: int) -> None:
+    """Make the log."""
+    log = _opened(path)
+    log.recover()
+    random = np.random.default_rng(1)
+    each = 1
+    while each * record_bytes(PAGE_BYTES) + footer_bytes(each) <= SEGMENT_BYTES:
+        each += 1
+    each -= 1
+    unsealed = min(each, pages)
+    sealed, number = pages - unsealed, 0
+    while sealed:
+        count = min(each, sealed)
+        _write_footer(path, log.log_id, number, _entries(count, 1 + number * each, random))
+        sealed -= count
+        number += 1
+    log.close()
+    log = _opened(path)
+    log.recover()
+    _write_pages(log, number, unsealed, random)
+    log.close()
+
+
+def _opened(path: Path) -> SSDLog:
+    return SSDLog("bench", [Directory(path, 1 << 50)], SEGMENT_BYTES)
+
+
+def _entries(count: int, sequence: int, random: np.random.Generator) -> bytes:
+    """Footer entries of one chain of pages."""
+    entries = np.zeros(count, dtype=ENTRY)
+    keys = np.frombuffer(random.bytes(32 * count), dtype="V32")
+    entries["key"] = keys
+    entries["parent"][1:] = keys[:-1]
+    entries["flags"][1:] = 1
+    entries["digest"] = np.frombuffer(random.bytes(16 * count), dtype="V16")
+    entries["sequence"] = sequence + np.arange(count)
+    entries["offset"] = np.arange(count) * record_bytes(PAGE_BYTES)
+    entries["payload_bytes"] = PAGE_BYTES
+    entries["kind"] = Kind.PAGE
+    return entries.tobytes()
+
+
+def _write_footer(path: Path, log_id: bytes, number: int, entries: bytes) -> None:
+    count = len(entries) // ENTRY.itemsize
+    pairs = [pack_pair(SPACE, SHARD)]
+    footer = encode_footer(log_id, number, entries, pairs, count * record_bytes(PAGE_BYTES))
+    with (path / segment_name(number)).open("wb") as file:
+        file.truncate(SEGMENT_BYTES)
+        file.seek(SEGMENT_BYTES - len(footer))
+        file.write(footer)
+
+
+def _write_pages(log: SSDLog, number: int, count: int, random: np.random.Generator) -> None:
+    """Fill a segment with pages and leave it unsealed."""
+    memory = aligned(PAGE_BYTES)
+    memory[:] = random.bytes(PAGE_BYTES)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    keys = random.bytes(32 * count)
+    seeds = page_seeds(keys, pair_seed(SPACE, SHARD))
+    digests = mover.digest(np.full(count, address, np.uint64), PAGE_BYTES, seeds)
+    jobs = [
+        WritePage(
+            index,
+            Place(number, index * record_bytes(PAGE_BYTES)),
+            PageRecord(
+                PrefixKey(keys[32 * index : 32 * index + 32]), PrefixKey(b""), SPACE, SHARD,
+                PAGE_BYTES, digests[index].tobytes(),
+            ),
+            address,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    log.submit(jobs)
+    assert log.drain(WAIT_S), "the disk is too slow to make the log"
+    assert not any(one.error for one in log.poll())
