@@ -16,7 +16,7 @@ same object:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
@@ -27,6 +27,8 @@ from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
+
+T = TypeVar("T")
 
 TOKEN_BYTES: Final = 16
 WAIT_MS_MAX: Final = 60_000
@@ -109,6 +111,7 @@ class Node:
         """Carry out one request; its answer, if it wants one, is added to ``outbox``."""
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
+        self.pages.now_ns = now_ns
         try:
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
@@ -126,8 +129,9 @@ class Node:
         if self.pages.actions:
             self._after()
 
-    def disconnected(self, connection: int, _now_ns: int, *, ended: bool) -> None:
+    def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
+        self.pages.now_ns = now_ns
         self._pids.pop(connection, None)
         for waiter in [one for waiters in self._waiters.values() for one in waiters]:
             if waiter.connection == connection:
@@ -140,12 +144,13 @@ class Node:
                 self.pages.lose(process)
         self._after()
 
-    def process_ended(self, pid: int, _now_ns: int) -> list[int]:
+    def process_ended(self, pid: int, now_ns: int) -> list[int]:
         """The kernel says that process ``pid`` is gone: nothing of it touches bytes any more.
 
         Returns:
             its connections that are still open (a child of it may hold them) and must be closed.
         """
+        self.pages.now_ns = now_ns
         ended = [process for process in self.processes.values() if process.pid == pid]
         still_open = [process.connection for process in ended if not process.lost]
         for process in ended:
@@ -155,6 +160,7 @@ class Node:
 
     def advance(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``: leases, pages with a TTL, waiting lookups."""
+        self.pages.now_ns = now_ns
         self.pages.expire(now_ns)
         for waiters in list(self._waiters.values()):
             for waiter in list(waiters):
@@ -162,6 +168,14 @@ class Node:
                     self._forget_waiter(waiter)
                     self._answer_waiter(waiter)
         self._after()
+
+    def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
+        """Carry out what an operator wants of the page table; its effects are handed on."""
+        self.pages.now_ns = now_ns
+        try:
+            return change(self.pages)
+        finally:
+            self._after()
 
     def waits_for(self, pid: int) -> bool:
         """Whether anything here depends on seeing process ``pid`` end."""
@@ -344,7 +358,12 @@ class Node:
             "host": {name: getattr(slots, name) for name in slots.__slots__},
             "pages": sum(len(space.nodes) for space in self.pages.spaces),
             "spaces": [
-                {**_identity(space), "pages": len(space.nodes), "shards": len(space.shards)}
+                {
+                    **_identity(space),
+                    "pages": len(space.nodes),
+                    "shards": len(space.shards),
+                    "host_bytes": space.host_bytes,
+                }
                 for space in self.pages.spaces
             ],
             "sessions": [

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
+from kvstore.state.shelves import Shelves
 from kvstore.state.slots import Slot
 
 
@@ -34,11 +35,17 @@ class Node:
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
         queued: slot sizes of the eviction queues in which an entry stands for this node.
+        hits: lookups and acquires that ended here, or at a descendant that is gone.
+        stored_ns: when a page of it last became READY; 0 = not in this life of the node.
+        used_ns: when the last of ``hits`` was; 0 = never.
+        pins: operator pins that cover it.
+        serial: its place in the space's shelves.
     """
 
     __slots__ = (
-        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
-        "parent", "present", "queued", "read_once", "ready", "slots", "space",
+        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns",
+        "hits", "key", "parent", "pins", "present", "queued", "read_once", "ready", "serial",
+        "slots", "space", "stored_ns", "used_ns",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -58,6 +65,7 @@ class Node:
         self.expires_ns = 0
         self.read_once = False
         self.queued: tuple[int, ...] = ()
+        self.hits = self.stored_ns = self.used_ns = self.pins = self.serial = 0
         if parent is not None:
             parent.children[key] = self
 
@@ -96,6 +104,7 @@ class Node:
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""
         slot = self.slots.pop(shard)
+        self.space.host_bytes -= self.space.shards[shard].slot_bytes
         if not self.slots and self.parent is not None:
             self.parent.children_in_memory -= 1
         self._leave(shard)
@@ -111,6 +120,7 @@ class Node:
         if not self.slots and self.parent is not None:
             self.parent.children_in_memory += 1
         self.slots[shard] = slot
+        self.space.host_bytes += self.space.shards[shard].slot_bytes
 
     def _leave(self, shard: int) -> None:
         if shard in self.slots or shard in self.disk:
@@ -147,6 +157,8 @@ class Space:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        shelves: the nodes of ``nodes`` in the order they were made.
+        host_bytes: slot bytes of its pages in memory.
         label: hex digest of the identity: the space's name in events and statistics.
     """
 
@@ -155,6 +167,8 @@ class Space:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
     writing: set[Node] = field(default_factory=set)
+    shelves: Shelves = field(default_factory=Shelves)
+    host_bytes: int = 0
     root: Node = field(init=False)
     label: str = field(init=False)
 
@@ -193,7 +207,10 @@ class Space:
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
+            self.shelves.remove(node)
             parent.access = max(parent.access, node.access)
+            parent.hits += node.hits
+            parent.used_ns = max(parent.used_ns, node.used_ns)
             node.parent = None
             node = parent
         return node
@@ -213,9 +230,13 @@ class Space:
             in_memory = sum(1 for child in node.children.values() if child.slots)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
+        assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
+        held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
+        assert self.host_bytes == sum(held)
 
     def _add(self, key: PrefixKey, parent: Node) -> Node:
         node = self.nodes[key] = Node(self, key, parent)
+        self.shelves.add(node)
         return node
 
     def _above(self, node: Node, other: Node) -> bool:
