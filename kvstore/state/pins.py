@@ -5,7 +5,7 @@ from nothing else: a corrupt page leaves whoever pinned it. What a pin covers is
 it is made; pages that two pins share are charged to both, so the budget is never exceeded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,7 +49,7 @@ class Pins:
         self._pins: dict[int, Pin] = {}
         self._number = 0
 
-    def __iter__(self) -> Iterable[Pin]:
+    def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
 
     def __len__(self) -> int:

@@ -51,6 +51,11 @@ class Shelves:
         shelf = self._shelves.get(number, {})
         return [node for serial, node in shelf.items() if serial >= cursor]
 
+    @staticmethod
+    def after(number: int) -> int:
+        """The first serial number behind a shelf."""
+        return number + 1 << _SHIFT
+
     def __iter__(self) -> Iterator["Node"]:
         for shelf in self._shelves.values():
             yield from shelf.values()

@@ -90,6 +90,23 @@ class HostMemory:
         """The memfd of an extent (owned by this object), or None when there is no such extent."""
         return self._descriptors.get(number)
 
+    def read(self, number: int, offset: int, into: memoryview) -> int:
+        """Copy bytes of an extent; the caller holds a page in it, so that it stays.
+
+        Returns:
+            bytes read.
+
+        Raises:
+            TierUnavailable: there is no such extent, or it cannot be read.
+        """
+        descriptor = self._descriptors.get(number)
+        if descriptor is None:
+            raise TierUnavailable(f"extent {number} does not exist")
+        try:
+            return os.preadv(descriptor, [into], offset)
+        except OSError as error:
+            raise TierUnavailable(f"extent {number}: {error}") from error
+
     def populated_bytes(self) -> int:
         """Bytes that have been pre-faulted."""
         return len(self._populated) * self._extent_bytes
