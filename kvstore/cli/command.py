@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
     else:
-        options.show(answer, Console())
+        options.show(answer, show.console())
     return 1 if isinstance(answer, dict) and answer.get("state") == "failed" else 0
 
 

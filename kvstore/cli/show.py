@@ -1,11 +1,20 @@
 """Answers of a node as tables."""
 
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
+
+_PIPED_COLUMNS: Final = 240
+"""Where nobody reads, keys must not be cut."""
+
+
+def console() -> Console:
+    """Where answers go."""
+    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
 
 
 def stats(answer: Any, console: Console) -> None:

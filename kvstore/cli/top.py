@@ -6,12 +6,12 @@ import threading
 from time import monotonic
 from typing import Any, Final
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
 from kvstore.cli.remote import Remote
-from kvstore.cli.show import mib
+from kvstore.cli.show import console, mib
 
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -35,7 +35,7 @@ def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
         if as_json:
             sys.stdout.write(json.dumps(rates, indent=2) + "\n")
         else:
-            Console().print(_drawn(rates))
+            console().print(_drawn(rates))
         return 0
     with Live(auto_refresh=False, screen=True) as live:
         while True:
