@@ -13,12 +13,16 @@ from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Fetch, Verdict
+from kvstore.state.eviction import Eviction, classes
+from kvstore.state.ghosts import Ghosts
 from kvstore.state.match import longest_match
 from kvstore.state.outcomes import Abandoned, Action, PageStatus, Removed, Stored
+from kvstore.state.pins import Pins
+from kvstore.state.quotas import SHRINK_MAX
 from kvstore.state.sessions import Lease, Process, Put
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
-from kvstore.state.tree import EvictionQueue, Node, Space, is_live
+from kvstore.state.tree import Node, Space, is_live
 
 
 class PageTable:
@@ -26,6 +30,9 @@ class PageTable:
 
     Args:
         slots: the slots of the host tier.
+
+    Attributes:
+        now_ns: the time of the message that is being carried out.
     """
 
     def __init__(self, slots: SlotTable) -> None:
@@ -36,7 +43,11 @@ class PageTable:
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
-        self._queues: dict[tuple[str, int], EvictionQueue] = {}
+        self.ghosts = Ghosts()
+        self.pins = Pins()
+        self.eviction = Eviction(slots)
+        self.quotas = self.eviction.quotas
+        self.now_ns = 0
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
@@ -56,7 +67,7 @@ class PageTable:
         self.tick += 1
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
-            match.deepest.access = self.tick
+            self._use(match.deepest)
         self.counts["lookup_pages"] += len(packed) // KEY_BYTES
         self.counts["hit_pages"] += match.pages
         return match.pages, match.pending
@@ -87,15 +98,13 @@ class PageTable:
             )
         if pages:
             self.slots.pin(lease.slots, self.tick)
-            pages[-1][0].access = self.tick
-            self._hold(process, lease.size_bytes)
-            process.leases[lease_id] = lease
+            for node, _, _ in pages:
+                node.access = self.tick  # segments are reclaimed without looking at descendants
+            self._use(pages[-1][0])
+            self._lend(process, lease_id, lease)
+            self.counts["loaded_bytes"] += len(pages) * space.shards[shard].page_bytes
             if self.disk is not None:
-                for node, _, _ in pages:
-                    node.access = self.tick  # segments are reclaimed without looking at descendants
                 self.disk.used(pages[-1][0], shard)
-            entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
-            heapq.heappush(self._lease_deadlines, entry)
         return lease
 
     def release(self, process: Process, lease_id: int) -> None:
@@ -231,6 +240,7 @@ class PageTable:
             self.slots.commit([slot], self.tick)
             node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self.tick
+            node.stored_ns = self.now_ns
             node.read_once = read_once
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
@@ -241,8 +251,11 @@ class PageTable:
             self.offer(node)
         self._announce(put, stored)
         self.counts["stored_pages"] += len(stored)
-        if self.disk is not None and stored:
-            self.disk.stored(stored, put.shard)
+        if stored:
+            page_bytes = stored[0].space.shards[put.shard].page_bytes
+            self.counts["stored_bytes"] += len(stored) * page_bytes
+            if self.disk is not None:
+                self.disk.stored(stored, put.shard)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -266,6 +279,32 @@ class PageTable:
             self.slots.abort(put.slots)
             self._end_put(process, put_id)
         self.counts["aborted_puts"] += 1
+
+    # ---- what an operator asks for ----------------------------------------------------------
+
+    def lend(
+        self, process: Process, lease_id: int, pages: list[tuple[Node, int]], deadline_ns: int
+    ) -> Lease:
+        """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
+        held = [(node, shard, node.slots[shard]) for node, shard in pages]
+        size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
+        lease = Lease(held, size, deadline_ns)
+        self.slots.pin(lease.slots, self.tick)
+        self._lend(process, lease_id, lease)
+        return lease
+
+    def shrink(self, space: Space, pages_max: int) -> bool:
+        """Evict own leaves of a space over its quota; True when it is within it."""
+        for _ in range(pages_max):
+            if not self.quotas.exceeded(space):
+                return True
+            chosen = self.eviction.own_victim(space)
+            verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+            if chosen is None or verdict is Verdict.FULL:
+                return False
+            if verdict is Verdict.EVICT:
+                self._evict(chosen)
+        return not self.quotas.exceeded(space)
 
     # ---- ends -------------------------------------------------------------------------------
 
@@ -298,7 +337,9 @@ class PageTable:
         """Take one READY page out of the index, and with it what only it made reachable."""
         if not node.ready >> shard & 1:
             return
+        self.ghosts.head = node.key
         self._drop_below(node, shard, cause)
+        self.ghosts.head = PrefixKey(b"")
         self._remove(node, shard, cause)
         self._tidy(node)
 
@@ -318,11 +359,15 @@ class PageTable:
             if is_live(node) and 0 < node.expires_ns <= now_ns:
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
+        if len(self.pins):
+            self.eviction.offer_all(self.pins.expire(now_ns))
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
         queues = (self._lease_deadlines, self._page_deadlines)
-        return min((queue[0][0] for queue in queues if queue), default=0)
+        due = [queue[0][0] for queue in queues if queue]
+        pins = self.pins.next_deadline_ns()
+        return min([*due, *([pins] if pins else [])], default=0)
 
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
@@ -343,9 +388,10 @@ class PageTable:
                     if head is not space.root and not space.shards[shard].window_pages:
                         assert head.present >> shard & 1
                         assert shard in head.disk or shard not in node.disk
-                if self._evictable(node):
-                    assert _classes(node) <= set(node.queued), "a leaf is in all its queues"
+                if self.eviction.evictable(node):
+                    assert classes(node) <= set(node.queued), "a leaf is in all its queues"
         assert owned == self._owners
+        self.pins.check()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -385,7 +431,7 @@ class PageTable:
         node = space.node(key, parent)
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
-        slot = self.allocate(space.identity.tenant, of.slot_bytes)
+        slot = self.allocate(space, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
         if slot is None:
             node.forget(shard)
             self._tidy(node)
@@ -397,31 +443,31 @@ class PageTable:
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
 
-    def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
+    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
         """A slot in state WRITING, made room for if need be; None when there is no room now."""
-        while not (taken := self.slots.allocate(1, domain, slot_bytes)):
-            if not self._make_room(domain, slot_bytes):
+        while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
+            self.ghosts.wanted = (space.number, slot_bytes)
+            found = self._make_room(space, slot_bytes)
+            self.ghosts.wanted = None
+            if not found:
                 return None
         return taken[0]
 
-    def _make_room(self, domain: str, slot_bytes: int) -> bool:
+    def _make_room(self, space: Space, slot_bytes: int) -> bool:
         """Evict the least recently used leaf of the class, or a colder extent of another class."""
-        queue = self._queue(domain, slot_bytes)
-        while (node := queue.pop()) is not None:
-            if slot_bytes not in _classes(node) or not self._evictable(node):
-                continue
-            verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+        domain = space.identity.tenant
+        while (node := self.eviction.victim(space, slot_bytes)) is not None:
+            verdict = self._verdict(node)
             if verdict is Verdict.FULL:
-                queue.offer(node)
                 return False
             if verdict is Verdict.EVICT:
                 break
         age = node.access if node is not None else self.tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
         while position is not None:
-            if self._empty_extent(position):
+            if self._empty_extent(position, space):
                 if node is not None:
-                    queue.offer(node)
+                    self.offer(node)
                 return True
             self.slots.extents[position].used_at = self.tick
             position = self.slots.colder_extent(domain, slot_bytes, age)
@@ -429,6 +475,13 @@ class PageTable:
             return False
         self._evict(node)
         return True
+
+    def _verdict(self, node: Node) -> Verdict:
+        """Whether a victim may go now; one that has to wait is offered again when it may."""
+        verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+        if verdict is Verdict.FULL:
+            self.offer(node)
+        return verdict
 
     def _evict(self, node: Node) -> None:
         """Take a node's pages out of memory; those on disk stay in the index."""
@@ -447,7 +500,7 @@ class PageTable:
         self.counts["evicted_to_disk"] += 1
         self.slots.release([slot])
 
-    def _empty_extent(self, position: int) -> bool:
+    def _empty_extent(self, position: int, space: Space) -> bool:
         """Evict every page of an extent and what hangs below them; False if something is in use."""
         slots = self.slots.slots_in_use(position)
         doomed: list[Node] = []
@@ -458,6 +511,8 @@ class PageTable:
             doomed.append(owner)
         for owner in doomed:
             for node in _subtree(owner):
+                if node.pins or self.quotas.protects(node.space, space, self.slots.extent_bytes):
+                    return False
                 for shard, slot in node.slots.items():
                     if not node.ready >> shard & 1 or self.slots.in_use(slot):
                         return False
@@ -488,6 +543,7 @@ class PageTable:
         slot = self._forget(node, shard) if shard in node.slots else None
         self.actions.append(Removed(node.space, shard, [node.key], cause))
         self.counts[f"removed_{cause}"] += 1
+        self.ghosts.add(node, shard, cause, self.now_ns)
         if slot is not None:
             self.slots.release([slot])
 
@@ -513,24 +569,17 @@ class PageTable:
 
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
-        if self._evictable(node):
-            for slot_bytes in _classes(node):
-                self._queue(node.space.identity.tenant, slot_bytes).offer(node)
+        self.eviction.offer(node)
 
-    def _queue(self, domain: str, slot_bytes: int) -> EvictionQueue:
-        queue = self._queues.get((domain, slot_bytes))
-        if queue is None:
-            queue = self._queues[domain, slot_bytes] = EvictionQueue(slot_bytes)
-        return queue
+    def _use(self, node: Node) -> None:
+        node.access, node.used_ns = self.tick, self.now_ns
+        node.hits += 1
 
-    def _evictable(self, node: Node) -> bool:
-        return (
-            bool(node.slots)
-            and not node.children_in_memory
-            and is_live(node)
-            and all(node.ready >> shard & 1 for shard in node.slots)
-            and not any(self.slots.pinned(slot) for slot in node.slots.values())
-        )
+    def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
+        self._hold(process, lease.size_bytes)
+        process.leases[lease_id] = lease
+        entry = (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
+        heapq.heappush(self._lease_deadlines, entry)
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -539,11 +588,6 @@ class PageTable:
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
-
-
-def _classes(node: Node) -> set[int]:
-    """The slot sizes of the node's pages."""
-    return {node.space.shards[shard].slot_bytes for shard in node.slots}
 
 
 def _subtree(node: Node) -> list[Node]:
