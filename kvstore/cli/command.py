@@ -181,11 +181,12 @@ def _pages(node: Remote, at: argparse.Namespace) -> Any:
         "space": at.space, "prefix": at.prefix, "tier": at.tier, "age_min_s": at.age_min,
         "age_max_s": at.age_max, "hits_min": at.hits_min, "hits_max": at.hits_max,
     }  # fmt: skip
-    return {"pages": node.pages(query, at.limit)}
+    return node.pages("/v1/pages", query, at.limit)
 
 
 def _tree(node: Remote, at: argparse.Namespace) -> Any:
-    return node.get("/v1/tree", space=at.space, key=at.key, depth=at.depth, limit=at.limit)
+    query = {"space": at.space, "key": at.key, "depth": at.depth}
+    return node.pages("/v1/tree", query, at.limit)
 
 
 def _explain(node: Remote, at: argparse.Namespace) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 
 _TIMEOUT_S: Final = 30.0
+_STRETCH_MAX: Final = 1000
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
 
@@ -66,18 +67,22 @@ class Remote:
             message = f"no node answers at {self.url} ({reason}); is it running?"
             raise PeerUnreachable(message) from error
 
-    def pages(self, query: dict[str, object], limit: int) -> list[Any]:
-        """Up to ``limit`` pages of a listing, over as many stretches as it takes."""
+    def pages(self, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
+        """Up to ``limit`` pages of a listing, over as many stretches as it takes.
+
+        Returns:
+            ``pages``, and ``next``: the cursor of the next one, None when that was all.
+        """
         found: list[Any] = []
         cursor: str | None = None
         while len(found) < limit:
-            part = min(1000, limit - len(found))
-            answer = self.get("/v1/pages", **query, cursor=cursor, limit=part)
+            part = min(_STRETCH_MAX, limit - len(found))
+            answer = self.get(path, **query, cursor=cursor, limit=part)
             found += answer["pages"]
             cursor = answer["next"]
             if cursor is None:
                 break
-        return found
+        return {"pages": found, "next": cursor}
 
     def finished(self, job: dict[str, Any], wait_s: float) -> dict[str, Any]:
         """A job once it has ended.

@@ -21,7 +21,7 @@ from kvstore.state.walks import drop_below
 
 KEYS_MAX: Final = 10_000
 _POLL_S: Final = 0.05
-_SHRINK_PAGES: Final = 256
+_SHRINK_PAGES: Final = 64
 
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
 

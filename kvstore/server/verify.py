@@ -26,7 +26,7 @@ from kvstore.state.slots import Slot
 from kvstore.state.tree import Node, Space, is_live
 
 BATCH_BYTES: Final = 32 << 20
-BATCH_PAGES: Final = 512
+BATCH_PAGES: Final = 256
 _LEASE_NS: Final = 60 * 1_000_000_000
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from kvstore.state.tree import Node
 
-SHELF_NODES: Final = 512
+SHELF_NODES: Final = 256
 """Serial numbers that share a shelf: the most nodes that one turn of a walk looks at."""
 _SHIFT: Final = SHELF_NODES.bit_length() - 1
 
