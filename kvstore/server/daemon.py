@@ -141,7 +141,7 @@ class Daemon:
         """See :class:`~kvstore.server.api.Observed`."""
         slots = self.node.pages.slots.stats()
         sizes = {name: getattr(slots, name) for name in slots.__slots__}
-        return [
+        tiers: list[dict[str, object]] = [
             {
                 "tier": "host",
                 "state": "ready" if slots.capacity_bytes else "withheld",
@@ -149,6 +149,9 @@ class Daemon:
                 "populated_bytes": self.memory.populated_bytes(),
             }
         ]
+        if self.disk is not None:
+            tiers.append({"tier": "ssd", **self.disk.stats()})
+        return tiers
 
     def policy(self) -> dict[str, object]:
         """See :class:`~kvstore.server.api.Observed`."""
