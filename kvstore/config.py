@@ -111,11 +111,11 @@ class SSDConfig(Section, frozen=True):
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse a capacity that holds no segment, and a directory given twice."""
-        if self.capacity_bytes < self.segment_bytes:
+        """Refuse a capacity that holds too few segments, and a directory given twice."""
+        if self.capacity_bytes < 4 * self.segment_bytes:
             raise ValueError(
-                f"ssd.capacity_bytes={self.capacity_bytes} is smaller than"
-                f" ssd.segment_bytes={self.segment_bytes}"
+                f"ssd.capacity_bytes={self.capacity_bytes} is less than four segments of"
+                f" ssd.segment_bytes={self.segment_bytes}: raise it or make segments smaller"
             )
         if len(set(self.directories)) < len(self.directories):
             raise ValueError("ssd.directories names a directory twice")

@@ -25,12 +25,12 @@ from kvstore.state.diskjobs import (
     DiskSeal,
     DiskSync,
     DiskWrite,
+    PageName,
     SyncPolicy,
     WritePolicy,
 )
 from kvstore.state.log import SegmentLog
 from kvstore.state.slots import Slot
-from kvstore.state.tree import Node as TreeNode
 from kvstore.tier.base import (
     CopyPage,
     DropSegment,
@@ -155,12 +155,12 @@ class DiskTier:
 
     def _translate(self, job: DiskJob) -> Job:
         match job:
-            case DiskWrite(number, place, node, shard, slot):
-                return WritePage(number, place, _record(node, shard), self._address(slot))
-            case DiskRead(number, place, node, shard, slot):
-                return ReadPage(number, place, _record(node, shard), self._address(slot))
-            case DiskCopy(number, source, place, node, shard):
-                return CopyPage(number, source, place, _record(node, shard))
+            case DiskWrite(number, place, page, slot):
+                return WritePage(number, place, _record(page), self._address(slot))
+            case DiskRead(number, place, page, slot):
+                return ReadPage(number, place, _record(page), self._address(slot))
+            case DiskCopy(number, source, place, page):
+                return CopyPage(number, source, place, _record(page))
             case DiskSync(number):
                 return SyncAll(number)
             case DiskSeal(number, segment):
@@ -173,10 +173,9 @@ class DiskTier:
         return self._memory.address(extent) + offset
 
 
-def _record(node: TreeNode, shard: int) -> PageRecord:
-    space = node.space
-    of = space.shards[shard]
-    assert node.parent is not None
+def _record(page: PageName) -> PageRecord:
+    space = page.node.space
+    of = space.shards[page.shard]
     return PageRecord(
-        node.key, node.parent.key, space.identity, of.spec, of.page_bytes, node.digests[shard]
+        page.node.key, page.parent, space.identity, of.spec, of.page_bytes, page.digest
     )

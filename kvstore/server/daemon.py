@@ -85,10 +85,12 @@ class Daemon:
             undo.callback(self.memory.close)
             undo.callback(self.publication.close)
             if self.config.ssd.directories:
-                self.disk = self.socket.disk = DiskTier(
-                    self.config.ssd, self.node, self.memory,
-                    lambda: loop.call_soon_threadsafe(self._poll_disk),
-                )  # fmt: skip
+
+                def wake() -> None:
+                    loop.call_soon_threadsafe(self._poll_disk)
+
+                disk = DiskTier(self.config.ssd, self.node, self.memory, wake)
+                self.disk = self.socket.disk = disk
                 undo.callback(self.disk.close)
             self.socket.listen()
             undo.callback(self.socket.close)

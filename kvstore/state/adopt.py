@@ -118,15 +118,14 @@ _NO_PARENT = bytes(KEY_BYTES)
 def _hang(node: Node, parent_key: bytes) -> None:
     """Put a node under its parent; one whose parent is unknown under a bare one."""
     space = node.space
-    parent: Node | None = space.root
+    head = space.root
     if parent_key != _NO_PARENT:
-        parent = space.nodes.get(PrefixKey(parent_key))
-        if parent is None:
-            parent = space.nodes[PrefixKey(parent_key)] = Node(
-                space, PrefixKey(parent_key), space.root
-            )
-    node.parent = parent
-    parent.children[node.key] = node
+        key = PrefixKey(parent_key)
+        found = space.nodes.get(key)
+        head = found or Node(space, key, space.root)
+        space.nodes[key] = head
+    node.parent = head
+    head.children[node.key] = node
 
 
 def _keep_reachable(space: Space) -> int:

@@ -32,6 +32,7 @@ from kvstore.state.diskjobs import (
     Fetch,
     Verdict,
     WritePolicy,
+    page_name,
 )
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.log import Place, SegmentLog, record_bytes
@@ -56,7 +57,6 @@ class _Write:
 @dataclass(slots=True, eq=False)
 class _Load:
     job: DiskRead
-    digest: bytes
     waiters: list[Fetch] = field(default_factory=list)
 
 
@@ -242,7 +242,7 @@ class DiskPages:
 
     def _begin_write(self, node: Node, shard: int, place: Place, durable: Durable | None) -> None:
         slot = node.slots[shard]
-        job = DiskWrite(self._number(), place, node, shard, slot)
+        job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
         write = self._writes[node, shard] = _Write(job, size)
         self._memory.slots.pin([slot], 0)
@@ -276,7 +276,7 @@ class DiskPages:
         settling = [write]
         while settling:
             write = settling.pop()
-            node, shard = write.job.node, write.job.shard
+            node, shard = write.job.page[:2]
             open_still = self._writes.get((node, shard)) is write
             if open_still and write.finished and not self._waits_for_head(node, shard):
                 self._settle(write)
@@ -288,7 +288,7 @@ class DiskPages:
 
     def _settle(self, write: _Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
-        node, shard = write.job.node, write.job.shard
+        node, shard = write.job.page[:2]
         del self._writes[node, shard]
         window, head = node.space.shards[shard].window_pages, node.parent
         reachable = window or head is node.space.root or (head is not None and shard in head.disk)
@@ -371,16 +371,16 @@ class DiskPages:
                 self._memory.slots.abort([slot])
             return None
         self.log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, node, shard, slot)
-        load = self._loads[node, shard] = _Load(job, node.digests[shard])
+        job = DiskRead(self._number(), place, page_name(node, shard), slot)
+        load = self._loads[node, shard] = _Load(job)
         self._submit(job)
         return load
 
     def _loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        node, shard, slot = job.node, job.shard, job.slot
+        node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self.log.unpin_segment(job.place.segment)
-        wanted = is_live(node) and shard in node.disk and node.digests[shard] == load.digest
+        wanted = is_live(node) and shard in node.disk and node.digests[shard] == job.page.digest
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.promoted(node, shard, slot)
@@ -404,7 +404,7 @@ class DiskPages:
         """A job has ended; ``error`` None = all of it was done."""
         ended = self._under_way.pop(job)
         match ended:
-            case DiskWrite(node=node, shard=shard):
+            case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
                     self._fail(error)
                 self._wrote(self._writes[node, shard], error)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
+from kvstore.page import PrefixKey
 from kvstore.state.log import Place
 from kvstore.state.slots import Slot
 from kvstore.state.tree import Node
@@ -57,14 +59,28 @@ class DiskRules:
     retry_ns: int = 5_000_000_000
 
 
+class PageName(NamedTuple):
+    """What a job's record says; the node may have left its tree when the job is carried out."""
+
+    node: Node
+    shard: int
+    parent: PrefixKey
+    digest: bytes
+
+
+def page_name(node: Node, shard: int) -> PageName:
+    """The name of a READY page."""
+    assert node.parent is not None
+    return PageName(node, shard, node.parent.key, node.digests[shard])
+
+
 @dataclass(frozen=True, slots=True)
 class DiskWrite:
     """Write the page in ``slot`` as a record at ``place``."""
 
     job: int
     place: Place
-    node: Node
-    shard: int
+    page: PageName
     slot: Slot
 
 
@@ -74,8 +90,7 @@ class DiskRead:
 
     job: int
     place: Place
-    node: Node
-    shard: int
+    page: PageName
     slot: Slot
 
 
@@ -86,8 +101,7 @@ class DiskCopy:
     job: int
     source: Place
     place: Place
-    node: Node
-    shard: int
+    page: PageName
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvstore.errors import KVStoreError
-from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
+from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree import Node, is_live
 
@@ -114,7 +114,7 @@ class SegmentKeeper:
             source = node.disk[shard]
             self._log.pin_segment(source.segment)
             self._copies += 1
-            self._submit(DiskCopy(self._number(), source, place, node, shard))
+            self._submit(DiskCopy(self._number(), source, place, page_name(node, shard)))
 
     def _go_on(self, victim: Segment) -> None:
         if self._stage is _Drain.COPYING and not self._copies:
@@ -126,10 +126,11 @@ class SegmentKeeper:
             self._submit(DiskDrop(self._number(), victim.number))
 
     def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
-        node, shard, source = job.node, job.shard, job.source
+        (node, shard, _, digest), source = job.page, job.source
         self._copies -= 1
         self._log.unpin_segment(source.segment)
         still_there = is_live(node) and node.disk.get(shard) == source
+        assert not still_there or node.digests[shard] == digest
         if still_there and error is None:
             self._log.moved(node, shard, source, job.place)
             node.disk[shard] = job.place

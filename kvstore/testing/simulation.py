@@ -491,14 +491,14 @@ class SimulatedDisk:
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
         match job:
-            case diskjobs.DiskWrite(place=place, node=node, slot=slot):
+            case diskjobs.DiskWrite(place=place, page=(node, _, _, _), slot=slot):
                 content = bytes(self._memory(slot))
                 if content != page_content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
-            case diskjobs.DiskRead(place=place, node=node, slot=slot):
+            case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
                 return self._read(place, self._memory(slot), node.key)
-            case diskjobs.DiskCopy(source=source, place=place, node=node):
+            case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
                 content = self.records[source]
                 if content != page_content(node.key):
                     return PageCorrupt("simulated")

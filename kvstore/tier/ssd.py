@@ -17,6 +17,7 @@ from kvstore.errors import CapacityError, KVStoreError, TierUnavailable
 from kvstore.state.log import BLOCK_BYTES
 from kvstore.tier.base import (
     Completion,
+    CopyPage,
     DropSegment,
     Job,
     ReadPage,
@@ -317,6 +318,8 @@ class SSDLog:
         match first:
             case ReadPage():
                 yield from mover.read(cast("list[ReadPage]", work.jobs))
+            case CopyPage():
+                yield mover.copy(first, work.sequence)
             case SyncAll():
                 yield self._attempt(first, lambda: self._sync(work.unsynced, mover))
             case SealSegment(segment=number):

@@ -7,6 +7,7 @@ after it was read. Records that lie side by side and were submitted together mov
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,15 @@ from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.page import page_seeds
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, record_bytes
-from kvstore.tier.base import Completion, Job, PageRecord, ReadPage, WritePage, WriteTombstone
+from kvstore.tier.base import (
+    Completion,
+    CopyPage,
+    Job,
+    PageRecord,
+    ReadPage,
+    WritePage,
+    WriteTombstone,
+)
 from kvstore.tier.directories import failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
@@ -133,6 +142,16 @@ class RecordMover:
                 yield from self.read([job])
             return
         yield from self._checked(jobs, done)
+
+    def copy(self, job: CopyPage, sequence: int) -> Completion:
+        """Write a record again at another place, once it has been read and found right."""
+        memory = aligned(record_bytes(job.record.page_bytes) - HEADER_BYTES)
+        address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        read = next(self.read([ReadPage(job.job, job.source, job.record, address)]))
+        if read.error is not None:
+            return read
+        record = replace(job.record, tokens=read.tokens)
+        return next(self.write([WritePage(job.job, job.place, record, address)], sequence))
 
     # ---- writing ----------------------------------------------------------------------------
 

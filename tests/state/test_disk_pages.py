@@ -49,7 +49,7 @@ class DiskWorld(World):
         return [job for job in self.open.values() if isinstance(job, kind)]
 
     def write_of(self, path: str) -> DiskWrite:
-        return next(job for job in self.jobs(DiskWrite) if job.node.key == key(path))
+        return next(job for job in self.jobs(DiskWrite) if job.page.node.key == key(path))
 
     def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
         del self.open[job.job]
@@ -176,7 +176,7 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
     run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
     fetch = world.table.fetch(world.me, run, 0)
 
-    reads = {job.node.key: job for job in world.jobs(DiskRead)}
+    reads = {job.page.node.key: job for job in world.jobs(DiskRead)}
     world.end_job(reads[key("a")])
     world.end_job(reads[key("ab")], error)
     world.end_job(reads[key("abc")])
@@ -271,7 +271,7 @@ def test_selective_writes_wait_for_the_first_use():
     assert not world.jobs(DiskWrite)
 
     number, _ = world.acquire(world.me, world.mine, "ab")
-    assert [job.node.key for job in world.jobs(DiskWrite)] == chain("ab")
+    assert [job.page.node.key for job in world.jobs(DiskWrite)] == chain("ab")
     world.table.release(world.me, number)
 
 
@@ -311,7 +311,7 @@ def test_no_more_is_under_way_than_the_bound():
 
     assert len(world.jobs(DiskWrite)) == 2
     world.end_job(world.write_of("a"))
-    assert [job.node.key for job in world.jobs(DiskWrite)] == [key("b"), key("c")]
+    assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("b"), key("c")]
 
 
 def test_window_pages_go_to_disk_without_their_heads():
@@ -322,4 +322,4 @@ def test_window_pages_go_to_disk_without_their_heads():
 
     world.disk.make_durable([world.node("abc")], 1)
 
-    assert [job.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
+    assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
