@@ -7,6 +7,7 @@ of the disk's calls, those of a start included. One seed is one history.
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -63,7 +64,7 @@ Page = tuple[int, bytes]
 """Shard and prefix key."""
 
 
-class PowerCut(Exception):  # noqa: N818 - it is what happens, not what is wrong
+class PowerCut(Exception):
     """The power fails in this call of the disk."""
 
 
@@ -161,6 +162,7 @@ class Toll:
         cuts: power cuts.
         acknowledged: pages, when a put of them was acknowledged as durable.
         survived: acknowledged pages found after a cut.
+        late: pages that were reclaimed between their sync and its acknowledgement.
         removed: acknowledged pages that were reclaimed since.
         read: pages whose bytes were compared.
         written: ordinary pages that had been written when the power failed.
@@ -172,6 +174,7 @@ class Toll:
     cuts: int = 0
     acknowledged: int = 0
     survived: int = 0
+    late: int = 0
     removed: int = 0
     read: int = 0
     written: int = 0
@@ -205,7 +208,7 @@ class Life:
         self._asked: dict[int, tuple[wire.Request, int, PrefixKeys, bool]] = {}
         self._numbers = count(1)
         self._leases: list[int] = []
-        self._answers: list[tuple[wire.Answer, int, PrefixKeys]] = []
+        self._answers: list[tuple[wire.Acquired, int, PrefixKeys]] = []
         try:
             self.memory.create(extent.number for extent in slots.extents)
             log = UnorderedLog(self._random, history.disk)
@@ -352,20 +355,18 @@ class Life:
     def _note_durable(self, shard: int, keys: PrefixKeys) -> None:
         on_disk = self.on_disk()
         for key in keys:
-            # Between its sync and the answer it may have been reclaimed, like any page.
             if (shard, key) in on_disk:
                 self.acknowledged[shard, key] = None
                 self.toll.acknowledged += 1
+            else:  # between its sync and this answer it was reclaimed, as any page may be
+                assert self.node.pages.counts["reclaimed_pages"], "acknowledged, not written"
+                self.toll.late += 1
 
     def _note_removed(self) -> None:
         gone = self.acknowledged.keys() - self.on_disk()
         for page in gone:
             del self.acknowledged[page]
         self.toll.removed += len(gone)
-
-    def check(self) -> None:
-        """Assert every invariant of the state."""
-        self.node.pages.check()
 
     def read_everything(self, prompts: Sequence[PrefixKeys]) -> set[Page]:
         """Every page that a reader gets, byte-equal; each prompt is read until its run is there.
@@ -393,7 +394,7 @@ class Life:
                 return len(last[0].digests) // 16
         raise AssertionError(f"{len(keys)} pages are neither read nor missed")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """The process is gone."""
         self.memory.close()
 
@@ -438,29 +439,35 @@ class History:
             self.disk.calls_left = self.random.randrange(CALLS_MAX)
             self._until_the_cut(ordinary)
         self.disk.calls_left = None
-        self._inspect(Life(self), ordinary, last=True)
+        with closing(Life(self)) as life:
+            self._inspect(life, ordinary, fully=True)
         return self.toll
 
     def _until_the_cut(self, ordinary: set[Page]) -> None:
-        life: Life | None = None
-        before = set(ordinary)
+        self.toll.cuts += 1
         try:
             life = Life(self)
-            self._inspect(life, before, last=False)
+        except PowerCut:
+            self.toll.cuts_of_starts += 1
+        else:
+            with closing(life):
+                self._live(life, ordinary)
+        self.disk.cut_power(self.random)
+
+    def _live(self, life: "Life", ordinary: set[Page]) -> None:
+        """Until the power fails, or long enough; ``ordinary`` is what was on disk then."""
+        try:
+            self._inspect(life, ordinary, fully=self.random.random() < 0.3)
             for _ in range(STEPS_MAX):
                 self._act(life)
                 life.step()
                 if self.random.random() < 0.02:
-                    life.check()
+                    life.node.pages.check()
         except PowerCut:
-            self.toll.cuts_of_starts += life is None
-        if life is not None:
-            ordinary.clear()
-            ordinary |= life.on_disk() - self.acknowledged.keys()
-            self.toll.reclaimed += life.disk.stats()["drops"] if "drops" in life.disk.stats() else 0
-            life.end()
-        self.toll.cuts += 1
-        self.disk.cut_power(self.random)
+            pass
+        ordinary.clear()
+        ordinary |= life.on_disk() - self.acknowledged.keys()
+        self.toll.reclaimed += life.disk.stats().get("drops", 0)
 
     def _act(self, life: Life) -> None:
         keys = self.random.choice(self._prompts)
@@ -478,7 +485,7 @@ class History:
             case _:
                 pass
 
-    def _inspect(self, life: Life, ordinary: set[Page], *, last: bool) -> None:
+    def _inspect(self, life: Life, ordinary: set[Page], *, fully: bool) -> None:
         """What was acknowledged is there, and of the rest nothing is wrong."""
         adopted = life.on_disk()
         lost = self.acknowledged.keys() - adopted
@@ -487,13 +494,11 @@ class History:
         self.toll.written += len(ordinary)
         self.toll.lost += len(ordinary - adopted)
         expected = set(self.acknowledged)
-        if last or self.random.random() < 0.3:
+        if fully:
             found = life.read_everything(self._prompts)
             unread = (expected & self.acknowledged.keys()) - found
             assert not unread, f"seed {self.seed}: {len(unread)} durable pages cannot be read"
-            life.check()
-        if last:
-            life.end()
+            life.node.pages.check()
 
     def _make_prompts(self) -> list[PrefixKeys]:
         """Prompts that branch: more pages than the disk holds."""
