@@ -59,20 +59,22 @@ class DiskTier:
         node: its page table gets a disk side.
         memory: where slots are.
         wake: called from another thread when :meth:`poll` has something to do.
+        tier: the log, not recovered yet; None = that of ``config``'s directories.
 
     Raises:
         ConfigError, TierUnavailable: a directory cannot be used; names it and why.
     """
 
     def __init__(
-        self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None]
-    ) -> None:
+        self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
+        tier: SSDLog | None = None,
+    ) -> None:  # fmt: skip
         """Take the directories, and take over what is in them."""
         self._node = node
         self._memory = memory
         self._jobs: dict[int, DiskJob] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
-        self._log = SSDLog(node.name, places, config.segment_bytes, wake=wake)
+        self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake)
         count = config.capacity_bytes // config.segment_bytes * len(places)
         segments = SegmentLog(count, config.segment_bytes)
         rules = DiskRules(

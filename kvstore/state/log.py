@@ -199,10 +199,15 @@ class SegmentLog:
         self.segments[number].readers -= 1
 
     def adopt(self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool) -> None:
-        """Take over a segment that was found; it takes no more records."""
-        state = SegmentState.SEALED if sealed else SegmentState.FULL
+        """Take over a segment that was found; it takes no more records.
+
+        A power cut can leave a file shorter than it was made, without room for its footer: it
+        stays without one, and is scanned at every start until it is reclaimed.
+        """
+        done = sealed or end + footer_bytes(records) > size_bytes
+        state = SegmentState.SEALED if done else SegmentState.FULL
         segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
-        if not sealed:
+        if not done:
             self.full.append(segment)
         self._used_bytes += size_bytes
 
@@ -278,7 +283,8 @@ class SegmentLog:
         for segment in self.segments.values():
             sizes = [record_bytes(at.space.shards[i].page_bytes) for at, i in segment.pages]
             assert segment.live_bytes == sum(sizes) <= segment.end
-            assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
+            if segment.state in (SegmentState.OPEN, SegmentState.FULL):
+                assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
             assert (segment.state is SegmentState.OPEN) == (segment in self._open.values())
 
     # ---- inside -----------------------------------------------------------------------------

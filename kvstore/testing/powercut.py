@@ -1,0 +1,521 @@
+"""Power cuts of a whole node: what it acknowledged as durable is there when it comes back.
+
+The node, its page table, its disk side and the SSD log are the real ones; the disk is simulated and
+keeps only what was synced. Jobs of the tier run and end in any order. The power fails in the middle
+of the disk's calls, those of a start included. One seed is one history.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from kvstore import mover, wire
+from kvstore.config import SSDConfig
+from kvstore.disk import DiskTier
+from kvstore.node import Node, NodeLimits
+from kvstore.page import (
+    CanonicalLayout,
+    PrefixKey,
+    PrefixKeys,
+    ShardSpec,
+    SpaceIdentity,
+    digest_seed,
+    page_keys,
+    page_seeds,
+)
+from kvstore.state.diskjobs import SyncPolicy, WritePolicy
+from kvstore.state.outcomes import PageStatus
+from kvstore.state.slots import SlotTable
+from kvstore.state.tree import Space
+from kvstore.testing.disk import SimulatedDisk
+from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
+from kvstore.tier.base import Completion, Job, SyncAll
+from kvstore.tier.directories import Directory
+from kvstore.tier.disk import Buffer
+from kvstore.tier.host import HostMemory
+from kvstore.tier.ssd import SSDLog
+
+EXTENTS: Final = 5
+SEGMENT_BYTES: Final = 160 << 10
+SEGMENTS: Final = 7
+"""Fewer than all pages take: segments are reclaimed while the power fails."""
+HOME: Final = Path("/log")
+CONNECTION: Final = 1
+CALLS_MAX: Final = 220
+STEPS_MAX: Final = 400
+WAIT_MS: Final = 40
+TICK_NS: Final = 2_000_000
+SETTLE_STEPS_MAX: Final = 3_000
+_IDENTITY: Final = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
+_SHARDS: Final = [
+    ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=heads)
+    for heads in ((0, 1), (1, 2))
+]
+_SEEDS: Final = [digest_seed(_IDENTITY, spec) for spec in _SHARDS]
+
+Page = tuple[int, bytes]
+"""Shard and prefix key."""
+
+
+class PowerCut(Exception):
+    """The power fails in this call of the disk."""
+
+
+class FailingPower(SimulatedDisk):
+    """A disk whose power fails after so many more calls that change it.
+
+    Attributes:
+        calls_left: how many; None = it holds.
+    """
+
+    calls_left: int | None = None
+
+    def _spend(self) -> None:
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise PowerCut
+
+    def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        return super().create(path, size_bytes, direct=direct)
+
+    def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """See :class:`~kvstore.tier.disk.Disk`; it can fail before and after."""
+        self._spend()
+        written = super().write(descriptor, buffers, offset)
+        self._spend()
+        return written
+
+    def sync(self, descriptor: int) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().sync(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().remove(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().sync_directory(path)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().write_file(path, content)
+
+
+class UnorderedLog(SSDLog):
+    """An SSD log whose jobs run in any order, and whose completions come late.
+
+    A sync covers what was written before it was submitted, so it runs at once or later.
+    """
+
+    def __init__(self, random: Random, disk: SimulatedDisk) -> None:
+        """Open the log on a simulated disk."""
+        directory = Directory(HOME, SEGMENTS * SEGMENT_BYTES)
+        super().__init__("node", [directory], SEGMENT_BYTES, threads=0, disk=disk)
+        self._dice = random
+        self._held: list[Job] = []
+        self._late: list[Completion] = []
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hold jobs back; runs of them stay together, so that they are written in one call."""
+        for job in jobs:
+            if isinstance(job, SyncAll) and self._dice.random() < 0.5:
+                super().submit([job])
+                self._late += super().poll()
+            else:
+                self._held.append(job)
+
+    def poll(self) -> list[Completion]:
+        """Run some jobs, tell of some that have ended."""
+        while self._held and self._dice.random() < 0.6:
+            start = self._dice.randrange(len(self._held))
+            stop = start + self._dice.choice((1, 1, 2, 4))
+            jobs = self._held[start:stop]
+            del self._held[start:stop]
+            super().submit(jobs)
+            self._late += super().poll()
+        self._dice.shuffle(self._late)
+        told = self._dice.randint(0, len(self._late))
+        now, self._late = self._late[:told], self._late[told:]
+        return now
+
+
+@dataclass
+class Toll:
+    """What happened in a run; a test asks that each of these did happen somewhere.
+
+    Attributes:
+        cuts: power cuts.
+        acknowledged: pages, when a put of them was acknowledged as durable.
+        survived: acknowledged pages found after a cut.
+        late: pages that were reclaimed between their sync and its acknowledgement.
+        removed: acknowledged pages that were reclaimed since.
+        read: pages whose bytes were compared.
+        written: ordinary pages that had been written when the power failed.
+        lost: of these, those that were not there afterwards.
+        reclaimed: segments.
+        cuts_of_starts: power cuts while the node was starting.
+    """
+
+    cuts: int = 0
+    acknowledged: int = 0
+    survived: int = 0
+    late: int = 0
+    removed: int = 0
+    read: int = 0
+    written: int = 0
+    lost: int = 0
+    reclaimed: int = 0
+    cuts_of_starts: int = 0
+
+
+class Life:
+    """One node from its start to its power cut, with one engine that asks without waiting.
+
+    Args:
+        history: what all lives share.
+    """
+
+    def __init__(self, history: "History") -> None:
+        """Start the node; it takes over what the disk has.
+
+        Raises:
+            PowerCut: already here.
+        """
+        self._random = history.random
+        self.toll = history.toll
+        self.acknowledged = history.acknowledged
+        self._now_ns = 1_000_000_000
+        boot = self._random.randbytes(16)
+        slots = SlotTable(EXTENT_BYTES, EXTENTS)
+        limits = NodeLimits(EXTENTS * EXTENT_BYTES, 1_000_000)
+        self.node = Node("node", boot, slots, limits, lambda: self._random.randbytes(16))
+        self.memory = HostMemory("power-cut", boot, EXTENT_BYTES, prefault=False)
+        self._asked: dict[int, tuple[wire.Request, int, PrefixKeys, bool]] = {}
+        self._numbers = count(1)
+        self._leases: list[int] = []
+        self._answers: list[tuple[wire.Acquired, int, PrefixKeys]] = []
+        try:
+            self.memory.create(extent.number for extent in slots.extents)
+            log = UnorderedLog(self._random, history.disk)
+            self.disk = DiskTier(history.config, self.node, self.memory, lambda: None, log)
+            self._introduce()
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _introduce(self) -> None:
+        self.node.connected(CONNECTION, 0)
+        major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
+        for request in (
+            wire.Hello(1, major, minor, "engine", b"", b"origin"),
+            wire.OpenSpace(2, _IDENTITY, _SHARDS),
+        ):
+            self.node.receive(CONNECTION, request, self._now_ns)
+        (_, welcome), (_, opened) = self.node.outbox
+        assert isinstance(welcome, wire.Welcome)
+        assert isinstance(opened, wire.SpaceOpened)
+        self.node.outbox.clear()
+        self._space, self._shards = opened.space, opened.shards
+
+    # ---- what an engine does ----------------------------------------------------------------
+
+    def put(self, keys: PrefixKeys, shard: int, *, durable: bool) -> None:
+        """Begin to store pages; they are copied when their slots are granted."""
+        number, wait_ms = next(self._numbers), self._random.choice((0, WAIT_MS))
+        request = wire.BeginPut(
+            0, number, self._space, self._shards[shard], keys.packed, b"", b"", wait_ms
+        )
+        self._ask(request, shard, keys, durable=durable)
+
+    def read(self, keys: PrefixKeys, shard: int) -> None:
+        """Begin to read pages."""
+        number = next(self._numbers)
+        request = wire.Acquire(
+            0, number, self._space, self._shards[shard], keys.packed, 10_000, WAIT_MS
+        )
+        self._ask(request, shard, keys)
+
+    def release_one(self) -> None:
+        """Give a lease back."""
+        if self._leases:
+            number = self._leases.pop(self._random.randrange(len(self._leases)))
+            self.node.receive(CONNECTION, wire.Release(number), self._now_ns)
+
+    def _ask(
+        self, request: wire.Request, shard: int, keys: PrefixKeys, *, durable: bool = False
+    ) -> None:
+        number = request.id = next(self._numbers) + 10  # type: ignore[union-attr]
+        self._asked[number] = (request, shard, keys, durable)
+        self.node.receive(CONNECTION, request, self._now_ns)
+
+    def step(self) -> None:
+        """Let things go on: time, the tier, answers."""
+        self._now_ns += self._random.randrange(TICK_NS)
+        if self._random.random() < 0.5:
+            self.node.advance(self._now_ns)
+        self._flush()
+        if self._random.random() < 0.6:
+            self.disk.poll(self._now_ns)
+            self._flush()
+        self.node.actions.clear()
+        self._note_removed()
+
+    def _flush(self) -> None:
+        while True:
+            replaced = self.node.pages.slots.replaced
+            while replaced:
+                self.memory.replace(*replaced.pop(0))
+            self.disk.flush()
+            outbox, self.node.outbox = self.node.outbox, []
+            if not outbox:
+                return
+            for _, answer in outbox:
+                self._take(answer)
+
+    def _take(self, answer: wire.Answer) -> None:
+        request, shard, keys, durable = self._asked.pop(answer.id)  # type: ignore[union-attr]
+        match answer:
+            case wire.PutGranted():
+                assert isinstance(request, wire.BeginPut)
+                self._granted(answer, request, shard, keys, durable=durable)
+            case wire.Committed() if durable:
+                self._persist(shard, keys)
+            case wire.Acquired():
+                assert isinstance(request, wire.Acquire)
+                self._compare(answer, shard, keys)
+                if answer.digests:
+                    self._leases.append(request.lease)
+            case wire.Persisted():
+                self._note_durable(shard, keys)
+            case _:
+                pass  # a refusal is an answer too
+
+    def _granted(
+        self, answer: wire.PutGranted, request: wire.BeginPut, shard: int, keys: PrefixKeys, *,
+        durable: bool,
+    ) -> None:  # fmt: skip
+        granted = [
+            key
+            for key, status in zip(keys, answer.statuses, strict=True)
+            if status == PageStatus.GRANTED
+        ]
+        addresses = [self._address(at) for at in _addresses(answer.addresses)]
+        for key, address in zip(granted, addresses, strict=True):
+            ctypes.memmove(address, content(key, shard), PAGE_BYTES)
+        if granted:
+            seeds = page_seeds(b"".join(granted), _SEEDS[shard])
+            digests = mover.digest(np.array(addresses, np.uint64), PAGE_BYTES, seeds).tobytes()
+            self._ask(wire.CommitPut(0, request.put, digests), shard, keys, durable=durable)
+        elif durable:
+            self._persist(shard, keys)
+
+    def _persist(self, shard: int, keys: PrefixKeys) -> None:
+        request = wire.Persist(0, self._space, self._shards[shard], keys.packed, WAIT_MS)
+        self._ask(request, shard, keys)
+
+    def _compare(self, answer: wire.Acquired, shard: int, keys: PrefixKeys) -> None:
+        for key, at in zip(keys, _addresses(answer.addresses), strict=False):
+            found = ctypes.string_at(self._address(at), PAGE_BYTES)
+            assert found == content(key, shard), f"wrong bytes under {key.hex()[:8]}"
+            self.toll.read += 1
+        self._answers.append((answer, shard, keys))
+
+    def _address(self, at: tuple[int, int, int]) -> int:
+        extent, _, offset = at
+        return self.memory.address(extent) + offset
+
+    # ---- what is expected -------------------------------------------------------------------
+
+    def on_disk(self) -> set[Page]:
+        """Pages that count as being on disk."""
+        return {
+            (self._shards.index(shard), key)
+            for key, node in self._tree().nodes.items()
+            for shard in node.disk
+        }
+
+    def _tree(self) -> Space:
+        return next(iter(self.node.pages.spaces))
+
+    def _note_durable(self, shard: int, keys: PrefixKeys) -> None:
+        on_disk = self.on_disk()
+        for key in keys:
+            if (shard, key) in on_disk:
+                self.acknowledged[shard, key] = None
+                self.toll.acknowledged += 1
+            else:  # between its sync and this answer it was reclaimed, as any page may be
+                assert self.node.pages.counts["reclaimed_pages"], "acknowledged, not written"
+                self.toll.late += 1
+
+    def _note_removed(self) -> None:
+        gone = self.acknowledged.keys() - self.on_disk()
+        for page in gone:
+            del self.acknowledged[page]
+        self.toll.removed += len(gone)
+
+    def read_everything(self, prompts: Sequence[PrefixKeys]) -> set[Page]:
+        """Every page that a reader gets, byte-equal; each prompt is read until its run is there.
+
+        Raises:
+            AssertionError: a wrong byte, or a read that does not end.
+        """
+        found: set[Page] = set()
+        for shard in range(len(_SHARDS)):
+            for keys in prompts:
+                found |= {(shard, key) for key in keys[: self._read_fully(keys, shard)]}
+        return found
+
+    def _read_fully(self, keys: PrefixKeys, shard: int) -> int:
+        """Pages of the run that could be read."""
+        for _ in range(SETTLE_STEPS_MAX):
+            self.read(keys, shard)
+            while self._asked:
+                self.step()
+            while self._leases:
+                self.release_one()
+            answers, self._answers = self._answers, []
+            last = [answer for answer, of, names in answers if (of, names) == (shard, keys)][-1:]
+            if last and not last[0].more:
+                return len(last[0].digests) // 16
+        raise AssertionError(f"{len(keys)} pages are neither read nor missed")
+
+    def close(self) -> None:
+        """The process is gone."""
+        self.memory.close()
+
+
+@dataclass
+class History:
+    """One seed: lives of a node on one disk, each but the last ended by a power cut.
+
+    Attributes:
+        seed: decides everything.
+        sync: the node's sync policy.
+    """
+
+    seed: int
+    sync: SyncPolicy = SyncPolicy.INTERVAL
+    toll: Toll = field(default_factory=Toll)
+    acknowledged: dict[Page, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """An empty disk."""
+        self.random = Random(f"{self.seed} {self.sync}")
+        self.disk = FailingPower(seed=self.seed)
+        self.config = SSDConfig(
+            directories=(str(HOME),),
+            capacity_bytes=SEGMENTS * SEGMENT_BYTES,
+            segment_bytes=SEGMENT_BYTES,
+            write=self.random.choice(tuple(WritePolicy)).value,
+            sync=self.sync.value,
+            sync_interval_s=0.01,
+            admission="all",
+        )
+        self._prompts = self._make_prompts()
+
+    def run(self, cuts: int = 3) -> Toll:
+        """Let the node live, cut its power, check what it finds; and again.
+
+        Raises:
+            AssertionError: an acknowledged page is lost, a wrong byte was read, the state broke.
+        """
+        ordinary: set[Page] = set()
+        for _ in range(cuts):
+            self.disk.calls_left = self.random.randrange(CALLS_MAX)
+            self._until_the_cut(ordinary)
+        self.disk.calls_left = None
+        with closing(Life(self)) as life:
+            self._inspect(life, ordinary, fully=True)
+        return self.toll
+
+    def _until_the_cut(self, ordinary: set[Page]) -> None:
+        self.toll.cuts += 1
+        try:
+            life = Life(self)
+        except PowerCut:
+            self.toll.cuts_of_starts += 1
+        else:
+            with closing(life):
+                self._live(life, ordinary)
+        self.disk.cut_power(self.random)
+
+    def _live(self, life: "Life", ordinary: set[Page]) -> None:
+        """Until the power fails, or long enough; ``ordinary`` is what was on disk then."""
+        try:
+            self._inspect(life, ordinary, fully=self.random.random() < 0.3)
+            for _ in range(STEPS_MAX):
+                self._act(life)
+                life.step()
+                if self.random.random() < 0.02:
+                    life.node.pages.check()
+        except PowerCut:
+            pass
+        ordinary.clear()
+        ordinary |= life.on_disk() - self.acknowledged.keys()
+        self.toll.reclaimed += life.disk.stats().get("drops", 0)
+
+    def _act(self, life: Life) -> None:
+        keys = self.random.choice(self._prompts)
+        keys = keys[: self.random.randrange(1, len(keys) + 1)]
+        shard = self.random.randrange(len(_SHARDS))
+        match self.random.randrange(8):
+            case 0 | 1:
+                life.put(keys, shard, durable=False)
+            case 2:
+                life.put(keys, shard, durable=True)
+            case 3:
+                life.read(keys, shard)
+            case 4:
+                life.release_one()
+            case _:
+                pass
+
+    def _inspect(self, life: Life, ordinary: set[Page], *, fully: bool) -> None:
+        """What was acknowledged is there, and of the rest nothing is wrong."""
+        adopted = life.on_disk()
+        lost = self.acknowledged.keys() - adopted
+        assert not lost, f"seed {self.seed} {self.sync}: {len(lost)} durable pages are lost"
+        self.toll.survived += len(self.acknowledged)
+        self.toll.written += len(ordinary)
+        self.toll.lost += len(ordinary - adopted)
+        expected = set(self.acknowledged)
+        if fully:
+            found = life.read_everything(self._prompts)
+            unread = (expected & self.acknowledged.keys()) - found
+            assert not unread, f"seed {self.seed}: {len(unread)} durable pages cannot be read"
+            life.node.pages.check()
+
+    def _make_prompts(self) -> list[PrefixKeys]:
+        """Prompts that branch: more pages than the disk holds."""
+        prompts = []
+        for start in range(4):
+            common = [start, 1, 2][: self.random.randrange(1, 4)]
+            for _ in range(4):
+                tail = [self.random.randrange(4) for _ in range(self.random.randrange(2, 6))]
+                prompts.append(page_keys(common + tail, 1))
+        return prompts
+
+
+def content(key: PrefixKey, shard: int) -> bytes:
+    """The only right bytes of a page."""
+    return page_content(key[shard:] + key[:shard])
+
+
+def _addresses(packed: bytes) -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = np.frombuffer(packed, dtype=wire.ADDRESS).tolist()
+    return found

@@ -1,0 +1,69 @@
+"""Goal: whatever a node has acknowledged as durable is there, byte-equal, after a power cut."""
+
+import pytest
+
+from kvstore.state.diskjobs import SyncPolicy
+from kvstore.state.syncs import Syncs
+from kvstore.testing.powercut import History, Toll
+
+SEEDS = 80
+CONTROL_SEEDS = 20
+POLICIES = (SyncPolicy.INTERVAL, SyncPolicy.ALWAYS)
+
+
+def add_up(tolls: list[Toll]) -> Toll:
+    total = Toll()
+    for toll in tolls:
+        for name, value in vars(toll).items():
+            setattr(total, name, getattr(total, name) + value)
+    return total
+
+
+def run(seeds: range, *policies: SyncPolicy, cuts: int = 1) -> Toll:
+    """Each seed once, the policies in turn."""
+    return add_up([History(seed, policies[seed % len(policies)]).run(cuts) for seed in seeds])
+
+
+def test_no_power_cut_loses_a_page_that_was_acknowledged_as_durable():
+    toll = run(range(SEEDS), *POLICIES)
+
+    assert toll.cuts == SEEDS
+    assert toll.survived > 10 * SEEDS
+    assert toll.read > 50 * SEEDS
+
+
+def test_without_syncs_the_same_power_cuts_lose_pages_that_had_been_written():
+    toll = run(range(CONTROL_SEEDS), SyncPolicy.NONE)
+
+    assert toll.acknowledged == 0, "nothing is durable where nothing is synced"
+    assert toll.written > 0
+    assert toll.lost > CONTROL_SEEDS, "a disk that loses nothing proves nothing"
+
+
+def test_the_histories_contain_what_they_are_there_for():
+    toll = run(range(6), *POLICIES, cuts=4)
+
+    assert toll.cuts == 24
+    assert toll.reclaimed > 24, "segments are reclaimed while the power fails"
+    assert toll.removed > 0
+    assert toll.survived > 100
+
+
+def test_a_node_that_acknowledges_before_the_sync_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Syncs, "wait", lambda syncs, durable: syncs._acknowledge(durable))
+
+    with pytest.raises(AssertionError, match="durable pages are lost"):
+        run(range(10), SyncPolicy.INTERVAL)
+
+
+def test_one_seed_is_one_history():
+    assert History(7).run(2) == History(7).run(2) != History(8).run(2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hundred", range(100))
+def test_ten_thousand_power_cuts_lose_nothing_that_was_acknowledged(hundred: int):
+    seeds = range(1_000 + 100 * hundred, 1_100 + 100 * hundred)
+
+    assert run(seeds, *POLICIES).survived > 0
+    assert run(seeds[:20], SyncPolicy.NONE).lost > 0
