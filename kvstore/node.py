@@ -28,6 +28,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.describe import describe
 from kvstore.state.diskjobs import Durable, Fetch, SyncPolicy
 from kvstore.state.match import awaited_key
 from kvstore.state.outcomes import Abandoned, Action, PageStatus
@@ -454,44 +455,12 @@ class Node:
 
     def stats(self) -> dict[str, Any]:
         """One snapshot of everything that can be counted here, as plain values."""
-        slots = self.pages.slots.stats()
         return {
             "node": self.name,
             "boot": self.boot.hex(),
-            "host": {name: getattr(slots, name) for name in slots.__slots__},
-            "pages": sum(len(space.nodes) for space in self.pages.spaces),
-            "spaces": [
-                {
-                    **_identity(space),
-                    "pages": len(space.nodes),
-                    "shards": len(space.shards),
-                    "host_bytes": space.host_bytes,
-                }
-                for space in self.pages.spaces
-            ],
-            "sessions": [
-                {
-                    "name": session.name,
-                    "tenant": session.domain,
-                    "processes": len(session.processes),
-                    "lost_processes": sum(p.lost for p in session.processes.values()),
-                    "used_bytes": session.used_bytes,
-                    "quota_bytes": session.quota_bytes,
-                    "prefill_s_per_token": session.prefill_s_per_token,
-                }
-                for session in self.sessions.values()
-            ],
-            "leases": sum(len(process.leases) for process in self.processes.values()),
-            "puts": sum(len(process.puts) for process in self.processes.values()),
+            **describe(self.pages, list(self.sessions.values())),
             "waiting_requests": len(self.waiting),
-            "counts": dict(self.pages.counts),
         }
-
-
-def _identity(space: Space) -> dict[str, Any]:
-    identity = space.identity
-    fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
-    return {"space": identity.digest.hex(), **fields}
 
 
 def _acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
