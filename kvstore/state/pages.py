@@ -13,10 +13,11 @@ from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.match import longest_match
 from kvstore.state.outcomes import Abandoned, Action, PageStatus, Removed, Stored
+from kvstore.state.policy import EvictionPolicy, new_policy
 from kvstore.state.sessions import Lease, Process, Put
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
-from kvstore.state.tree import EvictionQueue, Node, Space, is_live
+from kvstore.state.tree import Node, Space, is_live
 
 
 class PageTable:
@@ -24,15 +25,17 @@ class PageTable:
 
     Args:
         slots: the slots of the host tier.
+        policy: what to evict first, one of :data:`kvstore.state.policy.POLICIES`.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
         """Start empty."""
+        self._policy_name = policy
         self.slots = slots
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
-        self._queues: dict[tuple[str, int], EvictionQueue] = {}
+        self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, Node] = {}
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
@@ -83,7 +86,7 @@ class PageTable:
             )
         if pages:
             self.slots.pin(lease.slots, self._tick)
-            pages[-1][0].access = self._tick
+            self._use(pages[-1][0], shard)
             self._hold(process, lease.size_bytes)
             process.leases[lease_id] = lease
             entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
@@ -168,6 +171,9 @@ class PageTable:
             self.slots.commit([slot], self._tick)
             node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self._tick
+            self._queue(node.space.identity.tenant, node.space.shards[put.shard].slot_bytes).stored(
+                node, self._tick
+            )
             node.read_once = read_once
             if expires_ns:
                 node.expires_ns = expires_ns
@@ -326,9 +332,9 @@ class PageTable:
         return taken[0]
 
     def _make_room(self, domain: str, slot_bytes: int) -> bool:
-        """Evict the least recently used leaf of the class, or a colder extent of another class."""
+        """Evict the leaf that the class's policy names, or a colder extent of another class."""
         queue = self._queue(domain, slot_bytes)
-        while (node := queue.pop()) is not None and not (
+        while (node := queue.pop(self._tick)) is not None and not (
             slot_bytes in _classes(node) and self._evictable(node)
         ):
             pass
@@ -337,7 +343,7 @@ class PageTable:
         while position is not None:
             if self._empty_extent(position):
                 if node is not None:
-                    queue.offer(node)
+                    queue.offer(node, self._tick)
                 return True
             self.slots.extents[position].used_at = self._tick
             position = self.slots.colder_extent(domain, slot_bytes, age)
@@ -405,12 +411,20 @@ class PageTable:
     def _offer(self, node: Node) -> None:
         if self._evictable(node):
             for slot_bytes in _classes(node):
-                self._queue(node.space.identity.tenant, slot_bytes).offer(node)
+                self._queue(node.space.identity.tenant, slot_bytes).offer(node, self._tick)
 
-    def _queue(self, domain: str, slot_bytes: int) -> EvictionQueue:
+    def _use(self, node: Node, shard: int) -> None:
+        """A reader uses the prefix that ends at ``node``; counted for its first rank only."""
+        node.access = self._tick
+        if shard == min(node.slots):
+            node.uses += 1
+            for slot_bytes in _classes(node):
+                self._queue(node.space.identity.tenant, slot_bytes).used(node, self._tick)
+
+    def _queue(self, domain: str, slot_bytes: int) -> EvictionPolicy:
         queue = self._queues.get((domain, slot_bytes))
         if queue is None:
-            queue = self._queues[domain, slot_bytes] = EvictionQueue(slot_bytes)
+            queue = self._queues[domain, slot_bytes] = new_policy(self._policy_name, slot_bytes)
         return queue
 
     def _evictable(self, node: Node) -> bool:

@@ -9,7 +9,6 @@ that key. Nodes hang under the node of the key before them, so that
   hands its mark to its parent. The order is exactly the one of least recent use.
 """
 
-import heapq
 from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
@@ -31,14 +30,18 @@ class Node:
         children_in_memory: children with slots.
         depth: nodes between this one and the root, itself included.
         access: tick of the last use of this node or of a descendant that is gone.
+        uses: requests whose prefix ended here, or at a descendant that is gone.
+        turns: requests that extended this node's prefix, one after the other, before it was stored.
+        branches: nodes that ever continued this one.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
-        queued: slot sizes of the eviction queues in which an entry stands for this node.
+        queued: slot sizes of the eviction policies in which an entry stands for this node.
     """
 
     __slots__ = (
-        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
-        "parent", "present", "queued", "read_once", "ready", "slots", "space",
+        "access", "branches", "children", "children_in_memory", "depth", "digests", "disk",
+        "expires_ns", "key", "parent", "present", "queued", "read_once", "ready", "slots", "space",
+        "turns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -55,11 +58,15 @@ class Node:
         self.ready = 0
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.access = 0
+        self.uses = 0
+        self.turns = 0
+        self.branches = 0
         self.expires_ns = 0
         self.read_once = False
         self.queued: tuple[int, ...] = ()
         if parent is not None:
             parent.children[key] = self
+            parent.branches += 1
 
     def begin(self, shard: int, slot: Slot) -> None:
         """The page of ``shard``, in no tier yet, is being written to ``slot``."""
@@ -194,6 +201,7 @@ class Space:
             del self.nodes[node.key]
             del parent.children[node.key]
             parent.access = max(parent.access, node.access)
+            parent.uses += node.uses
             node.parent = None
             node = parent
         return node
@@ -240,43 +248,3 @@ def _deepen(node: Node) -> None:
 def is_live(node: Node) -> bool:
     """Whether the node is still in its tree (the root always is)."""
     return node.parent is not None or node is node.space.root
-
-
-class EvictionQueue:
-    """Leaves in order of least recent use, for one class of slots.
-
-    Every node that may be evictable is in the queue of each of its pages' classes once; a node that
-    turns out to be in use when its turn comes leaves it, and is offered again when that use ends.
-
-    Args:
-        slot_bytes: the class.
-    """
-
-    def __init__(self, slot_bytes: int) -> None:
-        """Start empty."""
-        self._slot_bytes = slot_bytes
-        self._heap: list[tuple[int, int, Node]] = []
-        self._sequence = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def offer(self, node: Node) -> None:
-        """Tell that ``node`` may be evictable now."""
-        if self._slot_bytes not in node.queued:
-            node.queued += (self._slot_bytes,)
-            self._sequence += 1
-            heapq.heappush(self._heap, (node.access, self._sequence, node))
-
-    def pop(self) -> Node | None:
-        """The least recently used node offered, or None; it leaves the queue."""
-        while self._heap:
-            access, _, node = heapq.heappop(self._heap)
-            if is_live(node) and node.access > access:
-                self._sequence += 1
-                heapq.heappush(self._heap, (node.access, self._sequence, node))
-                continue
-            node.queued = tuple(size for size in node.queued if size != self._slot_bytes)
-            if is_live(node):
-                return node
-        return None
