@@ -63,7 +63,9 @@ class LearnedReuse:
         self._seen: dict[Kind, list[float]] = {(): [0.0] * self.BINS}
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
+        #: The page stored last and the one before it, which may be gone when the prompt ends.
         self._end: Node | None = None
+        self._before_end: Node | None = None
         self._end_tick = 0
         self._prompts = 0
 
@@ -91,15 +93,15 @@ class LearnedReuse:
             node.branches = max(node.branches, 1)
         changed = None
         if self._end is not None and parent is not self._end:
-            changed = self._finish_prompt(self._end, tick)
-        self._end, self._end_tick = node, tick
+            changed = self._finish_prompt(tick)
+        self._end, self._before_end, self._end_tick = node, parent, tick
         return changed
 
-    def _finish_prompt(self, end: Node, tick: int) -> Kind | None:
+    def _finish_prompt(self, tick: int) -> Kind | None:
         """The pages stored last end a prompt: watch it, and refresh what was learnt."""
-        self._observe(end, self._end_tick)
-        if end.parent is not None and end.parent is not end.space.root:
-            self._observe(end.parent, self._end_tick)
+        for node in (self._end, self._before_end):
+            if node is not None and node is not node.space.root:
+                self._observe(node, self._end_tick)
         self._advance(tick)
         self._prompts += 1
         if self._prompts % HALVE_EVERY == 0:
@@ -115,6 +117,8 @@ class LearnedReuse:
     def _observe(self, node: Node, tick: int) -> None:
         old = self._observed.get(node.key)
         if old is not None:
+            if old.since >= tick:
+                return
             old.key = None
         watched = Observation(node, self.kind(node), tick)
         self._observed[node.key] = watched
