@@ -107,7 +107,7 @@ class LearnedReuse:
         if self._prompts % HALVE_EVERY == 0:
             for counts in (*self._reused.values(), *self._seen.values()):
                 counts[:] = [count / 2 for count in counts]
-        if not self._stale:
+        if not self._stale or self._prompts % 2:
             return None
         kind = self._stale.popleft()
         self._stale.append(kind)
@@ -142,7 +142,7 @@ class LearnedReuse:
 
     def _advance(self, tick: int) -> None:
         """Count what outlived its bin of age unused; each observation passes each bin once."""
-        for age_bin in range(self.BINS - 1):
+        for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
             waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
             limit = tick - self.upper_edge(age_bin)
             while waiting and waiting[0].since <= limit:
@@ -207,16 +207,20 @@ class LearnedReuse:
 
     def _index(self, kind: Kind) -> list[float]:
         hazards = self._hazards(kind)
+        # No page is older than the clock: later bins are all alike, and need no work.
+        bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
         ranks: list[float] = []
-        for start in range(self.BINS):
+        for start in range(bins):
             alive, uses, ticks, best = 1.0, 0.0, 0.0, 0.0
-            for hazard, width in zip(hazards[start:], _WIDTHS[start:], strict=True):
+            for at in range(start, bins):
+                hazard = hazards[at]
                 uses += alive * hazard
-                ticks += alive * (1 - hazard / 2) * width
+                ticks += alive * (1 - hazard / 2) * _WIDTHS[at]
                 alive *= 1 - hazard
-                best = max(best, uses / ticks)
+                if uses > best * ticks:
+                    best = uses / ticks
             ranks.append(best)
-        return ranks
+        return ranks + ranks[-1:] * (self.BINS - bins)
 
 
 def _generalised(kind: Kind) -> tuple[Kind, ...]:

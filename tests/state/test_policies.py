@@ -106,3 +106,77 @@ def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
     lru = simulate(requests, 100, new_policy("lru", SLOT_BYTES)).hits
 
     assert ours > 2 * lru + 100
+
+
+def test_the_simulator_finds_what_a_page_table_finds():
+    """The same prompts through real slots, leases and puts, evicted by ``lru``."""
+    requests = [ids for ids in conversations(turns=24, others=2) if len(ids) <= 48]
+    table = PageTable(SlotTable(64 * SLOT_BYTES, 1), "lru")
+    session = Session(b"engine", "engine", 1 << 40)
+    process = Process(1, 1, session)
+    identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
+    spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+    space = table.spaces.open(session, identity, [spec])[0]
+    simulation = Simulation(64, new_policy("lru", SLOT_BYTES))
+    for number, ids in enumerate(requests):
+        packed = b"".join(block.to_bytes(32, "little") for block in ids)
+        hits, _ = table.lookup(space, [0], packed)
+        if hits:
+            table.acquire(process, number, space, 0, packed, 1 << 60)
+            table.release(process, number)
+        if hits < len(ids):
+            parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
+            _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
+            table.commit_put(process, number, bytes(16 * len(put.pages)), 0, read_once=False)
+        assert simulation.request(ids) == hits
+        assert set(simulation.space.nodes) == set(space.nodes)
+        table.check()
+
+
+def a_chain(uses: Sequence[int]) -> list[tuple[Node, int]]:
+    """Nodes one below the other, each with the uses that ended at it."""
+    space = Space(
+        0,
+        SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1),
+        [Shard(ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1)), 4096, 4096)],
+    )
+    nodes, parent = [], PrefixKey(b"")
+    for at, ended in enumerate(uses):
+        key = PrefixKey(at.to_bytes(32, "little"))
+        node = space.node(key, parent)
+        node.uses = ended
+        nodes.append((node, 0))
+        parent = key
+    return nodes
+
+
+@given(
+    chains=st.lists(
+        st.tuples(st.lists(st.integers(0, 5), max_size=6), st.integers(0, DAY_NS // 20))
+    ),
+    budget=st.integers(1, 1 << 20),
+    name=st.sampled_from(["all", "evidence", "none"]),
+)
+def test_admission_takes_a_leading_part_and_never_more_than_the_budget(chains, budget, name):
+    admission, now, written = Admission(name, budget), 0, 0
+    for uses, elapsed in chains:
+        now += elapsed
+        admitted = admission.admit(a_chain(uses), 4096, now)
+        assert 0 <= admitted <= len(uses)
+        written += admitted * 4096
+        assert written <= budget / 24 + budget * now / DAY_NS + 1
+    wear = admission.wear()
+    assert wear.admitted * 4096 == written
+    assert wear.admitted + wear.refused == sum(len(uses) for uses, _ in chains)
+
+
+def test_a_page_that_a_used_one_needs_is_admitted_with_it_and_the_unused_tail_is_not():
+    admission = Admission("evidence", 0)
+
+    assert admission.admit(a_chain([0, 0, 1, 0]), 4096, 0) == 3
+    assert admission.admit(a_chain([0, 0]), 4096, 0) == 0
+
+
+def test_an_unknown_admission_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(InvalidArgument, match="'some' is none of all, none, evidence"):
+        Admission("some", 0)
