@@ -67,6 +67,7 @@ class Node:
         slots: the slots of the host tier.
         limits: what one engine may hold.
         new_token: makes an unguessable session token.
+        policy: which pages leave memory first.
 
     Attributes:
         outbox: answers to send, (connection, answer), in order.
@@ -75,13 +76,14 @@ class Node:
 
     def __init__(
         self, name: str, boot: bytes, slots: SlotTable, limits: NodeLimits,
-        new_token: Callable[[], bytes],
+        new_token: Callable[[], bytes], policy: str = "lru",
     ) -> None:  # fmt: skip
         """Start with no pages and no sessions."""
         self.name = name
         self.boot = boot
         self.limits = limits
-        self.pages = PageTable(slots)
+        self.pages = PageTable(slots, policy)
+        self.pages.ghosts.policy = policy
         self.sessions: dict[bytes, Session] = {}
         self.processes: dict[int, Process] = {}
         self.outbox: list[tuple[int, wire.Answer]] = []
