@@ -84,6 +84,8 @@ class Segments:
         self._table: dict[int, Segment] = {}
         self._open: dict[int, Segment] = {}
         """All and only those with a descriptor, the longest unused first."""
+        self._dirty: dict[int, Segment] = {}
+        """All and only those with writes that are not synced."""
         self._lock = threading.Lock()
 
     def adopt(self, segment: Segment) -> None:
@@ -104,10 +106,8 @@ class Segments:
         """
         segment = self._enter(number, make=write)
         try:
-            if write and segment.sealed:
-                raise InvalidArgument("segment", f"{number} is sealed")
-            if write and segment.failed:
-                raise TierUnavailable(segment.failed)
+            if write:
+                _check_writable(segment)
             descriptor = segment.descriptor
             if descriptor is None:
                 with segment.lock:
@@ -137,17 +137,14 @@ class Segments:
         """Records were written; ``end`` is behind the last of them."""
         with self._lock:
             segment.written += len(entries)
+            self._dirty[segment.number] = segment
             segment.end = max(segment.end, end)
             segment.entries += b"".join(entries)
 
     def unsynced(self) -> dict[int, int]:
         """What a sync that begins now has to cover: segment → its writes that have completed."""
         with self._lock:
-            return {
-                number: segment.written
-                for number, segment in self._table.items()
-                if segment.written > segment.synced
-            }
+            return {number: segment.written for number, segment in self._dirty.items()}
 
     def sync(self, number: int, written: int) -> bool:
         """Make the first ``written`` writes of a segment durable.
@@ -160,7 +157,7 @@ class Segments:
                 known and a second one does not tell, so the segment stays failed until dropped.
         """
         with self._lock:
-            segment = self._table.get(number)
+            segment = self._dirty.get(number)
             if segment is None or segment.synced >= written:
                 return False
             segment.users += 1
@@ -175,9 +172,10 @@ class Segments:
 
         Raises:
             InvalidArgument: it is sealed, or the records leave no room for the footer.
-            TierUnavailable, CapacityError: the disk refused.
+            TierUnavailable, CapacityError: there is no such segment, or the disk refused.
         """
-        with self.using(number, write=True) as (segment, descriptor):
+        with self.using(number, write=False) as (segment, descriptor):
+            _check_writable(segment)
             with self._lock:
                 written = segment.written
                 entries = np.frombuffer(bytes(segment.entries), dtype=ENTRY)
@@ -196,6 +194,7 @@ class Segments:
                 raise failure(path, error) from error
             with self._lock:
                 segment.written += 1
+                self._dirty[number] = segment
             self.sync(number, written + 1)
             with self._lock:
                 segment.sealed = True
@@ -225,6 +224,7 @@ class Segments:
             raise failure(path, error) from error
         else:
             with self._lock:
+                self._dirty.pop(number, None)
                 if self._table.pop(number, None) is not None:
                     directory.used_bytes -= segment.size_bytes
         finally:
@@ -345,7 +345,16 @@ class Segments:
             raise TierUnavailable(segment.failed) from error
         with self._lock:
             segment.synced = covered
+            if segment.written == covered:
+                self._dirty.pop(segment.number, None)
         return True
+
+
+def _check_writable(segment: Segment) -> None:
+    if segment.sealed:
+        raise InvalidArgument("segment", f"{segment.number} is sealed")
+    if segment.failed:
+        raise TierUnavailable(segment.failed)
 
 
 assert ENTRY.itemsize == FOOTER_ENTRY_BYTES

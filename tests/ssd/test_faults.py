@@ -1,6 +1,7 @@
 """Every failure of a disk ends in an error with a code, and never in wrong bytes."""
 
 import threading
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.state.log import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
-from kvstore.tier.base import SyncAll, WritePage
+from kvstore.tier.base import SealSegment, SyncAll, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import JOBS_MAX, SSDLog
@@ -219,6 +220,24 @@ def test_bytes_of_an_earlier_record_in_the_wrong_place_are_no_record(disk):
     found = recovered_with(disk).found
 
     assert [segment.entries["offset"].tolist() for segment in found.segments] == [[0], []]
+
+
+def test_a_job_that_cannot_be_right_fails_alone(real_log):
+    log = real_log(threads=1)
+    driver = TierDriver(log)
+    good, bad = pages(2)
+    record = replace(bad.record, page_bytes=0)
+
+    ended = driver.run(
+        lambda job: WritePage(job, Place(0, 0), record, bad.address),
+        lambda job: SealSegment(job, 5),
+        lambda job: WritePage(job, Place(1, 0), good.record, good.address),
+    )
+
+    codes = [one.error.code if one.error else "" for one in ended]
+    assert codes == ["invalid_argument", "tier_unavailable", ""]
+    assert log.stats()["directories"][0]["segments"] == 1
+    assert_reads_back(driver, Place(1, 0), good)
 
 
 def test_a_batch_beyond_the_bound_is_refused_whole(disk):
