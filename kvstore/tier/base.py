@@ -77,7 +77,8 @@ class SyncAll:
 class SealSegment:
     """Write the footer of a segment that is full, durably; its writes have completed.
 
-    Syncs its records first.
+    Syncs its records first. No record is written there afterwards, also when it failed: then it can
+    be tried again, or left to the next start, which scans the segment.
     """
 
     job: int

@@ -40,7 +40,9 @@ class Segment:
         end: the first byte behind the last record.
         entries: packed footer entries of the records, until it is sealed.
         pairs: packed pair → its index in the footer, until it is sealed.
-        sealed: it has a footer, nothing more is written.
+        sealing: a footer may have been written, so no record is any more: a start that finds the
+            footer would not look for it.
+        sealed: it has a footer.
         failed: why it cannot be synced; nothing is ever called durable there again.
         dropped: its file is deleted.
         lock: see the module.
@@ -57,6 +59,7 @@ class Segment:
     end: int = 0
     entries: bytearray = field(default_factory=bytearray)
     pairs: dict[bytes, int] = field(default_factory=dict)
+    sealing: bool = False
     sealed: bool = False
     failed: str = ""
     dropped: bool = False
@@ -106,8 +109,10 @@ class Segments:
         """
         segment = self._enter(number, make=write)
         try:
-            if write:
-                _check_writable(segment)
+            if write and segment.sealing:
+                raise InvalidArgument("segment", f"{number} is sealed")
+            if write and segment.failed:
+                raise TierUnavailable(segment.failed)
             descriptor = segment.descriptor
             if descriptor is None:
                 with segment.lock:
@@ -175,7 +180,10 @@ class Segments:
             TierUnavailable, CapacityError: there is no such segment, or the disk refused.
         """
         with self.using(number, write=False) as (segment, descriptor):
-            _check_writable(segment)
+            if segment.sealed:
+                raise InvalidArgument("segment", f"{number} is sealed")
+            if segment.failed:
+                raise TierUnavailable(segment.failed)
             with self._lock:
                 written = segment.written
                 entries = np.frombuffer(bytes(segment.entries), dtype=ENTRY)
@@ -186,6 +194,7 @@ class Segments:
             ordered = entries[np.argsort(entries["offset"], kind="stable")]
             footer = aligned(size)
             footer[:] = encode_footer(self.log, number, ordered.tobytes(), pairs, end)
+            segment.sealing = True
             self.sync(number, written)
             path = self.directories[segment.directory].path / segment_name(number)
             try:
@@ -348,13 +357,6 @@ class Segments:
             if segment.written == covered:
                 self._dirty.pop(segment.number, None)
         return True
-
-
-def _check_writable(segment: Segment) -> None:
-    if segment.sealed:
-        raise InvalidArgument("segment", f"{segment.number} is sealed")
-    if segment.failed:
-        raise TierUnavailable(segment.failed)
 
 
 assert ENTRY.itemsize == FOOTER_ENTRY_BYTES

@@ -175,7 +175,8 @@ class SSDLog:
             self._directories[found.directory].used_bytes += found.size_bytes
             return
         segment = Segment(found.number, found.directory, found.size_bytes)
-        segment.sealed, segment.end = loaded.sealed, loaded.end
+        segment.sealing = segment.sealed = loaded.sealed
+        segment.end = loaded.end
         if not loaded.sealed:
             segment.entries = bytearray(loaded.entries.tobytes())
             segment.pairs = {packed: index for index, packed in enumerate(loaded.pairs)}

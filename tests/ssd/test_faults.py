@@ -155,6 +155,20 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     assert driver.sync().error is None
 
 
+def test_after_a_footer_that_failed_no_record_is_taken_and_the_seal_can_be_tried_again(faulty):
+    driver = TierDriver(recovered(faulty))
+    first, second = laid_out(0, pages(2))
+    driver.write(first)
+    faulty.arm("write", Fault.IO_ERROR)
+
+    assert isinstance(driver.seal(0).error, TierUnavailable)
+    refused = driver.write(second)[0].error
+    assert refused is not None
+    assert refused.code == "invalid_argument"
+    assert driver.seal(0).error is None
+    assert_reads_back(driver, *first)
+
+
 def test_a_drop_that_failed_can_be_tried_again(faulty):
     log = recovered(faulty)
     driver = TierDriver(log)
