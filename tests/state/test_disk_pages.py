@@ -323,3 +323,20 @@ def test_window_pages_go_to_disk_without_their_heads():
     world.disk.make_durable([world.node("abc")], 1)
 
     assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
+
+
+def test_before_an_orderly_end_everything_is_written_and_synced():
+    world = DiskWorld(write="back", sync="interval")
+    world.store(world.me, world.mine, "ab")
+    world.disk.advance(1)
+
+    world.disk.write_out(world.table.spaces)
+    assert not world.disk.settled
+    for job in world.jobs(DiskWrite):
+        world.end_job(job)
+    assert not world.disk.settled, "written is not synced"
+    (sync,) = world.jobs(DiskSync)
+    world.end_job(sync)
+
+    assert world.disk.settled
+    assert world.on_disk("ab") == [True, True]
