@@ -334,9 +334,10 @@ def test_before_an_orderly_end_everything_is_written_and_synced():
     assert not world.disk.settled
     for job in world.jobs(DiskWrite):
         world.end_job(job)
-    assert not world.disk.settled, "written is not synced"
-    (sync,) = world.jobs(DiskSync)
-    world.end_job(sync)
+    for _ in range(2):  # the first began before the second page was written
+        assert not world.disk.settled, "written is not synced"
+        (sync,) = world.jobs(DiskSync)
+        world.end_job(sync)
 
     assert world.disk.settled
     assert world.on_disk("ab") == [True, True]
