@@ -380,7 +380,12 @@ class DiskPages:
         node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self.log.unpin_segment(job.place.segment)
-        wanted = is_live(node) and shard in node.disk and node.digests[shard] == job.page.digest
+        wanted = (
+            is_live(node)
+            and shard in node.disk
+            and shard not in node.slots  # it left meanwhile, and was stored again
+            and node.digests[shard] == job.page.digest
+        )
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.promoted(node, shard, slot)

@@ -20,7 +20,7 @@ from kvstore.state.diskjobs import (
 from kvstore.state.log import SegmentLog
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Node
-from tests.state.world import FULL, PAGE, WINDOW, World, chain, key
+from tests.state.world import FULL, FULL_2, PAGE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
 
@@ -186,6 +186,30 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
     assert world.disk.fetched == [fetch]
     world.table.end_fetch(world.me, fetch)
     assert world.slots.stats().limbo_bytes == world.slots.stats().writing_bytes == 0
+
+
+@pytest.mark.parametrize("error", [None, PageCorrupt("flipped")])
+def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
+    world = DiskWorld(write="back")
+    world.mine = world.space(world.me, [FULL, FULL_2])
+    for shard in (0, 1):
+        world.store(world.me, world.mine, "a", shard=shard)
+    flood(world)
+    node = world.node("a")
+    fetch = world.table.fetch(world.me, [node], 0)
+    (read,) = world.jobs(DiskRead)
+    world.table.drop(node, 0, "reclaimed")
+    assert world.store(world.me, world.mine, "a") == [PageStatus.GRANTED]
+    world.disk.make_durable([node], 0)
+    world.end_job(world.write_of("a"))
+    kept = node.slots[0]
+
+    world.end_job(read, error)
+
+    assert world.node("a") is node, "its other shard keeps it"
+    assert node.slots[0] == kept
+    assert world.lookup(world.mine, "a") == (1, 0)
+    assert world.disk.fetched == [fetch]
 
 
 def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
