@@ -122,15 +122,47 @@ class SSDConfig(Section, frozen=True):
 
 
 class HttpConfig(Section, frozen=True):
-    """Health, metrics and statistics over HTTP.
+    """Health, metrics and the admin API over HTTP.
 
     Attributes:
-        host: address to listen on; there is no authentication yet, so keep it on loopback.
+        host: address to listen on; anything but loopback needs a token.
         port: 0 = any free port; the ready line says which.
+        read_token: who shows it may read; empty = see the file.
+        read_token_file: a file that holds that token; empty = none.
+        operate_token: who shows it may also change things; empty = see the file.
+        operate_token_file: a file that holds that token; empty = none.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 7780
+    read_token: str = ""
+    read_token_file: str = ""
+    operate_token: str = ""
+    operate_token_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse to listen for strangers without a token."""
+        local = self.host == "localhost" or self.host.startswith("127.")
+        tokens = (
+            self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
+        )  # fmt: skip
+        if not local and not any(tokens):
+            raise ValueError(
+                f"http.host={self.host} is not loopback, so http.read_token or http.operate_token"
+                " (or a _file of it) is needed"
+            )
+
+
+class AdminConfig(Section, frozen=True):
+    """What operators may hold, and what is remembered for them.
+
+    Attributes:
+        pin_budget_bytes: what operator pins may cover together; 0 = a quarter of the host tier.
+        ghosts_max: pages that left the index and that ``explain`` still knows.
+    """
+
+    pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
 
 
 class EventsConfig(Section, frozen=True):
@@ -158,6 +190,7 @@ class ServerConfig(Section, frozen=True):
     ssd: SSDConfig = SSDConfig()
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
+    admin: AdminConfig = AdminConfig()
 
 
 class Loaded(msgspec.Struct, Generic[T], frozen=True):
@@ -215,8 +248,30 @@ def show(loaded: Loaded[T]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def values(loaded: Loaded[T]) -> list[dict[str, Any]]:
+    """Every value of the tree with its dotted key and its source; secrets are masked."""
+    return [
+        {
+            "key": f"{section}.{name}",
+            "value": _masked(name, value),
+            "source": loaded.sources.get(f"{section}.{name}", "default"),
+        }
+        for section, fields in msgspec.to_builtins(loaded.config).items()
+        for name, value in fields.items()
+    ]
+
+
+def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The node's address and the token that the ``kvstore`` command uses unless it is told."""
+    return environ.get("KVSTORE_URL", "http://127.0.0.1:7780"), environ.get("KVSTORE_TOKEN", "")
+
+
+def _masked(name: str, value: Any) -> Any:
+    return "***" if name.endswith("_token") and value else value
+
+
 def _line(name: str, value: object, source: str | None) -> str:
-    text = msgspec.json.encode(value).decode()
+    text = msgspec.json.encode(_masked(name, value)).decode()
     return f"{name} = {text}" + (f"  # {source}" if source else "")
 
 

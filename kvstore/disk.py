@@ -122,13 +122,13 @@ class DiskTier:
         jobs, self.pages.jobs = self.pages.jobs, []
         if not jobs:
             return
+        for job in jobs:
+            self._jobs[job.job] = job
         try:
-            for job in jobs:
-                self._jobs[job.job] = job
             self._log.submit([self._translate(job) for job in jobs])
         except KVStoreError as error:
             for job in jobs:
-                self._end(job.job, error)
+                self._end(job.job, error, self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Tell the node what the tier has done."""
@@ -147,7 +147,7 @@ class DiskTier:
         """What is on disk and what was moved, as plain values."""
         return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
 
-    def _end(self, job: int, error: KVStoreError | None, now_ns: int = 0) -> None:
+    def _end(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         del self._jobs[job]
         if error is not None:
             log.warning("the SSD tier: %s: %s", error.code, error)

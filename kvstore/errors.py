@@ -6,7 +6,8 @@
     ├─ ConfigError                   a key or value of the configuration; names both
     ├─ CapacityError       (retry)   no slot is free or evictable, or a quota is reached
     ├─ InvalidArgument               a caller's mistake; names the field
-    │  └─ LayoutMismatch             the caller's bytes are not this space's; names the field
+    │  ├─ LayoutMismatch             the caller's bytes are not this space's; names the field
+    │  └─ NotFound                   what the caller names does not exist here
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
@@ -60,6 +61,12 @@ class LayoutMismatch(InvalidArgument):
     """The caller's page layout is not the one this space holds; ``field`` differs."""
 
     code = "layout_mismatch"
+
+
+class NotFound(InvalidArgument):
+    """What ``field`` names does not exist here."""
+
+    code = "not_found"
 
 
 class TransferError(KVStoreError):
@@ -121,6 +128,7 @@ _BY_CODE: dict[str, type[KVStoreError]] = {
         CapacityError,
         InvalidArgument,
         LayoutMismatch,
+        NotFound,
         TransferError,
         TransferTimeout,
         PeerUnreachable,

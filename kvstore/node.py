@@ -16,7 +16,7 @@ same object:
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import (
@@ -37,6 +37,8 @@ from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Node as TreeNode
 from kvstore.state.tree import Space
 from kvstore.waiting import Waiter, WaitingRoom
+
+T = TypeVar("T")
 
 TOKEN_BYTES: Final = 16
 WAIT_MS_MAX: Final = 60_000
@@ -115,6 +117,7 @@ class Node:
         """Carry out one request; its answer, if it wants one, is added to ``outbox``."""
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
+        self.pages.now_ns = now_ns
         try:
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
@@ -130,6 +133,7 @@ class Node:
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
+        self.pages.now_ns = now_ns
         self._pids.pop(connection, None)
         process = self.processes.get(connection)
         if process is not None:
@@ -146,6 +150,7 @@ class Node:
         Returns:
             its connections that are still open (a child of it may hold them) and must be closed.
         """
+        self.pages.now_ns = now_ns
         ended = [process for process in self.processes.values() if process.pid == pid]
         still_open = [process.connection for process in ended if not process.lost]
         for process in ended:
@@ -157,6 +162,7 @@ class Node:
         """The SSD tier has ended a job; ``error`` None = all of it was done."""
         disk = self.pages.disk
         assert disk is not None
+        self.pages.now_ns = now_ns
         disk.completed(job, error)
         for waiter in self.waiting.on(_ROOM):
             self._resume(waiter, now_ns)
@@ -164,12 +170,21 @@ class Node:
 
     def advance(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``: leases, pages with a TTL, requests that wait."""
+        self.pages.now_ns = now_ns
         self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
         for waiter in self.waiting.due(now_ns):
             self._resume(waiter, now_ns)
         self._after(now_ns)
+
+    def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
+        """Carry out what an operator wants of the page table; its effects are handed on."""
+        self.pages.now_ns = now_ns
+        try:
+            return change(self.pages)
+        finally:
+            self._after(now_ns)
 
     def waits_for(self, pid: int) -> bool:
         """Whether anything here depends on seeing process ``pid`` end."""
@@ -446,7 +461,12 @@ class Node:
             "host": {name: getattr(slots, name) for name in slots.__slots__},
             "pages": sum(len(space.nodes) for space in self.pages.spaces),
             "spaces": [
-                {**_identity(space), "pages": len(space.nodes), "shards": len(space.shards)}
+                {
+                    **_identity(space),
+                    "pages": len(space.nodes),
+                    "shards": len(space.shards),
+                    "host_bytes": space.host_bytes,
+                }
                 for space in self.pages.spaces
             ],
             "sessions": [

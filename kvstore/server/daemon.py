@@ -18,13 +18,15 @@ import msgspec
 import uvloop
 
 from kvstore import mover
-from kvstore.config import ServerConfig, load, show
+from kvstore.config import Loaded, ServerConfig, load, show
 from kvstore.disk import DiskTier
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.node import Node, NodeLimits
+from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
+from kvstore.state.ghosts import Ghosts
 from kvstore.state.slots import SlotTable
 from kvstore.tier.host import HostMemory, stale_bytes
 
@@ -38,13 +40,18 @@ class Daemon:
     """A node with everything around it.
 
     Args:
-        config: the whole tree.
+        loaded: the whole tree, and where its values came from.
+
+    Attributes:
+        movements: what moves pages between tiers; None while there is one tier only.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, loaded: Loaded[ServerConfig]) -> None:
         """Make the memory and the node; nothing listens yet."""
+        self.loaded = loaded
+        self.config = config = loaded.config
+        self.movements: Movements | None = None
         host = config.host
-        self.config = config
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes
         # Of all nodes on this machine, the one on this socket is this one.
@@ -60,6 +67,10 @@ class Daemon:
         self.node = Node(
             config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16)
         )
+        self.node.pages.pins.budget_bytes = (
+            config.admin.pin_budget_bytes or host.capacity_bytes // 4
+        )
+        self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
         self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
@@ -126,6 +137,31 @@ class Daemon:
             "pid": os.getpid(),
         }
 
+    def tiers(self) -> list[dict[str, object]]:
+        """See :class:`~kvstore.server.api.Observed`."""
+        slots = self.node.pages.slots.stats()
+        sizes = {name: getattr(slots, name) for name in slots.__slots__}
+        tiers: list[dict[str, object]] = [
+            {
+                "tier": "host",
+                "state": "ready" if slots.capacity_bytes else "withheld",
+                **sizes,
+                "populated_bytes": self.memory.populated_bytes(),
+            }
+        ]
+        if self.disk is not None:
+            tiers.append({"tier": "ssd", **self.disk.stats()})
+        return tiers
+
+    def policy(self) -> dict[str, object]:
+        """See :class:`~kvstore.server.api.Observed`."""
+        return {"name": self.node.pages.ghosts.policy, "known": ["lru"]}
+
+    def set_policy(self, name: str) -> None:
+        """See :class:`~kvstore.server.api.Observed`."""
+        if name != "lru":
+            raise InvalidArgument("name", f"{name!r} is no policy; known are lru")
+
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())
 
@@ -189,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             sys.stdout.write(show(loaded))
             return 0
-        return uvloop.run(Daemon(loaded.config).run())
+        return uvloop.run(Daemon(loaded).run())
     except KVStoreError as error:
         sys.stderr.write(f"kvstore-server: {error.code}: {error}\n")
         return 2

@@ -58,6 +58,8 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("lookup_pages", "Pages asked for by lookups."),
         ("hit_pages", "Pages of lookups that were hits."),
         ("stored_pages", "Pages that became READY."),
+        ("stored_bytes", "Bytes of pages that became READY."),
+        ("loaded_bytes", "Bytes of pages that were acquired."),
         ("aborted_puts", "Puts that were taken back."),
         ("lost_puts", "Puts whose writer's connection broke."),
         ("expired_leases", "Leases that ran out before they were given back."),

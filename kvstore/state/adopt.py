@@ -105,7 +105,7 @@ def _take_over(
         key = PrefixKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
         node = space.nodes.get(key)
         if node is None:
-            node = space.nodes[key] = Node(space, key, None)
+            node = space.add(key)
             made.append((node, parents[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
         digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
         node.adopt(shard, Place(number, offset), digest)
@@ -121,9 +121,7 @@ def _hang(node: Node, parent_key: bytes) -> None:
     head = space.root
     if parent_key != _NO_PARENT:
         key = PrefixKey(parent_key)
-        found = space.nodes.get(key)
-        head = found or Node(space, key, space.root)
-        space.nodes[key] = head
+        head = space.nodes.get(key) or space.node(key, PrefixKey(b""))
     node.parent = head
     head.children[node.key] = node
 
@@ -147,7 +145,7 @@ def _keep_reachable(space: Space) -> int:
                 count += 1
         queue.extend(node.children.values())
     for key in [key for key in space.nodes if key not in reached]:
-        space.nodes.pop(key).parent = None
+        space.remove(space.nodes[key])
     for node in [node for node in reached.values() if not node.present and not node.children]:
         if node.parent is not None:
             space.prune(node)

@@ -38,7 +38,7 @@ from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.log import Place, SegmentLog, record_bytes
 from kvstore.state.slots import Slot, SlotTable
 from kvstore.state.syncs import Syncs
-from kvstore.state.tree import Node, is_live
+from kvstore.state.tree import Node, Space, is_live
 
 BACKLOG_MAX: Final = 65_536
 
@@ -67,7 +67,7 @@ class Memory(Protocol):
     counts: Counter[str]
     tick: int
 
-    def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
+    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
         """A slot in state WRITING, made room for if need be."""
         ...
 
@@ -364,7 +364,7 @@ class DiskPages:
 
     def _begin_load(self, node: Node, shard: int) -> _Load | None:
         size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node.space.identity.tenant, size)
+        slot = self._memory.allocate(node.space, size)
         place = node.disk.get(shard)
         if slot is None or place is None:  # making room may have cost the page itself
             if slot is not None:

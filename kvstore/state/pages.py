@@ -6,22 +6,22 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 import heapq
-from collections import Counter
 from itertools import count
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import Fetch, Verdict
+from kvstore.state.diskjobs import Fetch
 from kvstore.state.match import longest_match
-from kvstore.state.outcomes import Abandoned, Action, PageStatus, Removed, Stored
+from kvstore.state.outcomes import PageStatus, Stored
+from kvstore.state.pins import Pins
+from kvstore.state.quotas import SHRINK_MAX
+from kvstore.state.residents import Residents
 from kvstore.state.sessions import Lease, Process, Put
-from kvstore.state.slots import Slot, SlotState, SlotTable
-from kvstore.state.spaces import Spaces
-from kvstore.state.tree import EvictionQueue, Node, Space, is_live
+from kvstore.state.slots import Slot, SlotTable
+from kvstore.state.tree import Node, Space, is_live
 
 
-class PageTable:
+class PageTable(Residents):
     """All pages of one node, and who holds them.
 
     Args:
@@ -30,18 +30,10 @@ class PageTable:
 
     def __init__(self, slots: SlotTable) -> None:
         """Start empty."""
-        self.slots = slots
-        #: Set when there is an SSD tier.
-        self.disk: DiskPages | None = None
-        self.spaces = Spaces(slots.extent_bytes)
-        self.actions: list[Action] = []
-        self.counts: Counter[str] = Counter()
-        self._queues: dict[tuple[str, int], EvictionQueue] = {}
-        #: All and only the slots of pages in the trees.
-        self._owners: dict[Slot, Node] = {}
+        super().__init__(slots)
+        self.pins = Pins()
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
-        self.tick = 0
         self._sequence = count()
 
     # ---- reading ----------------------------------------------------------------------------
@@ -56,7 +48,7 @@ class PageTable:
         self.tick += 1
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
-            match.deepest.access = self.tick
+            self._use(match.deepest)
         self.counts["lookup_pages"] += len(packed) // KEY_BYTES
         self.counts["hit_pages"] += match.pages
         return match.pages, match.pending
@@ -87,15 +79,13 @@ class PageTable:
             )
         if pages:
             self.slots.pin(lease.slots, self.tick)
-            pages[-1][0].access = self.tick
-            self._hold(process, lease.size_bytes)
-            process.leases[lease_id] = lease
+            for node, _, _ in pages:
+                node.access = self.tick  # segments are reclaimed without looking at descendants
+            self._use(pages[-1][0])
+            self._lend(process, lease_id, lease)
+            self.counts["loaded_bytes"] += len(pages) * space.shards[shard].page_bytes
             if self.disk is not None:
-                for node, _, _ in pages:
-                    node.access = self.tick  # segments are reclaimed without looking at descendants
                 self.disk.used(pages[-1][0], shard)
-            entry = (deadline_ns, next(self._sequence), process, lease_id, lease)
-            heapq.heappush(self._lease_deadlines, entry)
         return lease
 
     def release(self, process: Process, lease_id: int) -> None:
@@ -114,16 +104,6 @@ class PageTable:
             else:
                 self.offer(node)
         lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
-
-    def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
-        """How many of the first ``pages`` pages are not in memory for every shard."""
-        if self.disk is None:
-            return 0
-        missing = 0
-        for at in range(pages):
-            slots = space.nodes[PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])].slots
-            missing += not all(shard in slots for shard in shards)
-        return missing
 
     def fetch(
         self, process: Process, run: list[Node], shard: int, earlier: Fetch | None = None
@@ -158,16 +138,6 @@ class PageTable:
         process.fetches.remove(fetch)
         self._hold(process, -fetch.size_bytes)
         self.disk.end_fetch(fetch)
-
-    def ready_run(self, space: Space, shard: int, packed: bytes) -> list[Node]:
-        """The nodes of the leading run of READY pages of one shard, in whatever tier."""
-        run: list[Node] = []
-        for at in range(0, len(packed), KEY_BYTES):
-            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
-            if node is None or not node.ready >> shard & 1:
-                break
-            run.append(node)
-        return run
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -231,6 +201,7 @@ class PageTable:
             self.slots.commit([slot], self.tick)
             node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self.tick
+            node.stored_ns = self.now_ns
             node.read_once = read_once
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
@@ -241,8 +212,11 @@ class PageTable:
             self.offer(node)
         self._announce(put, stored)
         self.counts["stored_pages"] += len(stored)
-        if self.disk is not None and stored:
-            self.disk.stored(stored, put.shard)
+        if stored:
+            page_bytes = stored[0].space.shards[put.shard].page_bytes
+            self.counts["stored_bytes"] += len(stored) * page_bytes
+            if self.disk is not None:
+                self.disk.stored(stored, put.shard)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -267,6 +241,19 @@ class PageTable:
             self._end_put(process, put_id)
         self.counts["aborted_puts"] += 1
 
+    # ---- what an operator asks for ----------------------------------------------------------
+
+    def lend(
+        self, process: Process, lease_id: int, pages: list[tuple[Node, int]], deadline_ns: int
+    ) -> Lease:
+        """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
+        held = [(node, shard, node.slots[shard]) for node, shard in pages]
+        size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
+        lease = Lease(held, size, deadline_ns)
+        self.slots.pin(lease.slots, self.tick)
+        self._lend(process, lease_id, lease)
+        return lease
+
     # ---- ends -------------------------------------------------------------------------------
 
     def lose(self, process: Process) -> None:
@@ -287,21 +274,6 @@ class PageTable:
                 self.abort_put(process, put_id)
         assert process.idle
 
-    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
-        """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
-        self.slots.commit([slot], self.tick)
-        node.promote(shard, slot)
-        self._owners[slot] = node
-        self.counts["promoted_pages"] += 1
-
-    def drop(self, node: Node, shard: int, cause: str) -> None:
-        """Take one READY page out of the index, and with it what only it made reachable."""
-        if not node.ready >> shard & 1:
-            return
-        self._drop_below(node, shard, cause)
-        self._remove(node, shard, cause)
-        self._tidy(node)
-
     def expire(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``."""
         leases, pages = self._lease_deadlines, self._page_deadlines
@@ -318,34 +290,20 @@ class PageTable:
             if is_live(node) and 0 < node.expires_ns <= now_ns:
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
+        if len(self.pins):
+            self.eviction.offer_all(self.pins.expire(now_ns))
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
         queues = (self._lease_deadlines, self._page_deadlines)
-        return min((queue[0][0] for queue in queues if queue), default=0)
+        due = [queue[0][0] for queue in queues if queue]
+        pins = self.pins.next_deadline_ns()
+        return min([*due, *([pins] if pins else [])], default=0)
 
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
-        self.slots.check()
-        if self.disk is not None:
-            self.disk.log.check()
-        owned: dict[Slot, Node] = {}
-        for space in self.spaces:
-            space.check()
-            for node in space.nodes.values():
-                for shard, slot in node.slots.items():
-                    owned[slot] = node
-                    ready = self.slots.state(slot) == SlotState.READY
-                    assert ready == bool(node.ready >> shard & 1)
-                for shard in {*node.slots, *node.disk}:
-                    head = node.parent
-                    assert head is not None
-                    if head is not space.root and not space.shards[shard].window_pages:
-                        assert head.present >> shard & 1
-                        assert shard in head.disk or shard not in node.disk
-                if self._evictable(node):
-                    assert _classes(node) <= set(node.queued), "a leaf is in all its queues"
-        assert owned == self._owners
+        super().check()
+        self.pins.check()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -385,7 +343,7 @@ class PageTable:
         node = space.node(key, parent)
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
-        slot = self.allocate(space.identity.tenant, of.slot_bytes)
+        slot = self.allocate(space, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
         if slot is None:
             node.forget(shard)
             self._tidy(node)
@@ -397,140 +355,11 @@ class PageTable:
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
 
-    def allocate(self, domain: str, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING, made room for if need be; None when there is no room now."""
-        while not (taken := self.slots.allocate(1, domain, slot_bytes)):
-            if not self._make_room(domain, slot_bytes):
-                return None
-        return taken[0]
-
-    def _make_room(self, domain: str, slot_bytes: int) -> bool:
-        """Evict the least recently used leaf of the class, or a colder extent of another class."""
-        queue = self._queue(domain, slot_bytes)
-        while (node := queue.pop()) is not None:
-            if slot_bytes not in _classes(node) or not self._evictable(node):
-                continue
-            verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
-            if verdict is Verdict.FULL:
-                queue.offer(node)
-                return False
-            if verdict is Verdict.EVICT:
-                break
-        age = node.access if node is not None else self.tick
-        position = self.slots.colder_extent(domain, slot_bytes, age)
-        while position is not None:
-            if self._empty_extent(position):
-                if node is not None:
-                    queue.offer(node)
-                return True
-            self.slots.extents[position].used_at = self.tick
-            position = self.slots.colder_extent(domain, slot_bytes, age)
-        if node is None:
-            return False
-        self._evict(node)
-        return True
-
-    def _evict(self, node: Node) -> None:
-        """Take a node's pages out of memory; those on disk stay in the index."""
-        for shard in list(node.slots):
-            if shard in node.disk:
-                self._release_memory(node, shard)
-            else:
-                self._remove(node, shard, "evicted")
-        if node.parent is not None:
-            node.parent.access = max(node.parent.access, node.access)
-        self._tidy(node)
-
-    def _release_memory(self, node: Node, shard: int) -> None:
-        slot = node.forget(shard)
-        del self._owners[slot]
-        self.counts["evicted_to_disk"] += 1
-        self.slots.release([slot])
-
-    def _empty_extent(self, position: int) -> bool:
-        """Evict every page of an extent and what hangs below them; False if something is in use."""
-        slots = self.slots.slots_in_use(position)
-        doomed: list[Node] = []
-        for slot in slots:
-            owner = self._owners.get(slot)
-            if owner is None:
-                return False  # LIMBO
-            doomed.append(owner)
-        for owner in doomed:
-            for node in _subtree(owner):
-                for shard, slot in node.slots.items():
-                    if not node.ready >> shard & 1 or self.slots.in_use(slot):
-                        return False
-        for owner in doomed:
-            for shard in list(owner.slots) if is_live(owner) else ():
-                if shard in owner.disk:
-                    self._release_memory(owner, shard)
-                elif shard in owner.slots:
-                    self.drop(owner, shard, "evicted")
-            self._tidy(owner)
-        return not self.slots.slots_in_use(position)
-
-    def _drop_below(self, node: Node, shard: int, cause: str) -> None:
-        """Take out what lies below ``node``: without their head nobody reaches those pages."""
-        if node.space.shards[shard].window_pages:
-            return
-        for below in reversed(_subtree(node)[1:]):
-            if below.ready >> shard & 1:
-                self._remove(below, shard, cause)
-            elif below.present >> shard & 1:
-                self._abandon(below, shard)  # its writer will find it DROPPED
-            self._tidy(below)
-
-    def _remove(self, node: Node, shard: int, cause: str) -> None:
-        """Take a READY page out of every tier."""
-        if self.disk is not None:
-            self.disk.forget(node, shard)
-        slot = self._forget(node, shard) if shard in node.slots else None
-        self.actions.append(Removed(node.space, shard, [node.key], cause))
-        self.counts[f"removed_{cause}"] += 1
-        if slot is not None:
-            self.slots.release([slot])
-
-    def _abandon(self, node: Node, shard: int) -> None:
-        self._forget(node, shard)
-        self.actions.append(Abandoned(node.space, [node.key]))
-
-    def _forget(self, node: Node, shard: int) -> Slot:
-        slot = node.forget(shard)
-        del self._owners[slot]
-        return slot
-
-    def _owns(self, node: Node, shard: int, slot: Slot) -> bool:
-        return is_live(node) and node.slots.get(shard) == slot
-
-    def _tidy(self, node: Node) -> None:
-        """After pages went: prune bare nodes, and offer what became a leaf."""
-        if is_live(node):
-            node = node.space.prune(node)
-            while not node.in_memory and node.parent is not None:
-                node = node.parent
-            self.offer(node)
-
-    def offer(self, node: Node) -> None:
-        """The node may be evictable now."""
-        if self._evictable(node):
-            for slot_bytes in _classes(node):
-                self._queue(node.space.identity.tenant, slot_bytes).offer(node)
-
-    def _queue(self, domain: str, slot_bytes: int) -> EvictionQueue:
-        queue = self._queues.get((domain, slot_bytes))
-        if queue is None:
-            queue = self._queues[domain, slot_bytes] = EvictionQueue(slot_bytes)
-        return queue
-
-    def _evictable(self, node: Node) -> bool:
-        return (
-            bool(node.slots)
-            and not node.children_in_memory
-            and is_live(node)
-            and all(node.ready >> shard & 1 for shard in node.slots)
-            and not any(self.slots.pinned(slot) for slot in node.slots.values())
-        )
+    def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
+        self._hold(process, lease.size_bytes)
+        process.leases[lease_id] = lease
+        entry = (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
+        heapq.heappush(self._lease_deadlines, entry)
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -539,16 +368,3 @@ class PageTable:
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
-
-
-def _classes(node: Node) -> set[int]:
-    """The slot sizes of the node's pages."""
-    return {node.space.shards[shard].slot_bytes for shard in node.slots}
-
-
-def _subtree(node: Node) -> list[Node]:
-    """``node`` and all below it, every parent before its children."""
-    found = [node]
-    for at in found:
-        found.extend(at.children.values())
-    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
+from kvstore.state.shelves import Shelves
 from kvstore.state.slots import Slot
 
 
@@ -35,12 +36,17 @@ class Node:
         read_once: its pages leave the index when their first reader is done.
         memory_only: its pages never go to disk.
         queued: slot sizes of the eviction queues in which an entry stands for this node.
+        hits: lookups and acquires that ended here, or at a descendant that is gone.
+        stored_ns: when a page of it last became READY; 0 = not in this life of the node.
+        used_ns: when the last of ``hits`` was; 0 = never.
+        pins: operator pins that cover it.
+        serial: its place in the space's shelves.
     """
 
     __slots__ = (
-        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns", "key",
-        "memory_only", "parent", "present", "queued", "read_once", "ready", "slots", "space",
-        "uses",
+        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns",
+        "hits", "key", "memory_only", "parent", "pins", "present", "queued", "read_once", "ready",
+        "serial", "slots", "space", "stored_ns", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -62,6 +68,7 @@ class Node:
         self.memory_only = False
         self.uses = 0
         self.queued: tuple[int, ...] = ()
+        self.hits = self.stored_ns = self.used_ns = self.pins = self.serial = 0
         if parent is not None:
             parent.children[key] = self
 
@@ -100,6 +107,7 @@ class Node:
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""
         slot = self.slots.pop(shard)
+        self.space.host_bytes -= self.space.shards[shard].slot_bytes
         if not self.in_memory:
             self._count_above(-1)
         self._leave(shard)
@@ -115,6 +123,7 @@ class Node:
         if not self.in_memory:
             self._count_above(1)
         self.slots[shard] = slot
+        self.space.host_bytes += self.space.shards[shard].slot_bytes
 
     @property
     def in_memory(self) -> bool:
@@ -166,6 +175,8 @@ class Space:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        shelves: the nodes of ``nodes`` in the order they were made.
+        host_bytes: slot bytes of its pages in memory.
         label: hex digest of the identity: the space's name in events and statistics.
     """
 
@@ -174,6 +185,8 @@ class Space:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
     writing: set[Node] = field(default_factory=set)
+    shelves: Shelves = field(default_factory=Shelves)
+    host_bytes: int = 0
     root: Node = field(init=False)
     label: str = field(init=False)
 
@@ -189,9 +202,9 @@ class Space:
         found = self.nodes.get(key)
         parent = self.root
         if parent_key:
-            parent = self.nodes.get(parent_key) or self._add(parent_key, self.root)
+            parent = self.nodes.get(parent_key) or self.add(parent_key, self.root)
         if found is None:
-            return self._add(key, parent)
+            return self.add(key, parent)
         if found.parent is self.root and parent is not self.root and not self._above(found, parent):
             del self.root.children[key]
             self.root.children_in_memory -= found.in_memory
@@ -213,7 +226,10 @@ class Space:
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
+            self.shelves.remove(node)
             parent.access = max(parent.access, node.access)
+            parent.hits += node.hits
+            parent.used_ns = max(parent.used_ns, node.used_ns)
             node.parent = None
             node = parent
         return node
@@ -233,10 +249,21 @@ class Space:
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
+        assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
+        held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
+        assert self.host_bytes == sum(held)
 
-    def _add(self, key: PrefixKey, parent: Node) -> Node:
+    def add(self, key: PrefixKey, parent: Node | None = None) -> Node:
+        """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
         node = self.nodes[key] = Node(self, key, parent)
+        self.shelves.add(node)
         return node
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that nothing leads to."""
+        del self.nodes[node.key]
+        self.shelves.remove(node)
+        node.parent = None
 
     def _above(self, node: Node, other: Node) -> bool:
         """Whether ``node`` is ``other`` or above it (a forged parent could make a ring)."""

@@ -116,6 +116,23 @@ class HostMemory:
         if known is not None:
             known[0].close()
 
+    def read(self, number: int, offset: int, into: memoryview) -> int:
+        """Copy bytes of an extent; the caller holds a page in it, so that it stays.
+
+        Returns:
+            bytes read.
+
+        Raises:
+            TierUnavailable: there is no such extent, or it cannot be read.
+        """
+        descriptor = self._descriptors.get(number)
+        if descriptor is None:
+            raise TierUnavailable(f"extent {number} does not exist")
+        try:
+            return os.preadv(descriptor, [into], offset)
+        except OSError as error:
+            raise TierUnavailable(f"extent {number}: {error}") from error
+
     def populated_bytes(self) -> int:
         """Bytes that have been pre-faulted."""
         return len(self._populated) * self._extent_bytes

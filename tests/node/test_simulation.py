@@ -36,7 +36,8 @@ def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
 
 
 def test_the_histories_with_a_disk_contain_what_they_are_there_for():
-    outcome = Simulation(2, extents=3, rules=disk_rules(4)).run(seconds=1.5)
+    faults = Faults(disk=0.1)
+    outcome = Simulation(2, extents=3, faults=faults, rules=disk_rules(4)).run(seconds=1.5)
 
     assert outcome.pages_from_disk > 10
     assert outcome.pages_persisted > 10

@@ -1,0 +1,250 @@
+"""The verbs of ``kvstore`` and what each asks of a node."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from kvstore import doctor
+from kvstore.cli import show, top
+from kvstore.cli.remote import Remote
+from kvstore.config import cli_defaults
+from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
+
+Verb = Callable[[Remote, argparse.Namespace], Any]
+Show = Callable[[Any, Console], None]
+
+_JOB_WAIT_S: Final = 3600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
+    options = _parser().parse_args(arguments)
+    node = Remote(options.url, options.token)
+    try:
+        if options.verb == "doctor":
+            return doctor.run(
+                options.url, options.token, options.directory, options.config, as_json=options.json
+            )
+        if options.verb == "top":
+            return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
+        answer = options.ask(node, options)
+    except (ConfigError, InvalidArgument) as error:
+        sys.stderr.write(f"kvstore: {error}\n")
+        return 2
+    except KVStoreError as error:
+        sys.stderr.write(f"kvstore: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if options.json:
+        sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+    else:
+        options.show(answer, show.console())
+    return 1 if isinstance(answer, dict) and answer.get("state") == "failed" else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    url, token = cli_defaults()
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--url", default=url, help="the node's HTTP address (or KVSTORE_URL)")
+    shared.add_argument("--token", default=token, help="a bearer token (or KVSTORE_TOKEN)")
+    shared.add_argument("--json", action="store_true", help="the answer as it came")
+    parser = argparse.ArgumentParser(
+        prog="kvstore", description="Ask a node what it holds and why, and operate it."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, summary: str, ask: Verb, shown: Show) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=summary, description=summary, parents=[shared])
+        made.set_defaults(ask=ask, show=shown)
+        return made
+
+    _add_looks(verb)
+    _add_changes(verb)
+    _add_jobs(verb)
+    live = verb("top", "watch a node", _nothing, show.anything)
+    live.add_argument("--once", action="store_true", help="print one frame and end")
+    live.add_argument("--interval", type=float, default=1.0, help="seconds between frames")
+    ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
+    ill.add_argument("--directory", type=Path, default=Path(), help="where an SSD tier would be")
+    ill.add_argument("--config", type=Path, help="a node's TOML file: checks its capacity")
+    return parser
+
+
+_Add = Callable[[str, str, Verb, Show], argparse.ArgumentParser]
+
+
+def _add_looks(verb: _Add) -> None:
+    """The verbs that change nothing."""
+    for name, summary, path, shown in (
+        ("stats", "capacity, pages, sessions", "/v1/stats", show.stats),
+        ("spaces", "the spaces and their limits", "/v1/spaces?limit=1000", show.spaces),
+        ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
+        ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
+        ("config", "every configured value and its source", "/v1/config", show.config),
+        ("pins", "what operators pinned", "/v1/pins", show.pins),
+    ):
+        verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
+    pages = verb("pages", "the pages of a space", _pages, show.pages)
+    pages.add_argument("space")
+    pages.add_argument("--prefix", help="only at and below this key")
+    pages.add_argument("--tier", choices=["host", "ssd"])
+    pages.add_argument("--age-min", type=float, metavar="SECONDS")
+    pages.add_argument("--age-max", type=float, metavar="SECONDS")
+    pages.add_argument("--hits-min", type=int)
+    pages.add_argument("--hits-max", type=int)
+    pages.add_argument("--limit", type=int, default=100)
+    page = verb("page", "one page", lambda node, at: node.get(f"/v1/pages/{at.space}/{at.key}"),
+                show.page)  # fmt: skip
+    tree = verb("tree", "what follows a key", _tree, show.tree)
+    tree.add_argument("space")
+    tree.add_argument("key", nargs="?")
+    tree.add_argument("--depth", type=int, default=8)
+    tree.add_argument("--limit", type=int, default=100)
+    explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
+    explain.add_argument("key", nargs="?")
+    explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
+    explain.add_argument("--space")
+    explain.add_argument("--shard", type=int)
+    _names_page(page)
+
+
+def _add_changes(verb: _Add) -> None:
+    """The verbs that need the role operate and are done at once."""
+    pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
+    _names_page(pin)
+    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS", help="0 = no end")
+    unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
+                 show.anything)  # fmt: skip
+    unpin.add_argument("pin", type=int)
+    quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
+    quota.add_argument("space", nargs="?")
+    quota.add_argument("--quota-bytes", type=int, default=0, help="0 = no quota")
+    quota.add_argument("--reserved-bytes", type=int, default=0, help="0 = no reservation")
+    policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
+    policy.add_argument("name", nargs="?")
+
+
+def _add_jobs(verb: _Add) -> None:
+    """The verbs that start a job and wait for it, and the one that shows jobs."""
+    for name, summary in (
+        ("evict", "take a key with all that follows, or a space, out"),
+        ("verify", "read pages again and compare them with their digests"),
+    ):
+        made = verb(name, summary, _bulk, show.job)
+        made.add_argument("space", nargs="?" if name == "verify" else None)
+        made.add_argument("key", nargs="?")
+        _waits(made)
+    clear = verb("clear", "empty a space, or all of them", _clear, show.job)
+    clear.add_argument("space", nargs="?")
+    clear.add_argument("--all", action="store_true", help="every space")
+    _waits(clear)
+    for name, summary in (
+        ("prefetch", "bring pages from the SSD into host memory"),
+        ("move", "move pages to another tier"),
+    ):
+        made = verb(name, summary, _moved, show.job)
+        made.add_argument("space")
+        made.add_argument("keys", nargs="+", metavar="KEY")
+        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
+        if name == "move":
+            made.add_argument("--to", choices=["host", "ssd"], default="ssd")
+        _waits(made)
+    jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
+    jobs.add_argument("job", type=int, nargs="?")
+    jobs.add_argument("--cancel", action="store_true")
+
+
+def _names_page(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("space", help="label, or its first 8 digits or more")
+    verb.add_argument("key", help="64 hex digits")
+
+
+def _waits(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--no-wait", action="store_true", help="do not wait for the job's end")
+
+
+# What each verb asks
+
+
+def _nothing(_node: Remote, _options: argparse.Namespace) -> Any:
+    return None
+
+
+def _pages(node: Remote, at: argparse.Namespace) -> Any:
+    query = {
+        "space": at.space, "prefix": at.prefix, "tier": at.tier, "age_min_s": at.age_min,
+        "age_max_s": at.age_max, "hits_min": at.hits_min, "hits_max": at.hits_max,
+    }  # fmt: skip
+    return node.pages("/v1/pages", query, at.limit)
+
+
+def _tree(node: Remote, at: argparse.Namespace) -> Any:
+    query = {"space": at.space, "key": at.key, "depth": at.depth}
+    return node.pages("/v1/tree", query, at.limit)
+
+
+def _explain(node: Remote, at: argparse.Namespace) -> Any:
+    body = {"key": at.key, "space": at.space, "shard": at.shard}
+    if at.tokens is not None:
+        body["tokens"] = _tokens(at.tokens)
+    return node.send("POST", "/v1/explain", {k: v for k, v in body.items() if v is not None})
+
+
+def _tokens(text: str) -> Any:
+    """Token ids as they were given, or from a file."""
+    try:
+        if text.startswith("@"):
+            return json.loads(Path(text[1:]).read_text())
+        return [int(part) for part in text.split(",")]
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--tokens", str(error)) from error
+
+
+def _pin(node: Remote, at: argparse.Namespace) -> Any:
+    return node.send("POST", "/v1/pins", {"space": at.space, "key": at.key, "ttl_s": at.ttl})
+
+
+def _quota(node: Remote, at: argparse.Namespace) -> Any:
+    if at.space is not None:
+        body = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
+        job = node.finished(node.send("PUT", f"/v1/quotas/{at.space}", body), _JOB_WAIT_S)
+        if job["state"] != "done":
+            return job
+    return node.get("/v1/quotas")
+
+
+def _policy(node: Remote, at: argparse.Namespace) -> Any:
+    if at.name is None:
+        return node.get("/v1/policy")
+    return node.send("PUT", "/v1/policy", {"name": at.name})
+
+
+def _bulk(node: Remote, at: argparse.Namespace) -> Any:
+    body = {"space": at.space, "key": at.key}
+    return _job(node, at, {k: v for k, v in body.items() if v is not None})
+
+
+def _clear(node: Remote, at: argparse.Namespace) -> Any:
+    return _job(node, at, {"all": True} if at.all else {"space": at.space})
+
+
+def _moved(node: Remote, at: argparse.Namespace) -> Any:
+    body = {"space": at.space, "keys": at.keys, "deadline_s": at.deadline}
+    return _job(node, at, {**body, "to": at.to} if at.verb == "move" else body)
+
+
+def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
+    job = node.send("POST", f"/v1/{at.verb}", body)
+    return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
+
+
+def _jobs(node: Remote, at: argparse.Namespace) -> Any:
+    if at.job is None:
+        return node.get("/v1/jobs")
+    return {"jobs": [node.send("DELETE" if at.cancel else "GET", f"/v1/jobs/{at.job}")]}

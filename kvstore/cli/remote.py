@@ -1,0 +1,116 @@
+"""A node's HTTP API as the command uses it."""
+
+import json
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from time import monotonic
+from typing import Any, Final
+
+from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+
+_TIMEOUT_S: Final = 30.0
+_STRETCH_MAX: Final = 1000
+_PAUSE: Final = threading.Event()
+"""Never set: waiting for it is a pause."""
+
+
+class RemoteError(KVStoreError):
+    """The node refused; the message is its own."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.remote_code = code
+
+
+class Remote:
+    """One node.
+
+    Args:
+        url: its HTTP address.
+        token: a bearer token; empty = none.
+    """
+
+    def __init__(self, url: str, token: str = "") -> None:
+        """Ask nothing yet."""
+        self.url = url.rstrip("/")
+        self._token = token
+
+    def get(self, path: str, **query: object) -> Any:
+        """The answer to a GET; query values that are None are left out."""
+        asked = urllib.parse.urlencode({k: v for k, v in query.items() if v is not None})
+        return self.send("GET", f"{path}?{asked}" if asked else path)
+
+    def send(self, method: str, path: str, body: object = None) -> Any:
+        """The answer to any request.
+
+        Raises:
+            RemoteError: the node refused.
+            PeerUnreachable: nobody answers there.
+        """
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refusal(error.code, error.read()) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            message = f"no node answers at {self.url} ({reason}); is it running?"
+            raise PeerUnreachable(message) from error
+
+    def pages(self, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
+        """Up to ``limit`` pages of a listing, over as many stretches as it takes.
+
+        Returns:
+            ``pages``, and ``next``: the cursor of the next one, None when that was all.
+        """
+        found: list[Any] = []
+        cursor: str | None = None
+        while len(found) < limit:
+            part = min(_STRETCH_MAX, limit - len(found))
+            answer = self.get(path, **query, cursor=cursor, limit=part)
+            found += answer["pages"]
+            cursor = answer["next"]
+            if cursor is None:
+                break
+        return {"pages": found, "next": cursor}
+
+    def finished(self, job: dict[str, Any], wait_s: float) -> dict[str, Any]:
+        """A job once it has ended.
+
+        Raises:
+            TransferTimeout: it has not ended after ``wait_s`` seconds; it goes on.
+        """
+        deadline = monotonic() + wait_s
+        pause = 0.02
+        while job["state"] == "running":
+            if monotonic() >= deadline:
+                raise TransferTimeout(
+                    f"job {job['job']} still runs ({job['done']} of {job['total']});"
+                    f" see kvstore jobs {job['job']}"
+                )
+            _PAUSE.wait(pause)
+            pause = min(1.0, pause * 1.5)
+            job = self.get(f"/v1/jobs/{job['job']}")
+        return job
+
+
+def _refusal(status: int, body: bytes) -> RemoteError:
+    try:
+        error = json.loads(body)["error"]
+        code, message = str(error["code"]), str(error["message"])
+        field = str(error["field"])
+    except (ValueError, KeyError, TypeError):
+        code, message, field = "http", body[:200].decode(errors="replace"), ""
+    if status == 401:
+        message += "; give --token or KVSTORE_TOKEN"
+    return RemoteError(status, code, f"{field}: {message}" if field else message)

@@ -1,0 +1,202 @@
+"""Answers of a node as tables."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+_PIPED_COLUMNS: Final = 240
+"""Where nobody reads, keys must not be cut."""
+
+
+def console() -> Console:
+    """Where answers go."""
+    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+
+
+def stats(answer: Any, console: Console) -> None:
+    """Capacity, spaces and sessions."""
+    memory = Table(title=f"node {answer['node']} ({answer['mover']})", show_header=False)
+    for name, size in answer["host"].items():
+        memory.add_row(name.removesuffix("_bytes"), mib(size))
+    console.print(memory)
+    names = ("space", "model", "kv_dtype", "page_tokens", "tenant", "scope", "pages")
+    rows = ([_short(one["space"]), *(one[name] for name in names[1:])] for one in answer["spaces"])
+    _table(console, "spaces", [name.replace("_", " ") for name in names], rows)
+    sessions(answer, console)
+
+
+def spaces(answer: Any, console: Console) -> None:
+    """Spaces and their limits."""
+    rows = (
+        [
+            one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
+            one["tenant"], one["scope"], len(one["shards"]), one["pages"], mib(one["host_bytes"]),
+            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]),
+        ]
+        for one in answer["spaces"]
+    )  # fmt: skip
+    columns = ("space", "model", "revision", "dtype", "page tokens", "tenant", "scope", "shards",
+               "pages", "in memory", "quota", "reserved")  # fmt: skip
+    _table(console, "spaces", columns, rows)
+
+
+def sessions(answer: Any, console: Console) -> None:
+    """Engines."""
+    rows = (
+        [
+            one["name"], one["tenant"],
+            one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
+            mib(one["used_bytes"]), mib(one["quota_bytes"]),
+        ]
+        for one in answer["sessions"]
+    )  # fmt: skip
+    _table(console, "sessions", ("engine", "tenant", "processes", "holds", "quota"), rows)
+
+
+def pages(answer: Any, console: Console) -> None:
+    """Pages of a listing."""
+    rows = (
+        [
+            one["key"], one["tier"], len(one["shards"]), one["hits"], seconds(one["stored_s_ago"]),
+            seconds(one["used_s_ago"]), one["children"],
+        ]
+        for one in answer["pages"]
+    )  # fmt: skip
+    columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
+    _table(console, f"{len(answer['pages'])} pages", columns, rows)
+
+
+def page(answer: Any, console: Console) -> None:
+    """One page."""
+    anything({k: v for k, v in answer.items() if k != "shards"}, console)
+    rows = (
+        [number, one["state"], ", ".join(one["tiers"]), one["bytes"], one["digest"] or ""]
+        for number, one in answer["shards"].items()
+    )
+    _table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
+
+
+def tree(answer: Any, console: Console) -> None:
+    """A part of the prefix tree."""
+    root = Tree("pages")
+    branches: dict[str, Tree] = {}
+    for one in answer["pages"]:
+        above = branches.get(one["parent"] or "", root)
+        label = f"{one['key'][:16]}  {one['tier']}  {one['hits']} hits"
+        branches[one["key"]] = above.add(label)
+    console.print(root)
+    if answer["next"] is not None:
+        console.print("there is more: raise --limit, or name a key to begin at")
+
+
+def tiers(answer: Any, console: Console) -> None:
+    """Tiers."""
+    for tier in answer["tiers"]:
+        table = Table(title=f"tier {tier['tier']}", show_header=False)
+        for name, value in tier.items():
+            if name != "tier":
+                table.add_row(name, mib(value) if name.endswith("_bytes") else str(value))
+        console.print(table)
+
+
+def config(answer: Any, console: Console) -> None:
+    """Configured values."""
+    rows = ([one["key"], one["value"], one["source"]] for one in answer["values"])
+    _table(console, "configuration", ("key", "value", "source"), rows)
+
+
+def pins(answer: Any, console: Console) -> None:
+    """Operator pins."""
+    rows = (
+        [one["pin"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
+         seconds(one["ends_in_s"])]
+        for one in answer["pins"]
+    )  # fmt: skip
+    title = f"pins: {mib(answer['used_bytes'])} of {mib(answer['budget_bytes'])}"
+    _table(console, title, ("pin", "space", "key", "pages", "bytes", "ends in"), rows)
+
+
+def quotas(answer: Any, console: Console) -> None:
+    """Limits of spaces."""
+    if "quotas" not in answer:
+        job(answer, console)
+        return
+    rows = (
+        [one["space"], mib(one["host_bytes"]), _limit(one["quota_bytes"]),
+         _limit(one["reserved_bytes"])]
+        for one in answer["quotas"]
+    )  # fmt: skip
+    _table(console, "limits", ("space", "in memory", "quota", "reserved"), rows)
+
+
+def job(answer: Any, console: Console) -> None:
+    """One job."""
+    jobs({"jobs": [answer]}, console)
+
+
+def jobs(answer: Any, console: Console) -> None:
+    """Jobs."""
+    rows = (
+        [
+            one["job"], one["kind"], one["state"], f"{one['done']} of {one['total']}",
+            ", ".join(f"{name} {value}" for name, value in one["result"].items()),
+            one["error"]["message"] if one["error"] else "",
+        ]
+        for one in answer["jobs"]
+    )  # fmt: skip
+    _table(console, "jobs", ("job", "kind", "state", "done", "result", "error"), rows)
+
+
+def explanation(answer: Any, console: Console) -> None:
+    """Why a page is a hit or not."""
+    at: Any = answer
+    while at is not None:
+        console.print(f"[bold]{at['verdict']}[/bold]: {at['text']}", highlight=False)
+        console.print(f"  page {at['key']}", highlight=False)
+        if at["space"]:
+            console.print(f"  space {at['space']}", highlight=False)
+        for one in at["differs"]:
+            console.print(f"  {one['field']}: asked {one['asked']!r}, stored {one['there']!r}")
+        for name, value in (at["left"] or {}).items():
+            if value not in ("", None):
+                console.print(f"  {name.replace('_', ' ')}: {value}", highlight=False)
+        at = at["head"]
+
+
+def anything(answer: Any, console: Console) -> None:
+    """Names and values."""
+    table = Table(show_header=False)
+    for name, value in answer.items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+def mib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def seconds(value: float | None) -> str:
+    """A time span for people; empty when there is none."""
+    return "" if value is None else f"{value:,.1f} s"
+
+
+def _limit(size: int) -> str:
+    return mib(size) if size else ""
+
+
+def _short(label: str) -> str:
+    return label[:16]
+
+
+def _table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)

@@ -1,0 +1,109 @@
+"""``kvstore top``: a node's rates and fill, live."""
+
+import json
+import sys
+import threading
+from time import monotonic
+from typing import Any, Final
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+
+from kvstore.cli.remote import Remote
+from kvstore.cli.show import console, mib
+
+_PAUSE: Final = threading.Event()
+"""Never set: waiting for it is a pause."""
+_INTERVAL_MIN_S: Final = 0.1
+
+
+def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
+    """Show frames until interrupted, or one.
+
+    Args:
+        node: asked for its statistics twice a frame.
+        once: print one frame and end.
+        as_json: print that frame as JSON.
+        seconds: between frames.
+    """
+    seconds = max(_INTERVAL_MIN_S, seconds)
+    before, since = node.get("/v1/stats"), monotonic()
+    if once or as_json:
+        _PAUSE.wait(min(seconds, 1.0))
+        rates = frame(before, node.get("/v1/stats"), monotonic() - since)
+        if as_json:
+            sys.stdout.write(json.dumps(rates, indent=2) + "\n")
+        else:
+            console().print(_drawn(rates))
+        return 0
+    with Live(auto_refresh=False, screen=True) as live:
+        while True:
+            _PAUSE.wait(seconds)
+            after, now = node.get("/v1/stats"), monotonic()
+            live.update(_drawn(frame(before, after, now - since)), refresh=True)
+            before, since = after, now
+
+
+def frame(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What happened between two statistics of one node.
+
+    Args:
+        before: the earlier one; of another boot, everything counts as new.
+        after: the later one.
+        seconds: between them.
+    """
+    old = before["counts"] if before["boot"] == after["boot"] else {}
+
+    def rate(name: str) -> float:
+        return float((after["counts"].get(name, 0) - old.get(name, 0)) / max(seconds, 1e-9))
+
+    asked = rate("lookup_pages")
+    host = after["host"]
+    used = host["capacity_bytes"] - host["free_bytes"]
+    return {
+        "node": after["node"],
+        "hit_rate": rate("hit_pages") / asked if asked else None,
+        "lookup_pages_per_s": asked,
+        "in_gb_per_s": rate("stored_bytes") / 1e9,
+        "out_gb_per_s": rate("loaded_bytes") / 1e9,
+        "evictions_per_s": rate("removed_evicted"),
+        "corrupt": after["counts"].get("removed_corrupt", 0),
+        "pages": after["pages"],
+        "host_used_bytes": used,
+        "host_capacity_bytes": host["capacity_bytes"],
+        "host_pinned_bytes": host["pinned_bytes"],
+        "host_limbo_bytes": host["limbo_bytes"],
+        "loop_lag_ms": after["loop_lag_s"] * 1e3,
+        "sessions": [
+            {
+                "name": one["name"],
+                "used_bytes": one["used_bytes"],
+                "quota_bytes": one["quota_bytes"],
+            }
+            for one in after["sessions"]
+        ],
+    }
+
+
+def _drawn(rates: dict[str, Any]) -> Group:
+    table = Table(title=f"node {rates['node']}", show_header=False)
+    hit = rates["hit_rate"]
+    used, capacity = rates["host_used_bytes"], rates["host_capacity_bytes"]
+    for name, value in (
+        ("hit rate", "no lookups" if hit is None else f"{hit:.1%}"),
+        ("lookups", f"{rates['lookup_pages_per_s']:,.0f} pages/s"),
+        ("in", f"{rates['in_gb_per_s']:.3f} GB/s"),
+        ("out", f"{rates['out_gb_per_s']:.3f} GB/s"),
+        ("evictions", f"{rates['evictions_per_s']:,.0f} pages/s"),
+        ("corrupt pages", str(rates["corrupt"])),
+        ("pages", f"{rates['pages']:,}"),
+        ("host tier", f"{mib(used)} of {mib(capacity)} ({used / max(capacity, 1):.0%})"),
+        ("pinned, limbo", f"{mib(rates['host_pinned_bytes'])}, {mib(rates['host_limbo_bytes'])}"),
+        ("loop lag", f"{rates['loop_lag_ms']:.2f} ms"),
+    ):
+        table.add_row(name, value)
+    sessions = Table("engine", "holds", "quota", title="sessions")
+    for one in rates["sessions"]:
+        sessions.add_row(one["name"], mib(one["used_bytes"]), mib(one["quota_bytes"]))
+    return Group(table, sessions)

@@ -1,0 +1,315 @@
+"""Routes that change: pins, eviction, verification, limits, the policy, movements, jobs."""
+
+from collections.abc import Callable
+from functools import partial
+from time import monotonic_ns
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.page import PrefixKey
+from kvstore.server.api import ApiError, Movement, Movements, Turns, key_of
+from kvstore.server.auth import Auth
+from kvstore.server.jobs import Job, Jobs
+from kvstore.server.verify import Verifier
+from kvstore.state.pages import PageTable
+from kvstore.state.pins import Pin, expiry
+from kvstore.state.tree import Node, Space
+from kvstore.state.walks import drop_below
+
+KEYS_MAX: Final = 10_000
+_POLL_S: Final = 0.05
+_SHRINK_PAGES: Final = 64
+
+Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
+
+
+class Body(BaseModel):
+    """A request's body; what it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PinBody(Body):
+    """A prefix to pin; ``ttl_s`` 0 = until it is unpinned."""
+
+    space: str
+    key: str
+    ttl_s: float = 3600.0
+
+
+class EvictBody(Body):
+    """A key, which goes with all that follows it; without one the whole space."""
+
+    space: str
+    key: str | None = None
+
+
+class ClearBody(Body):
+    """A space to empty; ``all`` = every space."""
+
+    space: str | None = None
+    all: bool = False
+
+
+class VerifyBody(Body):
+    """A page (space and key), a space, or with neither the whole tier."""
+
+    space: str | None = None
+    key: str | None = None
+    tier: Literal["host", "ssd"] = "host"
+
+
+class MoveBody(Body):
+    """Keys of one chain, and how long the movement may take."""
+
+    space: str
+    keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_MAX)]
+    to: Literal["host", "ssd"] = "ssd"
+    deadline_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class PrefetchBody(Body):
+    """Keys to bring from the SSD into host memory."""
+
+    space: str
+    keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_MAX)]
+    deadline_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+
+
+class LimitsBody(Body):
+    """Limits of a space on the host tier; 0 = none."""
+
+    quota_bytes: Bytes = 0
+    reserved_bytes: Bytes = 0
+
+
+class PolicyBody(Body):
+    """The eviction policy to use from now on."""
+
+    name: str
+
+
+class Operation:
+    """The routes that need the role ``operate``.
+
+    Args:
+        turns: takes turns on the state's loop.
+        auth: who may operate.
+        jobs: where work is done that takes longer than a turn.
+    """
+
+    def __init__(self, turns: Turns, auth: Auth, jobs: Jobs) -> None:
+        """Make the routes."""
+        self._turns = turns
+        self._jobs = jobs
+        self._verifier = Verifier(turns)
+        operate = [Depends(auth.require("operate"))]
+        self.router = APIRouter(prefix="/v1", tags=["operate"])
+        routes: tuple[tuple[str, str, Callable[..., Any], int], ...] = (
+            ("POST", "/evict", self.evict, 202),
+            ("POST", "/clear", self.clear, 202),
+            ("POST", "/verify", self.verify, 202),
+            ("POST", "/prefetch", self.prefetch, 202),
+            ("POST", "/move", self.move, 202),
+            ("POST", "/pins", self.pin, 200),
+            ("DELETE", "/pins/{pin}", self.unpin, 200),
+            ("PUT", "/quotas/{space}", self.limit, 202),
+            ("PUT", "/policy", self.set_policy, 200),
+            ("DELETE", "/jobs/{job}", self.cancel, 200),
+        )
+        for method, path, route, status in routes:
+            self.router.add_api_route(
+                path, route, methods=[method], status_code=status, dependencies=operate
+            )
+        read = [Depends(auth.require("read"))]
+        self.router.add_api_route("/jobs", self.all_jobs, methods=["GET"], dependencies=read)
+        self.router.add_api_route("/jobs/{job}", self.job, methods=["GET"], dependencies=read)
+
+    def pin(self, body: PinBody) -> dict[str, Any]:
+        """Pin the pages of a key and of all keys before it: no policy evicts them."""
+        space, key = self._turns.space(body.space), key_of(body.key)
+
+        def change(table: PageTable) -> Pin:
+            return table.pins.add(space, key, expiry(body.ttl_s, table.now_ns))
+
+        pin = self._turns.operate(change)
+        return {"pin": pin.number, "pages": len(pin.nodes), "bytes": pin.size_bytes}
+
+    def unpin(self, pin: int) -> dict[str, Any]:
+        """End a pin."""
+
+        def change(table: PageTable) -> Pin:
+            ended = table.pins.remove(pin)
+            table.eviction.offer_all(ended.nodes)
+            return ended
+
+        ended = self._turns.operate(change)
+        return {"pin": pin, "pages": len(ended.nodes), "bytes": ended.size_bytes}
+
+    def evict(self, body: EvictBody) -> dict[str, Any]:
+        """Take a key with all that follows it, or a whole space, out of the index."""
+        space = self._turns.space(body.space)
+        top = self._node(space, key_of(body.key)) if body.key is not None else space.root
+        subject = {"space": space.label, "key": body.key}
+        return self._jobs.start("evict", subject, lambda job: self._drop(job, [top], "operator"))
+
+    def clear(self, body: ClearBody) -> dict[str, Any]:
+        """Empty a space, or all spaces; what is pinned or being written stays."""
+        if (body.space is None) == (not body.all):
+            raise InvalidArgument("space", "name a space, or say all=true")
+        spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
+        tops = [space.root for space in spaces]
+        subject = {"space": body.space, "all": body.all}
+        return self._jobs.start("clear", subject, lambda job: self._drop(job, tops, "cleared"))
+
+    def verify(self, body: VerifyBody) -> dict[str, Any]:
+        """Read pages again and compare them with their digests; what fails is quarantined."""
+        if body.tier != "host":
+            raise ApiError(
+                409, "tier_unavailable", "this node has no SSD tier that can be verified", "tier"
+            )
+        subject = {"tier": body.tier, "space": body.space, "key": body.key}
+        if body.space is None:
+            if body.key is not None:
+                raise InvalidArgument("space", "a key is one of a space; name it too")
+            return self._jobs.start("verify", subject, self._verifier.spaces(self._spaces()))
+        space = self._turns.space(body.space)
+        if body.key is None:
+            return self._jobs.start("verify", subject, self._verifier.spaces([space]))
+        node = self._node(space, key_of(body.key))
+        return self._jobs.start("verify", subject, self._verifier.page(space, node))
+
+    def prefetch(self, body: PrefetchBody) -> dict[str, Any]:
+        """Bring pages from the SSD into host memory, by a deadline."""
+        return self._moved("prefetch", self._movements().prefetch, body)
+
+    def move(self, body: MoveBody) -> dict[str, Any]:
+        """Move pages to another tier."""
+        movements = self._movements()
+        begin = movements.demote if body.to == "ssd" else movements.prefetch
+        return self._moved("move", begin, body)
+
+    def limit(self, space: str, body: LimitsBody) -> dict[str, Any]:
+        """Limit what a space may have, and what the others must leave it, on the host tier.
+
+        A job puts the space's pages into queues of their own and brings it within its quota.
+        """
+        of = self._turns.space(space)
+
+        def change(table: PageTable) -> None:
+            capacity = table.slots.capacity_bytes
+            table.quotas.set(of, body.quota_bytes, body.reserved_bytes, capacity)
+
+        self._turns.operate(change)
+        subject = {"space": of.label, **body.model_dump()}
+        return self._jobs.start("limit", subject, lambda job: self._limit(job, of))
+
+    def set_policy(self, body: PolicyBody) -> dict[str, Any]:
+        """Change the eviction policy; when that fails the one before it stays."""
+        observed = self._turns.observed
+        before = self._turns.ask(observed.policy)
+        if body.name not in before["known"]:
+            known = ", ".join(before["known"])
+            raise InvalidArgument("name", f"{body.name!r} is no policy; known are {known}")
+
+        def change(table: PageTable) -> dict[str, Any]:
+            try:
+                observed.set_policy(body.name)
+            except KVStoreError:
+                observed.set_policy(before["name"])
+                raise
+            table.ghosts.policy = body.name
+            return observed.policy()
+
+        return {**self._turns.operate(change), "previous": before["name"]}
+
+    def all_jobs(self) -> dict[str, Any]:
+        """The jobs that run and the last ones that ended, the newest first."""
+        return {"jobs": self._jobs.all()}
+
+    def job(self, job: int) -> dict[str, Any]:
+        """One job, with its progress."""
+        return self._jobs.get(job).shown()
+
+    def cancel(self, job: int) -> dict[str, Any]:
+        """Ask a job to end; what it has done stays done."""
+        found = self._jobs.get(job)
+        found.cancel()
+        return found.shown()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _spaces(self) -> list[Space]:
+        return self._turns.ask(lambda: list(self._turns.observed.node.pages.spaces))
+
+    def _node(self, space: Space, key: PrefixKey) -> Node:
+        node = self._turns.ask(lambda: space.nodes.get(key))
+        if node is None:
+            message = f"{key.hex()} is not stored in this space; ask /v1/explain why"
+            raise ApiError(404, "not_found", message, "key")
+        return node
+
+    def _drop(self, job: Job, tops: list[Node], cause: str) -> None:
+        job.result.update(dropped=0, kept=0)
+        for top in tops:
+            dropped = 1
+            while dropped and not job.cancelled:
+                dropped, kept = self._turns.operate(partial(drop_below, top=top, cause=cause))
+                job.done += dropped
+                job.result["dropped"] += dropped
+            job.result["kept"] += kept
+
+    def _limit(self, job: Job, space: Space) -> None:
+        """Offer every page anew, then evict until the quota is kept."""
+        for number in self._turns.ask(lambda: space.shelves.numbers(0)):
+
+            def seed(table: PageTable, shelf: int = number) -> None:
+                table.eviction.offer_all(space.shelves.nodes(shelf), anew=True)
+
+            self._turns.operate(seed)
+            if job.cancelled:
+                return
+
+        def shrink(table: PageTable) -> int:
+            before = space.host_bytes
+            table.shrink(space, _SHRINK_PAGES)
+            return before - space.host_bytes
+
+        job.result["evicted_bytes"] = 0
+        while (freed := self._turns.operate(shrink)) and not job.cancelled:
+            job.result["evicted_bytes"] += freed
+
+    def _movements(self) -> Movements:
+        movements = self._turns.observed.movements
+        if movements is None:
+            raise ApiError(
+                409, "tier_unavailable", "this node has one tier: there is nowhere to move pages to"
+            )
+        return movements
+
+    def _moved(
+        self,
+        kind: str,
+        begin: Callable[[Space, list[PrefixKey], int], Movement],
+        body: MoveBody | PrefetchBody,
+    ) -> dict[str, Any]:
+        space = self._turns.space(body.space)
+        keys = [key_of(key, "keys") for key in body.keys]
+        deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
+
+        def work(job: Job) -> None:
+            movement = self._turns.operate(lambda _table: begin(space, keys, deadline_ns))
+            while True:
+                job.done, job.total = self._turns.ask(movement.progress)
+                if self._turns.ask(movement.finished):
+                    return
+                if job.cancelled or monotonic_ns() >= deadline_ns:
+                    self._turns.operate(lambda _table: movement.cancel())
+                    job.result["complete"] = False
+                    return
+                job.pause(_POLL_S)
+
+        return self._jobs.start(kind, {"space": space.label, "keys": len(keys)}, work)

@@ -1,0 +1,266 @@
+"""Pages and where they are: in memory, on disk, on their way, gone. Pure.
+
+Who asks for memory gets a slot that is free, or one that a victim leaves: its page stays on disk if
+it is there, is written there first if that is worth it, or leaves the index with all that it leads
+to. Nothing here knows about engines; :mod:`kvstore.state.pages` does.
+"""
+
+from collections import Counter
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import Verdict
+from kvstore.state.eviction import Eviction, classes
+from kvstore.state.ghosts import Ghosts
+from kvstore.state.outcomes import Abandoned, Action, Removed
+from kvstore.state.slots import Slot, SlotState, SlotTable
+from kvstore.state.spaces import Spaces
+from kvstore.state.tree import Node, Space, is_live
+
+
+class Residents:
+    """All pages of one node.
+
+    Args:
+        slots: the slots of the host tier.
+
+    Attributes:
+        actions: what became READY or left the index, in order.
+        now_ns: the time of the message that is being carried out.
+        tick: counts the requests; orders uses.
+    """
+
+    def __init__(self, slots: SlotTable) -> None:
+        """Start empty."""
+        self.slots = slots
+        #: Set when there is an SSD tier.
+        self.disk: DiskPages | None = None
+        self.spaces = Spaces(slots.extent_bytes)
+        self.actions: list[Action] = []
+        self.counts: Counter[str] = Counter()
+        self.ghosts = Ghosts()
+        self.eviction = Eviction(slots)
+        self.quotas = self.eviction.quotas
+        self.now_ns = 0
+        self.tick = 0
+        #: All and only the slots of pages in the trees.
+        self._owners: dict[Slot, Node] = {}
+
+    def ready_run(self, space: Space, shard: int, packed: bytes) -> list[Node]:
+        """The nodes of the leading run of READY pages of one shard, in whatever tier."""
+        run: list[Node] = []
+        for at in range(0, len(packed), KEY_BYTES):
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            if node is None or not node.ready >> shard & 1:
+                break
+            run.append(node)
+        return run
+
+    def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
+        """How many of the first ``pages`` pages are not in memory for every shard."""
+        if self.disk is None:
+            return 0
+        missing = 0
+        for at in range(pages):
+            slots = space.nodes[PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])].slots
+            missing += not all(shard in slots for shard in shards)
+        return missing
+
+    def check(self) -> None:
+        """Assert every invariant that spans slots, trees and the log."""
+        self.slots.check()
+        if self.disk is not None:
+            self.disk.log.check()
+        owned: dict[Slot, Node] = {}
+        for space in self.spaces:
+            space.check()
+            for node in space.nodes.values():
+                for shard, slot in node.slots.items():
+                    owned[slot] = node
+                    ready = self.slots.state(slot) == SlotState.READY
+                    assert ready == bool(node.ready >> shard & 1)
+                for shard in {*node.slots, *node.disk}:
+                    head = node.parent
+                    assert head is not None
+                    if head is not space.root and not space.shards[shard].window_pages:
+                        assert head.present >> shard & 1
+                        assert shard in head.disk or shard not in node.disk
+                if self.eviction.evictable(node):
+                    assert classes(node) <= set(node.queued), "a leaf is in all its queues"
+        assert owned == self._owners
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING, made room for if need be; None when there is no room now."""
+        while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
+            self.ghosts.wanted = (space.number, slot_bytes)
+            found = self._make_room(space, slot_bytes)
+            self.ghosts.wanted = None
+            if not found:
+                return None
+        return taken[0]
+
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
+        self.slots.commit([slot], self.tick)
+        node.promote(shard, slot)
+        self._owners[slot] = node
+        self.counts["promoted_pages"] += 1
+
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
+        self.eviction.offer(node)
+
+    def shrink(self, space: Space, pages_max: int) -> bool:
+        """Evict own leaves of a space over its quota; True when it is within it."""
+        for _ in range(pages_max):
+            if not self.quotas.exceeded(space):
+                return True
+            chosen = self.eviction.own_victim(space)
+            verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+            if chosen is None or verdict is Verdict.FULL:
+                return False
+            if verdict is Verdict.EVICT:
+                self._evict(chosen)
+        return not self.quotas.exceeded(space)
+
+    # ---- leaving ----------------------------------------------------------------------------
+
+    def drop(self, node: Node, shard: int, cause: str) -> None:
+        """Take one READY page out of the index, and with it what only it made reachable."""
+        if not node.ready >> shard & 1:
+            return
+        self.ghosts.head = node.key
+        self._drop_below(node, shard, cause)
+        self.ghosts.head = PrefixKey(b"")
+        self._remove(node, shard, cause)
+        self._tidy(node)
+
+    def _drop_below(self, node: Node, shard: int, cause: str) -> None:
+        """Take out what lies below ``node``: without their head nobody reaches those pages."""
+        if node.space.shards[shard].window_pages:
+            return
+        for below in reversed(_subtree(node)[1:]):
+            if below.ready >> shard & 1:
+                self._remove(below, shard, cause)
+            elif below.present >> shard & 1:
+                self._abandon(below, shard)  # its writer will find it DROPPED
+            self._tidy(below)
+
+    def _remove(self, node: Node, shard: int, cause: str) -> None:
+        """Take a READY page out of every tier."""
+        if self.disk is not None:
+            self.disk.forget(node, shard)
+        slot = self._forget(node, shard) if shard in node.slots else None
+        self.actions.append(Removed(node.space, shard, [node.key], cause))
+        self.counts[f"removed_{cause}"] += 1
+        self.ghosts.add(node, shard, cause, self.now_ns)
+        if slot is not None:
+            self.slots.release([slot])
+
+    def _abandon(self, node: Node, shard: int) -> None:
+        self._forget(node, shard)
+        self.actions.append(Abandoned(node.space, [node.key]))
+
+    def _forget(self, node: Node, shard: int) -> Slot:
+        slot = node.forget(shard)
+        del self._owners[slot]
+        return slot
+
+    def _owns(self, node: Node, shard: int, slot: Slot) -> bool:
+        return is_live(node) and node.slots.get(shard) == slot
+
+    def _tidy(self, node: Node) -> None:
+        """After pages went: prune bare nodes, and offer what became a leaf."""
+        if is_live(node):
+            node = node.space.prune(node)
+            while not node.in_memory and node.parent is not None:
+                node = node.parent
+            self.offer(node)
+
+    # ---- making room ------------------------------------------------------------------------
+
+    def _make_room(self, space: Space, slot_bytes: int) -> bool:
+        """Evict the least recently used leaf of the class, or a colder extent of another class."""
+        domain = space.identity.tenant
+        while (node := self.eviction.victim(space, slot_bytes)) is not None:
+            verdict = self._verdict(node)
+            if verdict is Verdict.FULL:
+                return False
+            if verdict is Verdict.EVICT:
+                break
+        age = node.access if node is not None else self.tick
+        position = self.slots.colder_extent(domain, slot_bytes, age)
+        while position is not None:
+            if self._empty_extent(position, space):
+                if node is not None:
+                    self.offer(node)
+                return True
+            self.slots.extents[position].used_at = self.tick
+            position = self.slots.colder_extent(domain, slot_bytes, age)
+        if node is None:
+            return False
+        self._evict(node)
+        return True
+
+    def _verdict(self, node: Node) -> Verdict:
+        """Whether a victim may go now; one that has to wait is offered again when it may."""
+        verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+        if verdict is Verdict.FULL:
+            self.offer(node)
+        return verdict
+
+    def _evict(self, node: Node) -> None:
+        """Take a node's pages out of memory; those on disk stay in the index."""
+        for shard in list(node.slots):
+            if shard in node.disk:
+                self._release_memory(node, shard)
+            else:
+                self._remove(node, shard, "evicted")
+        if node.parent is not None:
+            node.parent.access = max(node.parent.access, node.access)
+        self._tidy(node)
+
+    def _release_memory(self, node: Node, shard: int) -> None:
+        slot = node.forget(shard)
+        del self._owners[slot]
+        self.counts["evicted_to_disk"] += 1
+        self.slots.release([slot])
+
+    def _empty_extent(self, position: int, space: Space) -> bool:
+        """Evict every page of an extent and what hangs below them; False if something is in use."""
+        slots = self.slots.slots_in_use(position)
+        doomed: list[Node] = []
+        for slot in slots:
+            owner = self._owners.get(slot)
+            if owner is None:
+                return False  # LIMBO
+            doomed.append(owner)
+        for owner in doomed:
+            for node in _subtree(owner):
+                if node.pins or self.quotas.protects(node.space, space, self.slots.extent_bytes):
+                    return False
+                for shard, slot in node.slots.items():
+                    if not node.ready >> shard & 1 or self.slots.in_use(slot):
+                        return False
+        for owner in doomed:
+            for shard in list(owner.slots) if is_live(owner) else ():
+                if shard in owner.disk:
+                    self._release_memory(owner, shard)
+                elif shard in owner.slots:
+                    self.drop(owner, shard, "evicted")
+            self._tidy(owner)
+        return not self.slots.slots_in_use(position)
+
+    def _use(self, node: Node) -> None:
+        node.access, node.used_ns = self.tick, self.now_ns
+        node.hits += 1
+
+
+def _subtree(node: Node) -> list[Node]:
+    """``node`` and all below it, every parent before its children."""
+    found = [node]
+    for at in found:
+        found.extend(at.children.values())
+    return found

@@ -1,0 +1,150 @@
+"""Goal: every verb of ``kvstore`` says what the node says, and failures have an exit status."""
+
+import json
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.cli.top import frame
+from tests.admin.conftest import Stored, flip_a_byte
+from tests.client.conftest import READY, Daemon, arguments
+
+UNKNOWN = "cd" * 32
+
+
+@pytest.fixture
+def kvstore(daemon, capsys):
+    """``kvstore(*words) -> (status, what was printed)``; ``as_json`` parses it."""
+
+    def run(*words, as_json=False, to=daemon):
+        status = main([*map(str, words), "--url", to.http, *(["--json"] if as_json else [])])
+        printed = capsys.readouterr()
+        if not as_json:
+            return status, printed.out + printed.err
+        return status, json.loads(printed.out) if printed.out else printed.err
+
+    return run
+
+
+def test_every_look_is_a_table_and_is_json(kvstore, stored):
+    keys = stored.put(2)
+    for words, heard in (
+        (("stats",), "capacity"), (("spaces",), stored.label[:16]),
+        (("pages", stored.label), "2 pages"), (("tree", stored.label), keys[0].hex()[:16]),
+        (("page", stored.label, keys[0].hex()), "shards"), (("sessions",), "sessions"),
+        (("tiers",), "tier host"), (("config",), "configuration"), (("pins",), "pins"),
+        (("quota",), "limits"), (("policy",), "lru"), (("jobs",), "jobs"),
+        (("top", "--once"), "hit rate"), (("explain", keys[1].hex()), "hit: stored"),
+    ):  # fmt: skip
+        status, told = kvstore(*words)
+        assert (status, heard in told) == (0, True), (words, told)
+        status, told = kvstore(*words, as_json=True)
+        assert status == 0, words
+        assert told, words
+
+
+def test_long_listings_are_fetched_to_their_limit(kvstore, stored):
+    stored.put(12)
+
+    assert len(kvstore("pages", stored.label, "--limit", 5, as_json=True)[1]["pages"]) == 5
+    assert len(kvstore("pages", stored.label, as_json=True)[1]["pages"]) == 12
+    assert kvstore("pages", stored.label, "--hits-min", 99, as_json=True)[1]["pages"] == []
+
+
+def test_changes_are_made_and_waited_for(kvstore, daemon, stored):
+    keys = stored.put(6)
+    flip_a_byte(daemon, stored.content(6)[5].tobytes())
+
+    status, pin = kvstore("pin", stored.label, keys[0].hex(), "--ttl", 60, as_json=True)
+    assert (status, pin["pages"]) == (0, 1)
+    status, job = kvstore("verify", stored.label, as_json=True)
+    assert (status, job["state"], job["result"]["corrupt"]) == (0, "done", 1)
+    status, told = kvstore("explain", keys[5].hex(), "--space", stored.label)
+    assert (status, told.startswith("quarantined: ")) == (0, True)
+    status, job = kvstore("evict", stored.label, keys[3].hex(), as_json=True)
+    assert (status, job["result"]["dropped"]) == (0, 2)
+    status, limits = kvstore("quota", stored.label, "--quota-bytes", 1 << 20, as_json=True)
+    assert (status, stored.label in str(limits)) == (0, True)
+    assert kvstore("unpin", pin["pin"])[0] == 0
+    assert kvstore("policy", "lru")[0] == 0
+    assert kvstore("clear", stored.label)[0] == 0
+    assert stored.space.lookup(keys).pages == 0
+    status, told = kvstore("explain", "--tokens", "0,1,2,3", "--space", stored.label, as_json=True)
+    assert (status, told["verdict"], told["asked_pages"]) == (0, "cleared", 1)
+
+
+def test_tokens_may_come_from_a_file(kvstore, stored, tmp_path):
+    stored.put(2)
+    (tmp_path / "tokens").write_text(json.dumps(list(range(8))))
+    where = ("--space", stored.label, "--tokens")
+
+    assert kvstore("explain", *where, f"@{tmp_path / 'tokens'}", as_json=True)[1]["hit_pages"] == 2
+    assert kvstore("explain", *where, "1,x")[0] == 2
+    assert kvstore("explain", *where, "@/nowhere")[0] == 2
+
+
+def test_what_the_node_refuses_fails_with_its_words(kvstore, stored):
+    for words, heard in (
+        (("page", stored.label, UNKNOWN), "not stored"), (("pages", "nowhere"), "not open here"),
+        (("unpin", 999), "does not exist"), (("policy", "x"), "known are lru"),
+        (("prefetch", stored.label, UNKNOWN), "one tier"),
+        (("move", stored.label, UNKNOWN), "one tier"),
+        (("clear",), "all=true"), (("jobs", 999), "does not exist"),
+    ):  # fmt: skip
+        status, told = kvstore(*words)
+        assert (status, heard in told) == (1, True), (words, told)
+
+
+def test_a_node_that_is_not_there_is_said(capsys):
+    for words in (["stats"], ["top", "--once"], ["explain", UNKNOWN]):
+        assert main([*words, "--url", "http://127.0.0.1:1"]) == 1
+        assert "is it running?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["page", "x"], ["tree"], ["pages"]])
+def test_a_wrong_command_line_is_status_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == 2
+    assert "usage: kvstore" in capsys.readouterr().err
+
+
+def test_tokens_of_roles_are_sent_and_their_lack_is_said(spawn, tmp_path, kvstore, monkeypatch):
+    read, operate = "r" * 20, "o" * 20
+    settings = {"http__read_token": read, "http__operate_token": operate}
+    own = Daemon(spawn(arguments(tmp_path / "own.sock", **settings), ready=READY))
+
+    status, told = kvstore("stats", to=own)
+    assert (status, "KVSTORE_TOKEN" in told) == (1, True)
+    monkeypatch.setenv("KVSTORE_TOKEN", read)
+    assert kvstore("stats", to=own)[0] == 0
+    status, told = kvstore("clear", "--all", to=own)
+    assert (status, "operating needs" in told) == (1, True)
+    assert kvstore("clear", "--all", "--token", operate, to=own)[0] == 0
+
+
+def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing():
+    def stats(boot: str, **counts: int) -> dict:
+        host = {"capacity_bytes": 100, "free_bytes": 40, "pinned_bytes": 0, "limbo_bytes": 0}
+        return {"boot": boot, "node": "n", "counts": counts, "host": host, "pages": 1,
+                "loop_lag_s": 0.001, "sessions": []}  # fmt: skip
+
+    before = stats("a", lookup_pages=10, hit_pages=10, stored_bytes=10**9)
+    after = stats("a", lookup_pages=30, hit_pages=20, stored_bytes=3 * 10**9, removed_evicted=4)
+
+    rates = frame(before, after, 2.0)
+    assert (rates["hit_rate"], rates["in_gb_per_s"], rates["evictions_per_s"]) == (0.5, 1.0, 2.0)
+    assert rates["host_used_bytes"] == 60
+    assert frame(after, stats("b", stored_bytes=10**9), 1.0)["in_gb_per_s"] == 1.0
+    assert frame(after, after, 1.0)["hit_rate"] is None
+
+
+def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
+    before = kvstore("stats", as_json=True)[1]["counts"]
+    keys = stored.put(3)
+    stored.space.get(keys).close()
+    after = kvstore("stats", as_json=True)[1]["counts"]
+
+    for name in ("stored_bytes", "loaded_bytes"):
+        assert after[name] - before.get(name, 0) == 3 * len(stored.content(1)[0])

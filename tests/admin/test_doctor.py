@@ -1,0 +1,118 @@
+"""Goal: ``doctor`` fails what would not work, warns of what would be slow, and says what to do."""
+
+import json
+
+import pytest
+
+from kvstore import doctor
+from kvstore.cli import main
+from kvstore.doctor import Check, cgroup_limit, examine
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine of 8 GiB; ``machine(name, text)`` writes a file of its /proc or /sys."""
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 4 << 20)
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("proc/meminfo", "MemTotal:       8388608 kB\nMemFree: 1 kB\n")
+    write("proc/self/cgroup", "0::/a/b\n")
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    write("sys/fs/cgroup/a/memory.max", f"{4 * GIB}\n")
+    write("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [within_size] never\n")
+    write("sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n")
+    return write
+
+
+def checks(tmp_path, capacity: int = 0, stats=None) -> dict[str, Check]:
+    found = examine(tmp_path, stats, capacity, tmp_path / "proc", tmp_path / "sys")
+    assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
+    return {one.name: one for one in found}
+
+
+def test_every_subject_is_checked(machine, tmp_path):
+    names = set(checks(tmp_path))
+
+    assert names == {
+        "node", "python", "kernel", "libraries", "mover", "memfd", "tmpfs", "memlock",
+        "descriptors", "cgroup", "memory", "huge pages", "clock", "direct I/O", "disk speed",
+    }  # fmt: skip
+    assert not list(tmp_path.glob("kvstore-doctor-*")), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "status"), [(0, "ok"), (3 * GIB, "ok"), (4 * GIB, "warn"), (5 * GIB, "fail")]
+)
+def test_a_control_group_that_is_too_small_fails(machine, tmp_path, capacity, status):
+    assert checks(tmp_path, capacity)["cgroup"].status == status
+
+
+def test_the_limit_is_the_lowest_of_all_groups_of_both_versions(machine, tmp_path):
+    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") == 4 * GIB
+    machine("proc/self/cgroup", "4:memory:/x\n9:name=systemd:/\n0::/a/b\n")
+    machine("sys/fs/cgroup/memory/x/memory.limit_in_bytes", f"{2 * GIB}\n")
+    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") == 2 * GIB
+    machine("proc/self/cgroup", "")
+    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") is None
+
+
+def test_more_capacity_than_memory_fails(machine, tmp_path):
+    machine("proc/self/cgroup", "")
+
+    assert checks(tmp_path, 8 * GIB)["memory"].status == "fail"
+    assert checks(tmp_path, 4 * GIB)["memory"].status == "ok"
+
+
+def test_slow_clocks_and_small_pages_are_warned_of(machine, tmp_path):
+    machine("sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet\n")
+    machine("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [never]\n")
+    found = checks(tmp_path)
+
+    assert found["clock"].status == found["huge pages"].status == "warn"
+
+
+def test_a_directory_that_cannot_be_written_is_warned_of(machine, tmp_path):
+    found = {
+        one.name: one
+        for one in examine(tmp_path / "none", None, 0, tmp_path / "proc", tmp_path / "sys")
+    }
+
+    assert found["direct I/O"].status == found["disk speed"].status == "warn"
+    assert "--directory" in found["disk speed"].advice
+
+
+def test_the_disk_is_held_against_what_engines_report(machine, tmp_path):
+    def stats(seconds_per_token: float) -> dict:
+        return {"node": "n", "host": {"capacity_bytes": GIB}, "loop_lag_s": 0.0,
+                "sessions": [{"prefill_s_per_token": seconds_per_token}]}  # fmt: skip
+
+    assert checks(tmp_path, stats=stats(1e-12))["disk speed"].status == "warn"
+    assert checks(tmp_path, stats=stats(1.0))["disk speed"].status == "ok"
+
+
+def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path, capsys):
+    words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["checks"]
+    assert {one["status"] for one in told} <= {"ok", "warn"}
+
+    config = tmp_path / "server.toml"
+    config.write_text(f"[host]\ncapacity_bytes = {1 << 50}\n")
+    assert main([*words, "--config", str(config)]) == 1
+    assert "host.capacity_bytes" in capsys.readouterr().out
+    config.write_text("[nonsense]\na = 1\n")
+    assert main([*words, "--config", str(config)]) == 2
+
+
+def test_a_running_node_is_asked(daemon, machine, tmp_path, capsys):
+    assert main(["doctor", "--directory", str(tmp_path), "--url", daemon.http, "--json"]) == 0
+
+    node = json.loads(capsys.readouterr().out)["checks"][0]
+    assert node["found"].startswith("local: ")

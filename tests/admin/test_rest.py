@@ -1,0 +1,327 @@
+"""Goal: what an operator asks over HTTP is answered truly, and what is wrong has a stable code."""
+
+import pytest
+
+from kvstore.config import ServerConfig, load
+from kvstore.errors import ConfigError
+from tests.admin.conftest import PAGE_BYTES, Api, Stored, flip_a_byte
+from tests.client.conftest import READY, Daemon, arguments
+
+UNKNOWN = "ab" * 32
+READ, OPERATE = "r" * 20, "o" * 20
+
+# Looking
+
+
+def test_a_space_is_shown_with_what_it_is_of(api, stored):
+    stored.put(3)
+    every = api.get("/v1/spaces?limit=1000")["spaces"]
+
+    (mine,) = [one for one in every if one["space"] == stored.label]
+
+    assert (mine["pages"], mine["host_bytes"]) == (3, 3 * PAGE_BYTES)
+    assert mine["model"] == stored.space.identity.model
+    assert mine["shards"][0]["heads"] == [0, 2]
+
+
+def test_spaces_are_listed_a_stretch_at_a_time(api, stored):
+    first = api.get("/v1/spaces?limit=1")
+    assert len(first["spaces"]) == 1
+    assert first["next"] in (1, None)
+    assert api.get("/v1/spaces?cursor=100000")["spaces"] == []
+
+
+def test_one_page_says_where_since_when_and_how_often(api, stored):
+    keys = stored.put(3)
+    with stored.space.get(keys[:2]) as views:
+        assert len(views) == 2
+
+    page = api.get(f"/v1/pages/{stored.label}/{keys[1].hex()}")
+
+    assert (page["tier"], page["parent"], page["depth"]) == ("host", keys[0].hex(), 2)
+    assert page["first_children"] == [keys[2].hex()]
+    assert page["hits"] >= 1
+    assert 0 <= page["used_s_ago"] <= page["stored_s_ago"] < 60
+    assert len(page["shards"]["0"]["digest"]) == 32
+    assert api.refused("GET", f"/v1/pages/{stored.label}/{UNKNOWN}")[:2] == (404, "not_found")
+
+
+def test_pages_are_filtered_by_hits_age_tier_and_prefix(api, stored):
+    keys = stored.put(4)
+    stored.space.get(keys[:2]).close()
+    listing = f"/v1/pages?space={stored.label}"
+
+    def shown(query: str) -> set[str]:
+        return {row["key"] for row in api.get(listing + query)["pages"]}
+
+    every = {key.hex() for key in keys}
+    assert shown("&hits_min=1") == {keys[1].hex()}
+    assert shown("&hits_max=0") == every - {keys[1].hex()}
+    assert shown("&tier=host&age_max_s=60") == every
+    assert shown("&tier=ssd") == shown("&age_min_s=3600") == set()
+    assert shown(f"&prefix={keys[2].hex()}") == {keys[2].hex(), keys[3].hex()}
+
+
+def test_a_listing_shows_each_page_once_while_others_come_and_go(api, stored):
+    stay = [key.hex() for key in stored.put(30)]
+    leaving = stored.put(20, start=10_000)
+    seen, cursor, stretches = [], "0", 0
+    while cursor is not None:
+        answer = api.get(f"/v1/pages?space={stored.label}&limit=7&cursor={cursor}")
+        seen += [row["key"] for row in answer["pages"]]
+        cursor, stretches = answer["next"], stretches + 1
+        stored.put(1, start=20_000 + 100 * stretches)
+        if stretches == 2:
+            api.ended(api.post("/v1/evict", space=stored.label, key=leaving[0].hex()))
+
+    assert len(seen) == len(set(seen))
+    assert set(stay) <= set(seen)
+    assert not {key.hex() for key in leaving} & set(seen)
+    assert stretches >= 5
+
+
+def test_a_tree_is_shown_heads_first_and_by_depth(api, stored):
+    keys = stored.put(5)
+    tree = f"/v1/tree?space={stored.label}"
+
+    first = api.get(f"{tree}&limit=2")
+    rest = api.get(f"{tree}&limit=100&cursor={first['next']}")
+
+    rows = first["pages"] + rest["pages"]
+    assert [row["key"] for row in rows] == [key.hex() for key in keys]
+    assert [row["depth"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rest["next"] is None
+    assert len(api.get(f"{tree}&depth=3")["pages"]) == 3
+    assert len(api.get(f"{tree}&key={keys[3].hex()}&depth=1")["pages"]) == 2
+
+
+def test_sessions_show_what_they_hold(api, daemon):
+    with daemon.connect(name="holder") as store:
+        mine = Stored(store)
+        keys = mine.put(2)
+        with mine.space.get(keys):
+            (session,) = [
+                one for one in api.get("/v1/sessions")["sessions"] if one["name"] == "holder"
+            ]
+            assert session["used_bytes"] > 0
+            assert sum(process["leases"] for process in session["processes"]) == 1
+
+
+def test_tiers_and_the_policy_are_shown_and_unknown_policies_refused(api):
+    (host,) = api.get("/v1/tiers")["tiers"]
+    assert (host["tier"], host["capacity_bytes"]) == ("host", 64 << 20)
+    assert api.get("/v1/policy") == {"name": "lru", "known": ["lru"]}
+    status, changed = api.send("PUT", "/v1/policy", {"name": "lru"})
+    assert (status, changed["previous"]) == (200, "lru")
+    assert api.refused("PUT", "/v1/policy", {"name": "x"}) == (400, "invalid_argument", "name")
+
+
+def test_the_configuration_says_where_each_value_is_from(api):
+    values = {one["key"]: one for one in api.get("/v1/config")["values"]}
+
+    assert values["host.capacity_bytes"]["source"] == "--set host.capacity_bytes"
+    assert values["host.lease_s_max"]["source"] == "default"
+
+
+def test_all_routes_are_described(api):
+    described = api.get("/openapi.json")["paths"]
+
+    assert {"/v1/explain", "/v1/verify", "/v1/pins", "/v1/jobs/{job}"} <= described.keys()
+
+
+# Changing
+
+
+def test_pins_are_made_shown_and_ended(api, stored):
+    keys = stored.put(3)
+    made = api.post("/v1/pins", space=stored.label, key=keys[1].hex(), ttl_s=60)
+    assert made["pages"] == 2
+    (pin,) = [one for one in api.get("/v1/pins")["pins"] if one["pin"] == made["pin"]]
+    assert 0 < pin["ends_in_s"] <= 60
+
+    job = api.ended(api.post("/v1/evict", space=stored.label))
+    assert job["result"] == {"dropped": 1, "kept": 2}
+    assert api.send("DELETE", f"/v1/pins/{made['pin']}")[0] == 200
+    assert api.refused("DELETE", f"/v1/pins/{made['pin']}") == (404, "not_found", "pin")
+    assert api.ended(api.post("/v1/clear", space=stored.label[:12]))["result"]["dropped"] == 2
+    assert stored.space.lookup(keys).pages == 0
+
+
+def test_a_pin_beyond_the_budget_is_refused(own_daemon_with):
+    daemon = own_daemon_with(admin__pin_budget_bytes=4096)
+    with daemon.connect() as store:
+        mine, api = Stored(store), Api(daemon)
+        keys = mine.put(2)
+        body = {"space": mine.label, "key": keys[1].hex()}
+        assert api.refused("POST", "/v1/pins", body)[:2] == (409, "capacity")
+
+
+def test_what_was_cleared_or_taken_out_is_explained(api, stored):
+    keys = stored.put(4)
+    api.ended(api.post("/v1/evict", space=stored.label, key=keys[2].hex()))
+
+    answer = api.post("/v1/explain", space=stored.label, tokens=list(range(16)))
+    assert (answer["verdict"], answer["hit_pages"], answer["asked_pages"]) == ("operator", 2, 4)
+
+    api.ended(api.post("/v1/clear", space=stored.label))
+    assert api.post("/v1/explain", key=keys[0].hex(), space=stored.label)["verdict"] == "cleared"
+    assert api.post("/v1/explain", key=UNKNOWN)["verdict"] == "never_stored"
+
+
+def test_a_space_with_a_quota_stays_within_it(api, stored):
+    keys = stored.put(6)
+    status, job = api.send("PUT", f"/v1/quotas/{stored.label}", {"quota_bytes": 4 * PAGE_BYTES})
+    assert status == 202
+    assert api.ended(job)["result"]["evicted_bytes"] == 2 * PAGE_BYTES
+    assert stored.space.lookup(keys).pages == 4
+
+    stored.put(3, start=50_000)
+    (mine,) = [one for one in api.get("/v1/quotas")["quotas"] if one["space"] == stored.label]
+    assert mine["host_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
+    wrong = {"quota_bytes": 1, "reserved_bytes": 2}
+    assert api.refused("PUT", f"/v1/quotas/{stored.label}", wrong)[1:] == (
+        "invalid_argument", "reserved_bytes",
+    )  # fmt: skip
+    api.ended(api.send("PUT", f"/v1/quotas/{stored.label}", {})[1])
+    assert stored.label not in {one["space"] for one in api.get("/v1/quotas")["quotas"]}
+
+
+def test_verify_finds_a_flipped_byte_and_explain_says_quarantined(api, daemon, stored):
+    keys = stored.put(5)
+    flip_a_byte(daemon, stored.content(5)[3].tobytes())
+
+    job = api.ended(api.post("/v1/verify", space=stored.label))
+
+    assert job["state"] == "done"
+    assert job["result"] == {"checked": 5, "corrupt": 1, "skipped": 0}
+    assert (job["done"], job["total"]) == (5, 5)
+    assert stored.space.lookup(keys).pages == 3
+    assert (
+        api.post("/v1/explain", key=keys[3].hex(), space=stored.label)["verdict"] == "quarantined"
+    )
+    after = api.post("/v1/explain", key=keys[4].hex(), space=stored.label)
+    assert (after["verdict"], after["head"]["verdict"]) == ("head_missing", "quarantined")
+    assert api.get("/v1/stats")["counts"]["removed_corrupt"] >= 2
+    assert api.get("/v1/stats")["host"]["pinned_bytes"] == 0
+
+
+def test_verify_passes_what_is_whole_and_does_not_consume_what_is_read_once(api, stored):
+    keys = stored.put(3)
+    stored.put(1, start=90_000, read_once=True)
+
+    page = api.ended(api.post("/v1/verify", space=stored.label, key=keys[0].hex()))
+    space = api.ended(api.post("/v1/verify", space=stored.label))
+    tier = api.ended(api.post("/v1/verify"))
+
+    assert page["result"] == {"checked": 1, "corrupt": 0, "skipped": 0}
+    assert space["result"] == {"checked": 3, "corrupt": 0, "skipped": 1}
+    assert tier["result"]["checked"] >= 3
+    assert tier["result"]["corrupt"] == 0
+    assert stored.space.lookup(keys).pages == 3
+
+
+def test_jobs_are_remembered_and_unknown_ones_are_not_found(api, stored):
+    job = api.ended(api.post("/v1/verify", space=stored.label))
+
+    assert job["job"] in {one["job"] for one in api.get("/v1/jobs")["jobs"]}
+    assert api.send("DELETE", f"/v1/jobs/{job['job']}")[1]["state"] == "done"
+    assert api.refused("GET", "/v1/jobs/999999") == (404, "not_found", "job")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected"),
+    [
+        ("POST", "/v1/prefetch", {"space": "@", "keys": [UNKNOWN]}, (409, "tier_unavailable", "")),
+        ("POST", "/v1/move", {"space": "@", "keys": [UNKNOWN]}, (409, "tier_unavailable", "")),
+        ("POST", "/v1/verify", {"tier": "ssd"}, (409, "tier_unavailable", "tier")),
+        ("POST", "/v1/verify", {"key": UNKNOWN}, (400, "invalid_argument", "space")),
+        ("POST", "/v1/evict", {"space": "@", "key": UNKNOWN}, (404, "not_found", "key")),
+        ("POST", "/v1/evict", {"space": "@", "key": "zz"}, (400, "invalid_argument", "key")),
+        ("POST", "/v1/evict", {"space": "nowhere"}, (404, "not_found", "space")),
+        ("POST", "/v1/evict", {"spaces": "@"}, (422, "invalid_argument", "space")),
+        ("POST", "/v1/clear", {}, (400, "invalid_argument", "space")),
+        ("POST", "/v1/pins", {"space": "@", "key": UNKNOWN}, (404, "not_found", "key")),
+        ("POST", "/v1/explain", {}, (400, "invalid_argument", "key")),
+        ("POST", "/v1/explain", {"key": UNKNOWN, "shard": 0}, (400, "invalid_argument", "shard")),
+        ("POST", "/v1/explain", {"tokens": [1]}, (400, "invalid_argument", "tokens")),
+        ("POST", "/v1/explain", {"tokens": [-1] * 9}, (400, "invalid_argument", "tokens")),
+        ("GET", "/v1/tree?space=@&cursor=00", None, (400, "invalid_argument", "cursor")),
+        ("GET", "/v1/nothing", None, (404, "not_found", "")),
+        ("PATCH", "/v1/stats", None, (405, "method_not_allowed", "")),
+    ],
+)
+def test_what_is_wrong_has_a_stable_code_and_names_the_field(
+    api, stored, method, path, body, expected
+):
+    if body is not None and body.get("space") == "@":
+        body = {**body, "space": stored.label}
+
+    assert api.refused(method, path.replace("@", stored.label), body) == expected
+
+
+def test_a_web_page_may_not_operate_a_node_without_tokens(api):
+    status, answer = api.send("POST", "/v1/clear", {"all": True}, Origin="http://evil.example")
+
+    assert (status, answer["error"]["code"]) == (403, "forbidden")
+
+
+# Tokens
+
+
+@pytest.fixture
+def own_daemon_with(spawn, tmp_path):
+    """``own_daemon_with(section__key=value)``: a daemon configured so."""
+    return lambda **settings: Daemon(
+        spawn(arguments(tmp_path / "own.sock", **settings), ready=READY)
+    )
+
+
+def test_a_role_may_do_what_it_may_and_no_more(own_daemon_with, tmp_path):
+    secret = tmp_path / "operate"
+    secret.write_text(OPERATE + "\n")
+    daemon = own_daemon_with(http__read_token=READ, http__operate_token_file=secret)
+    nobody, stranger = Api(daemon), Api(daemon, "x" * 20)
+    reader, operator = Api(daemon, READ), Api(daemon, OPERATE)
+
+    assert nobody.get("/healthz") == {"status": "ok"}
+    assert nobody.get("/readyz")["status"] == "ready"
+    for who in (nobody, stranger):
+        for method, path in (
+            ("GET", "/v1/stats"), ("GET", "/metrics"), ("GET", "/v1/config"), ("GET", "/v1/jobs"),
+            ("POST", "/v1/explain"), ("POST", "/v1/clear"), ("DELETE", "/v1/pins/1"),
+            ("PUT", "/v1/policy"),
+        ):  # fmt: skip
+            assert who.refused(method, path)[:2] == (401, "unauthorized"), path
+    assert reader.get("/v1/stats")["node"] == "local"
+    assert reader.refused("POST", "/v1/clear", {"all": True})[:2] == (403, "forbidden")
+    assert reader.refused("PUT", "/v1/policy", {"name": "lru"})[:2] == (403, "forbidden")
+    assert operator.get("/v1/stats")["node"] == "local"
+    assert operator.ended(operator.post("/v1/clear", all=True))["state"] == "done"
+    values = {one["key"]: one["value"] for one in reader.get("/v1/config")["values"]}
+    assert values["http.read_token"] == "***"
+    assert READ not in str(values)
+
+
+def test_without_a_token_only_loopback_is_served(tmp_path):
+    for address in ("0.0.0.0", "10.0.0.1", "::"):
+        with pytest.raises(ConfigError, match=r"http\.operate_token"):
+            load(ServerConfig, None, {}, [f"http.host={address}"])
+
+    assert load(ServerConfig, None, {}, ["http.host=0.0.0.0", f"http.read_token={READ}"])
+
+
+@pytest.mark.parametrize("setting", ["http.read_token=short", "http.operate_token_file=/nowhere/x"])
+def test_a_token_that_is_none_ends_the_start(spawn, tmp_path, setting):
+    process = spawn([*arguments(tmp_path / "own.sock"), "--set", setting])
+
+    assert process.wait() == 2
+    assert setting.partition("=")[0] in process.stderr
+
+
+def test_a_daemon_ends_at_once_while_a_job_runs(own_daemon_with):
+    daemon = own_daemon_with(host__capacity_bytes="256MiB")
+    with daemon.connect() as store:
+        Stored(store).put(2000)
+        Api(daemon).post("/v1/verify")
+
+    assert daemon.process.stop() == 0

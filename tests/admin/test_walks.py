@@ -1,0 +1,110 @@
+"""Goal: a walk in turns shows each page that stays exactly once, whatever comes and goes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidArgument
+from kvstore.state.shelves import SHELF_NODES
+from kvstore.state.tree import Space
+from kvstore.state.walks import drop_below, subtree
+from tests.state.world import PAGE, ROOT, World, chain, identity, key
+
+paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)
+
+
+def grown(stored: list[str]) -> tuple[World, object, Space]:
+    world = World(extents=4, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    for path in stored:
+        world.store(process, space, path)
+    return world, process, space
+
+
+@given(paths, st.integers(1, 7), st.integers(1, 4))
+def test_a_subtree_is_listed_once_and_heads_before_tails(stored, limit, depth):
+    _, _, space = grown(stored)
+    found, after, more = [], ROOT, True
+    while more:
+        nodes, more = subtree(space, ROOT, after, depth, limit)
+        assert len(nodes) <= limit
+        found += nodes
+        after = found[-1].key if found else ROOT
+
+    assert sorted(node.key for node in found) == sorted(
+        node.key for node in space.nodes.values() if node.depth <= depth
+    )
+    places = {node: at for at, node in enumerate(found)}
+    assert all(
+        places[node.parent] < at for node, at in places.items() if node.parent is not space.root
+    )
+
+
+def test_below_a_key_begins_with_that_key():
+    _, _, space = grown(["abc", "abd", "x"])
+
+    nodes, more = subtree(space, key("ab"), ROOT, 9, 10)
+
+    assert ([node.key for node in nodes], more) == ([key("ab"), key("abc"), key("abd")], False)
+
+
+def test_a_cursor_that_left_or_lies_elsewhere_is_refused():
+    _, _, space = grown(["ab", "x"])
+    for top, after in ((key("a"), key("x")), (ROOT, key("gone")), (key("gone"), ROOT)):
+        with pytest.raises(InvalidArgument):
+            subtree(space, top, after, 9, 10)
+
+
+@given(paths, paths, st.randoms(use_true_random=False))
+def test_shelves_show_what_stays_once_while_pages_come_and_go(stored, more, chance):
+    world, process, space = grown(stored)
+    for filler in range(SHELF_NODES):  # so that there is more than one shelf
+        space.node(key(f"filler{filler}"), ROOT)
+    before = set(space.nodes.values())
+    seen = []
+    for number in space.shelves.numbers(0):
+        seen += space.shelves.nodes(number)
+        for path in more[:2]:
+            world.store(process, space, path)
+        victim = chance.choice(list(space.nodes.values()))
+        if not victim.children and victim.present:
+            world.table.drop(victim, 0, "operator")
+        del more[:2]
+
+    assert len(seen) == len(set(seen))
+    assert before & set(space.nodes.values()) <= set(seen)
+
+
+def test_a_subtree_goes_in_turns_and_what_is_pinned_or_written_stays():
+    world, process, space = grown(["abcdef", "abxy", "q"])
+    world.table.pins.budget_bytes = 100 * PAGE
+    world.table.pins.add(space, key("abc"), 0)
+    world.begin(process, space, "abxyz")  # its last page is being written
+    total, turns = 0, 0
+    while dropped := drop_below(world.table, space.nodes[key("a")], "operator", limit=2)[0]:
+        assert dropped <= 2
+        total, turns = total + dropped, turns + 1
+
+    assert (total, turns) == (3, 2)
+    assert world.lookup(space, "abcdef") == (3, 0)
+    assert world.lookup(space, "abxyz") == (4, 1)
+    assert world.lookup(space, "q") == (1, 0)
+    world.table.check()
+
+
+def test_a_chain_deeper_than_a_turn_goes_all_the_same():
+    world, process, space = grown([])
+    world.store(process, space, "a" * 200)
+    assert len(chain("a" * 200)) == len(space.nodes)
+
+    assert drop_below(world.table, space.root, "cleared", limit=50) == (50, 0)
+    assert len(space.nodes) == 150
+
+
+def test_spaces_do_not_show_each_others_pages():
+    world, process, space = grown(["ab"])
+    other, _ = world.table.spaces.open(process.session, identity(model="n"), [space.shards[0].spec])
+
+    assert other.shelves.numbers(0) == []
+    assert len(space.shelves.nodes(0)) == 2
