@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import KVStore
-from kvstore.errors import CapacityError, PeerUnreachable, TransferTimeout
+from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.space import Space
 from kvstore.testing.server import Server, ServerError, wait_for
@@ -151,6 +151,8 @@ class Load:
                 except (PeerUnreachable, TransferTimeout) as error:
                     self._count(error.code)
                     self._over.wait(TIMEOUT_S)  # it is being killed, or should be
+                except KVStoreError as error:
+                    self.found.append(f"the load was refused: {error.code}: {error}")
                 else:
                     self._count("")
 

@@ -125,8 +125,7 @@ class Server:
     def resident_bytes(self) -> tuple[int, int]:
         """Memory it has in use: its own, and what it shares with clients."""
         fields = dict(
-            line.split(":", 1)
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
         )
         own = int(fields["RssAnon"].split()[0]) + int(fields["RssFile"].split()[0])
         return own << 10, int(fields["RssShmem"].split()[0]) << 10

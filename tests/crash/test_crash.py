@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.testing.crash import CrashFound, CrashRun
 
-KILLS = 3
+KILLS = 2
 SOAK_KILLS = 100
 
 
