@@ -130,7 +130,12 @@ class DiskPages:
     @property
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
-        return bool(self._writes) or self._keeper.reclaiming
+        return bool(self._writes) or self._room_is_made
+
+    @property
+    def _room_is_made(self) -> bool:
+        """Whether a segment is on its way to be free: sealed first, then reclaimed."""
+        return self._keeper.reclaiming or bool(self.log.full)
 
     @property
     def degraded(self) -> bool:
@@ -162,9 +167,12 @@ class DiskPages:
                 continue
             if self.in_flight_bytes >= self.rules.in_flight_bytes_max:
                 return Verdict.FULL
+            full = self._memory.counts["disk_full_pages"]
             self._write_chain(node, shard)
             if (node, shard) in self._writes:
                 verdict = Verdict.WRITING
+            elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
+                return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
 
     def make_durable(self, nodes: Sequence[Node], shard: int) -> Durable:

@@ -347,3 +347,18 @@ def test_window_pages_go_to_disk_without_their_heads():
     world.disk.make_durable([world.node("abc")], 1)
 
     assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
+
+
+def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
+    world = DiskWorld(write="back", extents=1, segments=4)
+    statuses = [PageStatus.GRANTED]
+    while statuses == [PageStatus.GRANTED] or world.jobs(DiskWrite):
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+        statuses = world.store(world.me, world.mine, chr(next(world.letters)))
+
+    assert statuses == [PageStatus.NO_ROOM], "nothing is sealed, so nothing can be reclaimed"
+    assert world.disk.busy, "but it will be"
+    assert world.table.counts["removed_evicted"] == 0
+    world.end_all()
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
