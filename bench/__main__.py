@@ -18,6 +18,7 @@ GROUPS: Final = {
     "host": "bench.host",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
+    "policy": "bench.policy",
     "reclaim": "bench.reclaim",
     "replay": "bench.replay",
     "ssd": "bench.ssd",

@@ -6,6 +6,7 @@ how many points of prefix hits are lost against leaf-first LRU of the same capac
 """
 
 import argparse
+import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.trace.exists():
         sys.stderr.write(f"skipped: there is no trace at {options.trace}\n")
         return 0
-    requests = trace.blocks(options.trace)
+    requests = [request.hash_ids for request in trace.blocks(options.trace)]
     sizes = [int(size) for size in options.capacity_blocks.split(",")]
     with (
         Report(json=options.json) as report,
@@ -65,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
                 f" unreachable pages {cache.unreachable()}"
             )
     return 0
+
+
+def _key(block: int) -> PrefixKey:
+    return PrefixKey(hashlib.sha256(block.to_bytes(8, "little")).digest())
 
 
 @dataclass
@@ -94,7 +99,7 @@ class Cache:
     def replay(self, requests: list[list[int]]) -> float:
         """Ask for and store every request; the share of blocks that were prefix hits, percent."""
         for request in requests:
-            self._serve([PrefixKey(trace.key(block)) for block in request])
+            self._serve([_key(block) for block in request])
         self.table.check()
         return 100 * self.hits / sum(map(len, requests))
 

@@ -14,10 +14,15 @@ import numpy as np
 
 from bench.measure import Progress, Result
 from kvstore import mover
+from kvstore.config import SSDConfig
+from kvstore.disk import DiskTier
+from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.state.slots import SlotTable
 from kvstore.state.log import Place, footer_bytes, record_bytes
 from kvstore.tier.base import PageRecord, WritePage
 from kvstore.tier.directories import Directory
+from kvstore.tier.host import HostMemory
 from kvstore.tier.record import ENTRY, Kind, encode_footer, pack_pair, pair_seed, segment_name
 from kvstore.tier.ssd import SSDLog
 from kvstore.tier.vectored import aligned
@@ -45,13 +50,19 @@ def measured(name: str, folder: Path, pages: int, progress: Progress) -> Result:
 
 
 def start(path: Path, pages: int) -> float:
-    """Open the log and find all of its pages; seconds."""
+    """Open the log, find all of its pages and put them into an index; seconds."""
+    limits = NodeLimits(session_quota_bytes=1 << 20, lease_ms_max=1000)
+    node = Node("bench", bytes(16), SlotTable(1 << 20, 1), limits, lambda: bytes(16))
+    memory = HostMemory("bench", bytes(16), 1 << 20, prefault=False)
+    config = SSDConfig(
+        directories=(str(path),), capacity_bytes=1 << 50, segment_bytes=SEGMENT_BYTES
+    )
     begun = time.perf_counter()
-    log = _opened(path)
-    found = log.recover()
+    tier = DiskTier(config, node, memory, lambda: None)
     seconds = time.perf_counter() - begun
-    log.close()
-    assert sum(len(segment.entries) for segment in found.segments) == pages
+    tier.close()
+    memory.close()
+    assert sum(len(space.nodes) for space in node.pages.spaces) == pages
     return seconds
 
 

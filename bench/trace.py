@@ -1,23 +1,29 @@
-"""A request trace as lists of block ids; block ids become the keys of pages."""
+"""Traces of requests: JSON lines with ``timestamp`` (ms) and ``hash_ids``, names of blocks.
 
-import hashlib
+Equal ids are equal prefixes up to the end of that block, so a request is a path in a tree.
+"""
+
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+BLOCK_TOKENS: Final = 512
 
-class TraceLine(msgspec.Struct):
-    """One request: ids of its 512-token blocks, in order."""
 
+class Request(msgspec.Struct, frozen=True):
+    """One request: when it came (ms) and the blocks of its prompt, the last one partly filled."""
+
+    timestamp: int
     hash_ids: list[int]
 
 
-def blocks(path: Path) -> list[list[int]]:
-    """The block ids of every request, in order of arrival."""
-    decoder = msgspec.json.Decoder(TraceLine)
-    return [decoder.decode(line).hash_ids for line in path.read_bytes().splitlines() if line]
+def blocks(path: Path) -> list[Request]:
+    """Every request of a trace, in order.
 
-
-def key(block: int) -> bytes:
-    """The key of a block's page."""
-    return hashlib.sha256(block.to_bytes(8, "little")).digest()
+    Raises:
+        msgspec.DecodeError: a line is no request.
+    """
+    decoder = msgspec.json.Decoder(Request)
+    with path.open("rb") as lines:
+        return [decoder.decode(line) for line in lines if line.strip()]

@@ -63,6 +63,8 @@ class HostConfig(Section, frozen=True):
         session_quota_bytes: what one engine may have pinned, reserved or left behind at a time;
             0 = half of the capacity.
         lease_s_max: the longest lease a client may ask for.
+        policy: which pages leave memory first: ``kvstore``, ``lru``, ``lfu``, ``tinylfu`` or
+            ``s3-fifo``.
         prefault: touch all memory in the background at start (a first touch is 5-40 times as slow
             as a copy).
     """
@@ -71,6 +73,7 @@ class HostConfig(Section, frozen=True):
     extent_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 32, multiple_of=4096)] = 256 << 20
     session_quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     lease_s_max: Positive = 300.0
+    policy: Literal["kvstore", "lru", "lfu", "tinylfu", "s3-fifo"] = "kvstore"
     prefault: bool = True
 
     def __post_init__(self) -> None:
@@ -94,7 +97,8 @@ class SSDConfig(Section, frozen=True):
         sync: when what is written survives a power cut: ``always`` at once, ``interval``, ``none``
             (no put can be durable then).
         sync_interval_s: between two syncs of ``interval``.
-        admission: which ordinary pages are worth writing.
+        admission: which ordinary pages are worth writing: ``all``, ``none``, or by the ``evidence``
+            that they will be used again (which only the eviction policy ``kvstore`` gathers).
         bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
             0 = no limit.
     """
@@ -107,7 +111,7 @@ class SSDConfig(Section, frozen=True):
     write: Literal["back", "through", "selective"] = "back"
     sync: Literal["none", "interval", "always"] = "interval"
     sync_interval_s: Positive = 1.0
-    admission: Literal["all", "kvstore"] = "kvstore"
+    admission: Literal["all", "evidence", "none"] = "evidence"
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class Embedded:
         slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
-        self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16))
+        self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
         self.memory.create(extent.number for extent in slots.extents)
         self._mapping = Mapping(boot, self._fetch)

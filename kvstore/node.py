@@ -28,6 +28,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.describe import describe
 from kvstore.state.diskjobs import Durable, Fetch, SyncPolicy
 from kvstore.state.match import awaited_key
 from kvstore.state.outcomes import Abandoned, Action, PageStatus
@@ -66,6 +67,7 @@ class Node:
         slots: the slots of the host tier.
         limits: what one engine may hold.
         new_token: makes an unguessable session token.
+        policy: which pages leave memory first.
 
     Attributes:
         outbox: answers to send, (connection, answer), in order.
@@ -74,13 +76,14 @@ class Node:
 
     def __init__(
         self, name: str, boot: bytes, slots: SlotTable, limits: NodeLimits,
-        new_token: Callable[[], bytes],
+        new_token: Callable[[], bytes], policy: str = "lru",
     ) -> None:  # fmt: skip
         """Start with no pages and no sessions."""
         self.name = name
         self.boot = boot
         self.limits = limits
-        self.pages = PageTable(slots)
+        self.pages = PageTable(slots, policy)
+        self.pages.ghosts.policy = policy
         self.sessions: dict[bytes, Session] = {}
         self.processes: dict[int, Process] = {}
         self.outbox: list[tuple[int, wire.Answer]] = []
@@ -454,44 +457,12 @@ class Node:
 
     def stats(self) -> dict[str, Any]:
         """One snapshot of everything that can be counted here, as plain values."""
-        slots = self.pages.slots.stats()
         return {
             "node": self.name,
             "boot": self.boot.hex(),
-            "host": {name: getattr(slots, name) for name in slots.__slots__},
-            "pages": sum(len(space.nodes) for space in self.pages.spaces),
-            "spaces": [
-                {
-                    **_identity(space),
-                    "pages": len(space.nodes),
-                    "shards": len(space.shards),
-                    "host_bytes": space.host_bytes,
-                }
-                for space in self.pages.spaces
-            ],
-            "sessions": [
-                {
-                    "name": session.name,
-                    "tenant": session.domain,
-                    "processes": len(session.processes),
-                    "lost_processes": sum(p.lost for p in session.processes.values()),
-                    "used_bytes": session.used_bytes,
-                    "quota_bytes": session.quota_bytes,
-                    "prefill_s_per_token": session.prefill_s_per_token,
-                }
-                for session in self.sessions.values()
-            ],
-            "leases": sum(len(process.leases) for process in self.processes.values()),
-            "puts": sum(len(process.puts) for process in self.processes.values()),
+            **describe(self.pages, list(self.sessions.values())),
             "waiting_requests": len(self.waiting),
-            "counts": dict(self.pages.counts),
         }
-
-
-def _identity(space: Space) -> dict[str, Any]:
-    identity = space.identity
-    fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
-    return {"space": identity.digest.hex(), **fields}
 
 
 def _acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:

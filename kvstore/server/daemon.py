@@ -20,13 +20,15 @@ import uvloop
 from kvstore import mover
 from kvstore.config import Loaded, ServerConfig, load, show
 from kvstore.disk import DiskTier
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import KVStoreError
+from kvstore.movements import DiskMovements
 from kvstore.node import Node, NodeLimits
 from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.state.ghosts import Ghosts
+from kvstore.state.policy import POLICIES
 from kvstore.state.slots import SlotTable
 from kvstore.tier.host import HostMemory, stale_bytes
 
@@ -65,12 +67,14 @@ class Daemon:
         quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(
-            config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16)
-        )
+            config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16),
+            host.policy,
+        )  # fmt: skip
         self.node.pages.pins.budget_bytes = (
             config.admin.pin_budget_bytes or host.capacity_bytes // 4
         )
         self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
+        self.node.pages.ghosts.policy = host.policy
         self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
@@ -102,6 +106,7 @@ class Daemon:
 
                 disk = DiskTier(self.config.ssd, self.node, self.memory, wake)
                 self.disk = self.socket.disk = disk
+                self.movements = DiskMovements(self.node.pages)
                 undo.callback(self.disk.close)
             self.socket.listen()
             undo.callback(self.socket.close)
@@ -155,12 +160,11 @@ class Daemon:
 
     def policy(self) -> dict[str, object]:
         """See :class:`~kvstore.server.api.Observed`."""
-        return {"name": self.node.pages.ghosts.policy, "known": ["lru"]}
+        return {"name": self.node.pages.eviction.policy, "known": list(POLICIES)}
 
     def set_policy(self, name: str) -> None:
         """See :class:`~kvstore.server.api.Observed`."""
-        if name != "lru":
-            raise InvalidArgument("name", f"{name!r} is no policy; known are lru")
+        self.node.pages.eviction.change_policy(name)
 
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())

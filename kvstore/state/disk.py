@@ -200,6 +200,20 @@ class DiskPages:
             self._syncs.advance(self._now_ns)
         return durable
 
+    def ensure_written(self, node: Node, shard: int) -> bool:
+        """Whether the page is on disk; if not it is on its way now, whatever admission thinks.
+
+        Raises:
+            CapacityError: it cannot be written now.
+        """
+        if shard in node.disk:
+            return True
+        if (node, shard) not in self._writes and (
+            self.degraded or not self._write_chain(node, shard, Durable())
+        ):
+            raise CapacityError("the SSD tier does not take this page now")
+        return False
+
     def forget(self, node: Node, shard: int) -> None:
         """The page leaves the disk, if it is there."""
         if shard in node.disk:

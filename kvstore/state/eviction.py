@@ -5,10 +5,15 @@ queues of its own, so that its leaves can be found, or left alone, without looki
 """
 
 from collections.abc import Iterable
+from typing import Final
 
+from kvstore.state.policy import EvictionPolicy, new_policy
 from kvstore.state.quotas import Quotas
 from kvstore.state.slots import SlotTable
-from kvstore.state.tree import EvictionQueue, Node, Space, is_live
+from kvstore.state.tree import Node, Space, is_live
+
+TAKE_OVER_MAX: Final = 64
+"""Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
 
 class Eviction:
@@ -16,20 +21,55 @@ class Eviction:
 
     Args:
         slots: the slots of the host tier.
+        policy: what goes first, one of :data:`kvstore.state.policy.POLICIES`.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
-        """Start with nothing to choose from."""
+    def __init__(self, slots: SlotTable, policy: str) -> None:
+        """Start with nothing to choose from.
+
+        Raises:
+            InvalidArgument: no policy has that name.
+        """
+        new_policy(policy, 0)
+        self.policy = policy
         self.quotas = Quotas()
         self._slots = slots
-        self._queues: dict[tuple[str, int], EvictionQueue] = {}
+        self._queues: dict[tuple[str, int], EvictionPolicy] = {}
+        #: Queues of the policy before, as far as they are not taken over yet.
+        self._before: dict[tuple[str, int], EvictionPolicy] = {}
+        self._tick = 0
+
+    def change_policy(self, policy: str) -> None:
+        """Choose by another policy from now on; leaves move over as victims are asked for.
+
+        Raises:
+            InvalidArgument: no policy has that name; nothing changed.
+        """
+        new_policy(policy, 0)
+        for name, queue in self._before.items():
+            self._take_over(name, queue, None)
+        self.policy = policy
+        self._before, self._queues = self._queues, {}
+
+    def stored(self, node: Node, slot_bytes: int, tick: int) -> None:
+        """A page of ``node`` came in."""
+        self._tick = tick
+        self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
+
+    def used(self, node: Node, tick: int) -> None:
+        """A request used the prefix that ends at ``node``; said once a request."""
+        self._tick = tick
+        node.uses += 1
+        name = self.quotas.queue_name(node.space)
+        for slot_bytes in classes(node):
+            self._queue(name, slot_bytes).used(node, tick)
 
     def offer(self, node: Node) -> None:
         """Tell that ``node`` may have become evictable."""
         if self.evictable(node):
             name = self.quotas.queue_name(node.space)
             for slot_bytes in classes(node):
-                self._queue(name, slot_bytes).offer(node)
+                self._queue(name, slot_bytes).offer(node, self._tick)
 
     def offer_all(self, nodes: Iterable[Node], *, anew: bool = False) -> None:
         """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
@@ -39,12 +79,12 @@ class Eviction:
                 self.offer(node)
 
     def victim(self, space: Space, slot_bytes: int) -> Node | None:
-        """The least recently used leaf of the class that may go for ``space``."""
+        """The leaf of the class that may go for ``space``."""
         names = self.quotas.payers(space, slot_bytes)
         return self._oldest([(name, slot_bytes) for name in names])
 
     def own_victim(self, space: Space) -> Node | None:
-        """The least recently used leaf of a space with limits."""
+        """The leaf of a space with limits that may go."""
         name = self.quotas.queue_name(space)
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
 
@@ -70,17 +110,31 @@ class Eviction:
 
     def _pop(self, name: str, slot_bytes: int) -> Node | None:
         queue = self._queue(name, slot_bytes)
-        while (node := queue.pop()) is not None:
+        before = self._before.get((name, slot_bytes))
+        if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
+            del self._before[name, slot_bytes]
+        while (node := queue.pop(self._tick)) is not None:
             if self.quotas.queue_name(node.space) != name:
                 self.offer(node)  # its space got limits since, and with them queues of its own
             elif slot_bytes in classes(node) and self.evictable(node):
                 return node
         return None
 
-    def _queue(self, name: str, slot_bytes: int) -> EvictionQueue:
+    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int | None) -> bool:
+        """Move leaves to the present policy's queue; False when none was left."""
+        moved = 0
+        while most is None or moved < most:
+            node = before.pop(self._tick)
+            if node is None:
+                return False
+            moved += 1
+            self._queue(*name).offer(node, self._tick)
+        return True
+
+    def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:
         queue = self._queues.get((name, slot_bytes))
         if queue is None:
-            queue = self._queues[name, slot_bytes] = EvictionQueue(slot_bytes)
+            queue = self._queues[name, slot_bytes] = new_policy(self.policy, slot_bytes)
         return queue
 
 

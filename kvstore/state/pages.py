@@ -26,11 +26,16 @@ class PageTable(Residents):
 
     Args:
         slots: the slots of the host tier.
+        policy: what leaves memory first, one of :data:`kvstore.state.policy.POLICIES`.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
-        """Start empty."""
-        super().__init__(slots)
+    def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
+        """Start empty.
+
+        Raises:
+            InvalidArgument: no policy has that name.
+        """
+        super().__init__(slots, policy)
         self.pins = Pins()
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
         self._page_deadlines: list[tuple[int, int, Node]] = []
@@ -82,6 +87,8 @@ class PageTable(Residents):
             for node, _, _ in pages:
                 node.access = self.tick  # segments are reclaimed without looking at descendants
             self._use(pages[-1][0])
+            if shard == min(pages[-1][0].slots):  # ranks of one request count once
+                self.eviction.used(pages[-1][0], self.tick)
             self._lend(process, lease_id, lease)
             self.counts["loaded_bytes"] += len(pages) * space.shards[shard].page_bytes
             if self.disk is not None:
@@ -202,6 +209,7 @@ class PageTable(Residents):
             node.commit(put.shard, digests[index * size : (index + 1) * size])
             node.access = self.tick
             node.stored_ns = self.now_ns
+            self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
             node.read_once = read_once
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:

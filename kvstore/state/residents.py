@@ -23,6 +23,7 @@ class Residents:
 
     Args:
         slots: the slots of the host tier.
+        policy: what leaves memory first.
 
     Attributes:
         actions: what became READY or left the index, in order.
@@ -30,7 +31,7 @@ class Residents:
         tick: counts the requests; orders uses.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
         """Start empty."""
         self.slots = slots
         #: Set when there is an SSD tier.
@@ -39,7 +40,7 @@ class Residents:
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
         self.ghosts = Ghosts()
-        self.eviction = Eviction(slots)
+        self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.now_ns = 0
         self.tick = 0
@@ -221,6 +222,13 @@ class Residents:
         if node.parent is not None:
             node.parent.access = max(node.parent.access, node.access)
         self._tidy(node)
+
+    def release_memory(self, node: Node) -> bool:
+        """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
+        if node.slots.keys() - node.disk.keys() or not self.eviction.evictable(node):
+            return False
+        self._evict(node)
+        return True
 
     def _release_memory(self, node: Node, shard: int) -> None:
         slot = node.forget(shard)

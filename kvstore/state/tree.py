@@ -9,7 +9,6 @@ that key. Nodes hang under the node of the key before them, so that
   hands its mark to its parent. The order is exactly the one of least recent use.
 """
 
-import heapq
 from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
@@ -32,10 +31,13 @@ class Node:
         children_in_memory: children that have slots or lead to nodes that do.
         depth: nodes between this one and the root, itself included.
         access: tick of the last use of this node or of a descendant that is gone.
+        uses: requests whose prefix ended here, or at a descendant that is gone.
+        turns: requests that extended this node's prefix, one after the other, before it was stored.
+        branches: nodes that ever continued this one.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
         memory_only: its pages never go to disk.
-        queued: slot sizes of the eviction queues in which an entry stands for this node.
+        queued: slot sizes of the eviction policies in which an entry stands for this node.
         hits: lookups and acquires that ended here, or at a descendant that is gone.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
         used_ns: when the last of ``hits`` was; 0 = never.
@@ -44,9 +46,9 @@ class Node:
     """
 
     __slots__ = (
-        "access", "children", "children_in_memory", "depth", "digests", "disk", "expires_ns",
-        "hits", "key", "memory_only", "parent", "pins", "present", "queued", "read_once", "ready",
-        "serial", "slots", "space", "stored_ns", "used_ns", "uses",
+        "access", "branches", "children", "children_in_memory", "depth", "digests", "disk",
+        "expires_ns", "hits", "key", "memory_only", "parent", "pins", "present", "queued",
+        "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -66,11 +68,12 @@ class Node:
         self.expires_ns = 0
         self.read_once = False
         self.memory_only = False
-        self.uses = 0
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.pins = self.serial = 0
+        self.uses = self.turns = self.branches = 0
         if parent is not None:
             parent.children[key] = self
+            parent.branches += 1
 
     def begin(self, shard: int, slot: Slot) -> None:
         """The page of ``shard``, in no tier yet, is being written to ``slot``."""
@@ -229,6 +232,7 @@ class Space:
             self.shelves.remove(node)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
+            parent.uses += node.uses
             parent.used_ns = max(parent.used_ns, node.used_ns)
             node.parent = None
             node = parent
@@ -287,43 +291,3 @@ def _deepen(node: Node) -> None:
 def is_live(node: Node) -> bool:
     """Whether the node is still in its tree (the root always is)."""
     return node.parent is not None or node is node.space.root
-
-
-class EvictionQueue:
-    """Leaves in order of least recent use, for one class of slots.
-
-    Every node that may be evictable is in the queue of each of its pages' classes once; a node that
-    turns out to be in use when its turn comes leaves it, and is offered again when that use ends.
-
-    Args:
-        slot_bytes: the class.
-    """
-
-    def __init__(self, slot_bytes: int) -> None:
-        """Start empty."""
-        self._slot_bytes = slot_bytes
-        self._heap: list[tuple[int, int, Node]] = []
-        self._sequence = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def offer(self, node: Node) -> None:
-        """Tell that ``node`` may be evictable now."""
-        if self._slot_bytes not in node.queued:
-            node.queued += (self._slot_bytes,)
-            self._sequence += 1
-            heapq.heappush(self._heap, (node.access, self._sequence, node))
-
-    def pop(self) -> Node | None:
-        """The least recently used node offered, or None; it leaves the queue."""
-        while self._heap:
-            access, _, node = heapq.heappop(self._heap)
-            if is_live(node) and node.access > access:
-                self._sequence += 1
-                heapq.heappush(self._heap, (node.access, self._sequence, node))
-                continue
-            node.queued = tuple(size for size in node.queued if size != self._slot_bytes)
-            if is_live(node):
-                return node
-        return None

@@ -470,7 +470,7 @@ class SimulatedDisk:
         self._simulation = simulation
         pages = simulation.node.pages
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(pages, log, Admission(), rules)
+        self.pages = pages.disk = DiskPages(pages, log, Admission("all", 0), rules)
 
     def take_jobs(self) -> None:
         """Begin what the node asked for."""

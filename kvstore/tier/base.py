@@ -74,14 +74,22 @@ class WriteTombstone:
 
 @dataclass(frozen=True, slots=True)
 class SyncAll:
-    """Make durable every write that was completed when this job was submitted."""
+    """Make durable every write that was completed when this job was submitted.
+
+    Once a sync of a segment has failed, every SyncAll fails until that segment is dropped: nobody
+    knows what of it the disk has.
+    """
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class SealSegment:
-    """Write the footer of a segment that is full; its writes have completed."""
+    """Write the footer of a segment that is full, durably; its writes have completed.
+
+    Syncs its records first. No record is written there afterwards, also when it failed: then it can
+    be tried again, or left to the next start, which scans the segment.
+    """
 
     job: int
     segment: int
@@ -89,7 +97,11 @@ class SealSegment:
 
 @dataclass(frozen=True, slots=True)
 class DropSegment:
-    """Delete a segment's file; nobody reads it any more."""
+    """Delete a segment's file, durably; nobody reads it any more.
+
+    Copies of its pages elsewhere have been synced before, and so have its tombstones as long as
+    another segment has an older record of their keys: else those would be back at the next start.
+    """
 
     job: int
     segment: int

@@ -37,13 +37,10 @@ from kvstore.tier.record import (
     unpack_pair,
 )
 from kvstore.tier.vectored import aligned, read_fully
+from kvstore.tier.window import SegmentFile, Window
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 32 << 20
-"""What a scan reads at a time; grown for a record that is larger."""
-PIECE_BYTES: Final = 4 << 20
-"""What one thread reads of it at a time."""
 _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
 
 
@@ -136,7 +133,11 @@ def load_segment(
     size = disk.size(descriptor)
     loaded = _load_footer(disk, descriptor, number, log_id, size)
     if loaded is None:
-        loaded = Scan(SegmentFile(disk, descriptor, size, readers), number, log_id).run()
+        window = Window(SegmentFile(disk, descriptor, size, readers))
+        try:
+            loaded = Scan(window, number, log_id).run()
+        finally:
+            window.close()
     for packed in loaded.pairs:
         unpack_pair(packed)
     return loaded
@@ -179,50 +180,20 @@ def _load_tombstone(disk: Disk, descriptor: int, entry: np.void, pair: bytes) ->
     return Tombstone(int(entry["sequence"]), pair, keys if whole else None)
 
 
-class SegmentFile(NamedTuple):
-    """An open segment; see :func:`load_segment`."""
-
-    disk: Disk
-    descriptor: int
-    size: int
-    readers: Executor | None
-
-    def read(self, target: memoryview, offset: int) -> int:
-        """Fill ``target``; returns bytes read."""
-        pieces = range(0, len(target), PIECE_BYTES)
-
-        def read_piece(at: int) -> int:
-            piece = target[at : at + PIECE_BYTES]
-            return read_fully(self.disk, self.descriptor, [piece], offset + at)
-
-        done = 0
-        every = (
-            map(read_piece, pieces)
-            if self.readers is None
-            else self.readers.map(read_piece, pieces)
-        )
-        for at, count in zip(pieces, every, strict=True):
-            done += count if done == at else 0
-        return done
-
-
 class Scan:
     """Goes through a segment that has no footer, record by record.
 
     Args:
-        file: the segment.
+        window: on the segment.
         number: names it.
         log_id: of the log it should belong to.
     """
 
-    def __init__(self, file: SegmentFile, number: int, log_id: bytes) -> None:
+    def __init__(self, window: Window, number: int, log_id: bytes) -> None:
         """Begin at the front."""
-        self._file = file
+        self._window = window
         self._number = number
         self._log = log_id
-        self._size = file.size - file.size % BLOCK_BYTES
-        self._window = aligned(min(WINDOW_BYTES, max(self._size, BLOCK_BYTES)))
-        self._start = self._stop = 0
         self._entries: list[bytes] = []
         self._pairs: dict[bytes, int] = {}
         self._tombstones: list[Tombstone] = []
@@ -231,9 +202,7 @@ class Scan:
     def run(self) -> LoadedSegment:
         """Find all records; see :func:`load_segment`."""
         at = 0
-        while at < self._size:
-            if not self._load(at, HEADER_BYTES):
-                break
+        while self._window.load(at, HEADER_BYTES):
             at = self._step(at)
         entries = np.frombuffer(b"".join(self._entries), dtype=ENTRY)
         return LoadedSegment(
@@ -242,15 +211,15 @@ class Scan:
 
     def _step(self, at: int) -> int:
         """Look at the block at ``at``; returns where to look next."""
-        block = self._bytes(at, HEADER_BYTES)
+        block = self._window.bytes(at, HEADER_BYTES)
         header = decode_header(block, self._log, Place(self._number, at))
         if header is None:
             if at == 0:
                 refuse_foreign(block, self._log)
-            return self._next_magic(at + BLOCK_BYTES)
+            return self._window.find(at + BLOCK_BYTES, _MAGIC)
         length = record_bytes(header.payload_bytes)
-        if not self._load(at, length) or not self._take(header):
-            return self._next_magic(at + BLOCK_BYTES)
+        if not self._window.load(at, length) or not self._take(header):
+            return self._window.find(at + BLOCK_BYTES, _MAGIC)
         self._end = at + length
         return at + length
 
@@ -258,7 +227,7 @@ class Scan:
         """Keep a record if its payload is whole."""
         space, shard = unpack_pair(header.pair)
         seed = pair_seed(space, shard)
-        payload = self._bytes(header.place.offset + HEADER_BYTES, header.payload_bytes)
+        payload = self._window.bytes(header.place.offset + HEADER_BYTES, header.payload_bytes)
         if header.kind is Kind.TOMBSTONE:
             if tombstone_digest(payload, seed) != header.digest:
                 return False
@@ -272,33 +241,6 @@ class Scan:
         pair = self._pairs.setdefault(header.pair, len(self._pairs))
         self._entries.append(entry_of(header, pair))
         return True
-
-    def _load(self, at: int, length: int) -> bool:
-        """Have these bytes in the window; False: the file has not so many."""
-        if self._start <= at and at + length <= self._stop:
-            return True
-        if at + length > self._size:
-            return False
-        if length > len(self._window):
-            self._window = aligned(length)
-        want = min(len(self._window), self._size - at)
-        done = self._file.read(self._window[:want], at)
-        self._start, self._stop = at, at + done
-        return done >= length
-
-    def _bytes(self, at: int, length: int) -> memoryview:
-        return self._window[at - self._start : at - self._start + length]
-
-    def _next_magic(self, at: int) -> int:
-        """The first block from ``at`` on that begins like a header, or the window's end."""
-        if at >= self._stop:
-            return at
-        blocks = np.frombuffer(self._window, dtype="<u8")[:: BLOCK_BYTES // 8]
-        ahead = blocks[
-            (at - self._start) // BLOCK_BYTES : (self._stop - self._start) // BLOCK_BYTES
-        ]
-        found = np.flatnonzero(ahead == _MAGIC)
-        return at + int(found[0] if len(found) else len(ahead)) * BLOCK_BYTES
 
 
 # All segments together

@@ -40,7 +40,9 @@ class Segment:
         end: the first byte behind the last record.
         entries: packed footer entries of the records, until it is sealed.
         pairs: packed pair → its index in the footer, until it is sealed.
-        sealed: it has a footer, nothing more is written.
+        sealing: a footer may have been written, so no record is any more: a start that finds the
+            footer would not look for it.
+        sealed: it has a footer.
         failed: why it cannot be synced; nothing is ever called durable there again.
         dropped: its file is deleted.
         lock: see the module.
@@ -57,6 +59,7 @@ class Segment:
     end: int = 0
     entries: bytearray = field(default_factory=bytearray)
     pairs: dict[bytes, int] = field(default_factory=dict)
+    sealing: bool = False
     sealed: bool = False
     failed: str = ""
     dropped: bool = False
@@ -84,6 +87,8 @@ class Segments:
         self._table: dict[int, Segment] = {}
         self._open: dict[int, Segment] = {}
         """All and only those with a descriptor, the longest unused first."""
+        self._dirty: dict[int, Segment] = {}
+        """All and only those with writes that are not synced."""
         self._lock = threading.Lock()
 
     def adopt(self, segment: Segment) -> None:
@@ -104,7 +109,7 @@ class Segments:
         """
         segment = self._enter(number, make=write)
         try:
-            if write and segment.sealed:
+            if write and segment.sealing:
                 raise InvalidArgument("segment", f"{number} is sealed")
             if write and segment.failed:
                 raise TierUnavailable(segment.failed)
@@ -137,17 +142,14 @@ class Segments:
         """Records were written; ``end`` is behind the last of them."""
         with self._lock:
             segment.written += len(entries)
+            self._dirty[segment.number] = segment
             segment.end = max(segment.end, end)
             segment.entries += b"".join(entries)
 
     def unsynced(self) -> dict[int, int]:
         """What a sync that begins now has to cover: segment → its writes that have completed."""
         with self._lock:
-            return {
-                number: segment.written
-                for number, segment in self._table.items()
-                if segment.written > segment.synced
-            }
+            return {number: segment.written for number, segment in self._dirty.items()}
 
     def sync(self, number: int, written: int) -> bool:
         """Make the first ``written`` writes of a segment durable.
@@ -160,7 +162,7 @@ class Segments:
                 known and a second one does not tell, so the segment stays failed until dropped.
         """
         with self._lock:
-            segment = self._table.get(number)
+            segment = self._dirty.get(number)
             if segment is None or segment.synced >= written:
                 return False
             segment.users += 1
@@ -175,9 +177,13 @@ class Segments:
 
         Raises:
             InvalidArgument: it is sealed, or the records leave no room for the footer.
-            TierUnavailable, CapacityError: the disk refused.
+            TierUnavailable, CapacityError: there is no such segment, or the disk refused.
         """
-        with self.using(number, write=True) as (segment, descriptor):
+        with self.using(number, write=False) as (segment, descriptor):
+            if segment.sealed:
+                raise InvalidArgument("segment", f"{number} is sealed")
+            if segment.failed:
+                raise TierUnavailable(segment.failed)
             with self._lock:
                 written = segment.written
                 entries = np.frombuffer(bytes(segment.entries), dtype=ENTRY)
@@ -188,6 +194,7 @@ class Segments:
             ordered = entries[np.argsort(entries["offset"], kind="stable")]
             footer = aligned(size)
             footer[:] = encode_footer(self.log, number, ordered.tobytes(), pairs, end)
+            segment.sealing = True
             self.sync(number, written)
             path = self.directories[segment.directory].path / segment_name(number)
             try:
@@ -196,6 +203,7 @@ class Segments:
                 raise failure(path, error) from error
             with self._lock:
                 segment.written += 1
+                self._dirty[number] = segment
             self.sync(number, written + 1)
             with self._lock:
                 segment.sealed = True
@@ -225,6 +233,7 @@ class Segments:
             raise failure(path, error) from error
         else:
             with self._lock:
+                self._dirty.pop(number, None)
                 if self._table.pop(number, None) is not None:
                     directory.used_bytes -= segment.size_bytes
         finally:
@@ -345,6 +354,8 @@ class Segments:
             raise TierUnavailable(segment.failed) from error
         with self._lock:
             segment.synced = covered
+            if segment.written == covered:
+                self._dirty.pop(segment.number, None)
         return True
 
 

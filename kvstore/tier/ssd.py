@@ -176,7 +176,8 @@ class SSDLog:
             self._directories[found.directory].used_bytes += found.size_bytes
             return
         segment = Segment(found.number, found.directory, found.size_bytes)
-        segment.sealed, segment.end = loaded.sealed, loaded.end
+        segment.sealing = segment.sealed = loaded.sealed
+        segment.end = loaded.end
         if not loaded.sealed:
             segment.entries = bytearray(loaded.entries.tobytes())
             segment.pairs = {packed: index for index, packed in enumerate(loaded.pairs)}
@@ -306,11 +307,13 @@ class SSDLog:
     def _do(self, work: _Work, mover: RecordMover) -> None:
         """Carry out one piece of work; every job of it gets its one completion, come what may."""
         ended: list[Completion] = []
+        error = KVStoreError("the SSD tier failed in this job: see its log")
         try:
             ended += self._carry_out(work, mover)
+        except KVStoreError as refused:
+            error = refused
         finally:
             missing = {job.job for job in work.jobs} - {one.job for one in ended}
-            error = KVStoreError("the SSD tier failed in this job: see its log")
             self._ended([*ended, *(Completion(job, error) for job in missing)])
 
     def _carry_out(self, work: _Work, mover: RecordMover) -> Iterator[Completion]:

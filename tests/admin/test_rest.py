@@ -110,9 +110,12 @@ def test_sessions_show_what_they_hold(api, daemon):
 def test_tiers_and_the_policy_are_shown_and_unknown_policies_refused(api):
     (host,) = api.get("/v1/tiers")["tiers"]
     assert (host["tier"], host["capacity_bytes"]) == ("host", 64 << 20)
-    assert api.get("/v1/policy") == {"name": "lru", "known": ["lru"]}
+    shown = api.get("/v1/policy")
+    assert shown["name"] == "kvstore"
+    assert {"lru", "lfu", "s3-fifo", "tinylfu", "kvstore"} == set(shown["known"])
     status, changed = api.send("PUT", "/v1/policy", {"name": "lru"})
-    assert (status, changed["previous"]) == (200, "lru")
+    assert (status, changed["name"], changed["previous"]) == (200, "lru", "kvstore")
+    assert api.send("PUT", "/v1/policy", {"name": "kvstore"})[0] == 200
     assert api.refused("PUT", "/v1/policy", {"name": "x"}) == (400, "invalid_argument", "name")
 
 

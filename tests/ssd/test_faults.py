@@ -1,6 +1,7 @@
 """Every failure of a disk ends in an error with a code, and never in wrong bytes."""
 
 import threading
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.state.log import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
-from kvstore.tier.base import SyncAll, WritePage
+from kvstore.tier.base import SealSegment, SyncAll, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import JOBS_MAX, SSDLog
@@ -154,6 +155,20 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     assert driver.sync().error is None
 
 
+def test_after_a_footer_that_failed_no_record_is_taken_and_the_seal_can_be_tried_again(faulty):
+    driver = TierDriver(recovered(faulty))
+    first, second = laid_out(0, pages(2))
+    driver.write(first)
+    faulty.arm("write", Fault.IO_ERROR)
+
+    assert isinstance(driver.seal(0).error, TierUnavailable)
+    refused = driver.write(second)[0].error
+    assert refused is not None
+    assert refused.code == "invalid_argument"
+    assert driver.seal(0).error is None
+    assert_reads_back(driver, *first)
+
+
 def test_a_drop_that_failed_can_be_tried_again(faulty):
     log = recovered(faulty)
     driver = TierDriver(log)
@@ -219,6 +234,24 @@ def test_bytes_of_an_earlier_record_in_the_wrong_place_are_no_record(disk):
     found = recovered_with(disk).found
 
     assert [segment.entries["offset"].tolist() for segment in found.segments] == [[0], []]
+
+
+def test_a_job_that_cannot_be_right_fails_alone(real_log):
+    log = real_log(threads=1)
+    driver = TierDriver(log)
+    good, bad = pages(2)
+    record = replace(bad.record, page_bytes=0)
+
+    ended = driver.run(
+        lambda job: WritePage(job, Place(0, 0), record, bad.address),
+        lambda job: SealSegment(job, 5),
+        lambda job: WritePage(job, Place(1, 0), good.record, good.address),
+    )
+
+    codes = [one.error.code if one.error else "" for one in ended]
+    assert codes == ["invalid_argument", "tier_unavailable", ""]
+    assert log.stats()["directories"][0]["segments"] == 1
+    assert_reads_back(driver, Place(1, 0), good)
 
 
 def test_a_batch_beyond_the_bound_is_refused_whole(disk):

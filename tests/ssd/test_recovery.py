@@ -60,6 +60,20 @@ def test_a_start_finds_keys_parents_digests_and_places(disk, sealed):
     assert (found.next_segment, found.next_sequence) == (8, 6)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_footer_whose_seal_completed_survives_a_power_cut(seed):
+    disk = SimulatedDisk()
+    driver = TierDriver(recovered(disk))
+    driver.write(*laid_out(0, pages(3)))
+    assert driver.seal(0).error is None
+    disk.cut_power(Random(seed))
+
+    (segment,) = open_log(disk).recover().segments
+
+    assert segment.sealed
+    assert len(segment.entries) == 3
+
+
 def test_an_unsealed_segment_is_written_on_and_sealed_after_a_start(disk):
     first, second = pages(2)
     log = recovered(disk)

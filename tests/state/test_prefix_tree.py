@@ -4,8 +4,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.policy import LeastRecent
 from kvstore.state.slots import Slot
-from kvstore.state.tree import EvictionQueue, Shard, Space, is_live
+from kvstore.state.tree import Shard, Space, is_live
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
 SPEC = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
@@ -26,7 +27,7 @@ class LeastRecentUse(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.space = new_space()
-        self.queue = EvictionQueue(4096)
+        self.queue = LeastRecent(4096)
         self.last_use: dict[str, int] = {}
         self.tick = 0
         self.slots = 0
@@ -43,7 +44,7 @@ class LeastRecentUse(RuleBasedStateMachine):
                 node.commit(0, b"d" * 16)
                 self.slots += 1
         self._use(path)
-        self.queue.offer(self.space.nodes[key(path)])
+        self.queue.offer(self.space.nodes[key(path)], 0)
 
     @rule(path=PATHS)
     def use(self, path: str) -> None:
@@ -66,7 +67,7 @@ class LeastRecentUse(RuleBasedStateMachine):
             for path in self.last_use
             if not any(other != path and other.startswith(path) for other in self.last_use)
         ]
-        while (node := self.queue.pop()) is not None and node.children:
+        while (node := self.queue.pop(0)) is not None and node.children:
             pass
         if not leaves:
             assert node is None
@@ -79,7 +80,7 @@ class LeastRecentUse(RuleBasedStateMachine):
         survivor = self.space.prune(node)
         assert not is_live(node)
         if survivor is not self.space.root and not survivor.children:
-            self.queue.offer(survivor)
+            self.queue.offer(survivor, 0)
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
@@ -132,15 +133,15 @@ def test_pruning_stops_at_what_still_holds_or_leads_to_pages():
 
 def test_a_node_that_was_offered_twice_comes_out_once_and_dead_ones_never():
     space = new_space()
-    queue = EvictionQueue(4096)
+    queue = LeastRecent(4096)
     alive = space.node(key("a"), PrefixKey(b""))
     alive.begin(0, Slot(1))
     dead = space.node(key("b"), PrefixKey(b""))
     for node in (alive, dead, alive):
-        queue.offer(node)
+        queue.offer(node, 0)
     space.prune(dead)
 
-    assert queue.pop() is alive
-    assert queue.pop() is None
-    queue.offer(alive)
-    assert queue.pop() is alive, "once out, it can be offered again"
+    assert queue.pop(0) is alive
+    assert queue.pop(0) is None
+    queue.offer(alive, 0)
+    assert queue.pop(0) is alive, "once out, it can be offered again"

@@ -1,0 +1,182 @@
+"""Goal: every policy is leaf-first and loses no leaf; admission writes no tail without its head."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
+from kvstore.errors import InvalidArgument
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.admission import DAY_NS, Admission
+from kvstore.state.pages import PageTable
+from kvstore.state.policy import POLICIES, EvictionPolicy, new_policy
+from kvstore.state.sessions import Process, Session
+from kvstore.state.slots import SlotTable
+from kvstore.state.tree import Node, Shard, Space, is_live
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
+
+
+class Watched:
+    """A policy between the simulation and another, which checks what comes out."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.offered: set[Node] = set()
+
+    def stored(self, node: Node, tick: int) -> None:
+        self.policy.stored(node, tick)
+
+    def used(self, node: Node, tick: int) -> None:
+        self.policy.used(node, tick)
+
+    def offer(self, node: Node, tick: int) -> None:
+        assert not node.children, "leaf-first"
+        self.offered.add(node)
+        self.policy.offer(node, tick)
+
+    def pop(self, tick: int) -> Node | None:
+        node = self.policy.pop(tick)
+        if node is not None:
+            assert is_live(node)
+            self.offered.remove(node)
+        else:
+            assert not any(is_live(offered) for offered in self.offered), "a leaf was lost"
+        return node
+
+
+def chained(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ids that name a whole prefix, as a trace has them."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [
+        [numbers.setdefault(tuple(prompt[: end + 1]), len(numbers)) for end in range(len(prompt))]
+        for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(prompts=PROMPTS, capacity=st.integers(1, 12))
+def test_a_policy_returns_each_offered_leaf_once_and_loses_none(name, prompts, capacity):
+    watched = Watched(new_policy(name, SLOT_BYTES))
+    simulation = Simulation(capacity, watched)
+    for ids in chained(prompts):
+        uses = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
+        hits = simulation.request(ids)
+        simulation.space.check()
+        assert len(simulation.space.nodes) <= capacity
+        after = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
+        assert after >= uses + bool(hits), "marks of what is gone are handed up"
+    while watched.pop(simulation.tick) is not None:
+        pass
+
+
+@given(prompts=PROMPTS, capacity=st.integers(1, 12), name=st.sampled_from(sorted(POLICIES)))
+def test_no_policy_finds_more_than_the_optimum(prompts, capacity, name):
+    requests = [ids for ids in chained(prompts) if len(ids) <= capacity]
+    best = simulate(requests, capacity, Furthest(requests))
+
+    assert simulate(requests, capacity, new_policy(name, SLOT_BYTES)).hits <= best.hits
+
+
+def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(InvalidArgument, match="'fifo' is none of lru, lfu, tinylfu, s3-fifo, kvst"):
+        new_policy("fifo", SLOT_BYTES)
+
+
+def conversations(turns: int, others: int) -> list[list[int]]:
+    """Conversations of ``turns`` turns, one turn in ``others`` one-shot prompts, never again."""
+    fresh, requests = count(1), []
+    growing: list[list[int]] = [[] for _ in range(8)]
+    for turn in range(turns * 8):
+        at = turn % 8
+        if turn // 8 % 6 == 5:
+            growing[at] = []
+        growing[at] = [*growing[at], next(fresh), next(fresh)]
+        requests.append(growing[at])
+        requests += [[next(fresh) for _ in range(4)] for _ in range(others)]
+    return requests
+
+
+def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
+    requests = conversations(turns=120, others=4)
+    ours = simulate(requests, 100, new_policy("kvstore", SLOT_BYTES)).hits
+    lru = simulate(requests, 100, new_policy("lru", SLOT_BYTES)).hits
+
+    assert ours > 2 * lru + 100
+
+
+def test_the_simulator_finds_what_a_page_table_finds():
+    """The same prompts through real slots, leases and puts, evicted by ``lru``."""
+    requests = [ids for ids in conversations(turns=24, others=2) if len(ids) <= 48]
+    table = PageTable(SlotTable(64 * SLOT_BYTES, 1), "lru")
+    session = Session(b"engine", "engine", 1 << 40)
+    process = Process(1, 1, session)
+    identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
+    spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+    space = table.spaces.open(session, identity, [spec])[0]
+    simulation = Simulation(64, new_policy("lru", SLOT_BYTES))
+    for number, ids in enumerate(requests):
+        packed = b"".join(block.to_bytes(32, "little") for block in ids)
+        hits, _ = table.lookup(space, [0], packed)
+        if hits:
+            table.acquire(process, number, space, 0, packed, 1 << 60)
+            table.release(process, number)
+        if hits < len(ids):
+            parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
+            _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
+            table.commit_put(process, number, bytes(16 * len(put.pages)), 0, read_once=False)
+        assert simulation.request(ids) == hits
+        assert set(simulation.space.nodes) == set(space.nodes)
+        table.check()
+
+
+def a_chain(uses: Sequence[int]) -> list[tuple[Node, int]]:
+    """Nodes one below the other, each with the uses that ended at it."""
+    space = Space(
+        0,
+        SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1),
+        [Shard(ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1)), 4096, 4096)],
+    )
+    nodes, parent = [], PrefixKey(b"")
+    for at, ended in enumerate(uses):
+        key = PrefixKey(at.to_bytes(32, "little"))
+        node = space.node(key, parent)
+        node.uses = ended
+        nodes.append((node, 0))
+        parent = key
+    return nodes
+
+
+@given(
+    chains=st.lists(
+        st.tuples(st.lists(st.integers(0, 5), max_size=6), st.integers(0, DAY_NS // 20))
+    ),
+    budget=st.integers(1, 1 << 20),
+    name=st.sampled_from(["all", "evidence", "none"]),
+)
+def test_admission_takes_a_leading_part_and_never_more_than_the_budget(chains, budget, name):
+    admission, now, written = Admission(name, budget), 0, 0
+    for uses, elapsed in chains:
+        now += elapsed
+        admitted = admission.admit(a_chain(uses), 4096, now)
+        assert 0 <= admitted <= len(uses)
+        written += admitted * 4096
+        assert written <= budget / 24 + budget * now / DAY_NS + 1
+    wear = admission.wear()
+    assert wear.admitted * 4096 == written
+    assert wear.admitted + wear.refused == sum(len(uses) for uses, _ in chains)
+
+
+def test_a_page_that_a_used_one_needs_is_admitted_with_it_and_the_unused_tail_is_not():
+    admission = Admission("evidence", 0)
+
+    assert admission.admit(a_chain([0, 0, 1, 0]), 4096, 0) == 3
+    assert admission.admit(a_chain([0, 0]), 4096, 0) == 0
+
+
+def test_an_unknown_admission_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(InvalidArgument, match="'some' is none of all, none, evidence"):
+        Admission("some", 0)
