@@ -18,8 +18,8 @@ from kvstore.config import SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
-from kvstore.state.slots import SlotTable
 from kvstore.state.log import Place, footer_bytes, record_bytes
+from kvstore.state.slots import SlotTable
 from kvstore.tier.base import PageRecord, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.host import HostMemory

@@ -4,6 +4,7 @@ The state says which page goes where in terms of slots and places; the tier move
 addresses and files. This is the one object that knows both, and what a start found on disk.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -109,7 +110,14 @@ class DiskTier:
             )
             for one in found.segments
         ]
-        pages = adopt(self._node.pages, segments, list(found.pairs), found.next_segment)
+        collecting = gc.isenabled()
+        gc.disable()  # it would walk over all the nodes again and again
+        try:
+            pages = adopt(self._node.pages, segments, list(found.pairs), found.next_segment)
+        finally:
+            gc.freeze()  # nodes leave by their counts; nothing of this is ever cyclic garbage
+            if collecting:
+                gc.enable()
         self.recovery_s = monotonic() - start
         if found.segments:
             log.info("%d pages of %d segments recovered in %.2f s",

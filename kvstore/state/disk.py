@@ -434,12 +434,16 @@ class DiskPages:
             case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
                     self._fail(error)
+                    self.log.fail(ended.place.segment)
                 self._wrote(self._writes[node, shard], error)
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
                 self._loaded(ended, error)
             case DiskSync() if not self._keeper.is_mine(job):
+                if error is not None:
+                    self._fail(error)
+                    self.log.fail_open()
                 self._syncs.ended(error)
             case _:
                 self._keeper.completed(ended, error, self._memory.tick)

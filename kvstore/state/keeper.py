@@ -14,9 +14,6 @@ from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSy
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree import Node, is_live
 
-FREE_SEGMENTS_MIN = 3
-"""Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
-
 
 class _Drain(Enum):
     COPYING = 0
@@ -63,7 +60,7 @@ class SegmentKeeper:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
                 self._submit(DiskSeal(self._number(), segment.number))
-        if self._victim is None and self._log.free_segments < FREE_SEGMENTS_MIN:
+        if self._victim is None and self._log.wants_reclaim:
             self._victim = self._log.victim()
             if self._victim is not None:
                 self._begin(self._victim, tick)
@@ -80,6 +77,8 @@ class SegmentKeeper:
             case DiskCopy():
                 self._copied(job, error)
             case DiskSync():
+                if error is not None:
+                    self._log.fail_open()
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
@@ -137,5 +136,7 @@ class SegmentKeeper:
             self._counts["carried_pages"] += 1
             return
         self._log.abandon(job.place, node, shard)
+        if error is not None:
+            self._log.fail(job.place.segment)
         if still_there:
             self._lose(node, shard)

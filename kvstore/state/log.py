@@ -20,6 +20,8 @@ FOOTER_ENTRY_BYTES: Final = 128
 SEGMENT_PAIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 4
 """Two open ones, one to reclaim and one to carry to."""
+FREE_SEGMENTS_MIN: Final = 3
+"""Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
 CARRY_SHARE: Final = 0.5
 """Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
 
@@ -85,6 +87,7 @@ class Segment:
         writing: records being written.
         readers: reads and copies under way.
         sealing: its footer is being written.
+        failed: something could not be written or synced there; it is reclaimed first.
     """
 
     number: int
@@ -98,6 +101,7 @@ class Segment:
     writing: int = 0
     readers: int = 0
     sealing: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,7 @@ class SegmentLog:
         self._written_bytes = 0
         self._carried_bytes = 0
         self._reclaimed = 0
+        self._failed = 0
 
     # ---- records ----------------------------------------------------------------------------
 
@@ -225,9 +230,36 @@ class SegmentLog:
         return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
 
     def victim(self) -> Segment | None:
-        """The segment to reclaim next: one without live records, else the oldest sealed one."""
+        """The segment to reclaim next: a failed one, one without live records, the oldest one."""
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
-        return next((one for one in sealed if not one.pages), sealed[0] if sealed else None)
+        return min(sealed, key=lambda one: (not one.failed, bool(one.pages)), default=None)
+
+    @property
+    def wants_reclaim(self) -> bool:
+        """Whether room is needed, or a failed segment is to be got rid of."""
+        return self.free_segments < FREE_SEGMENTS_MIN or self._failed > 0
+
+    def fail(self, number: int) -> None:
+        """Something could not be written or synced in a segment: no more records go there."""
+        segment = self.segments.get(number)
+        if segment is None or segment.failed:
+            return
+        segment.failed = True
+        self._failed += 1
+        for carried, open_segment in list(self._open.items()):
+            if open_segment is segment:
+                self._close(carried)
+
+    def fail_open(self) -> None:
+        """A sync failed: nobody knows which of the open segments it was."""
+        for segment in list(self._open.values()):
+            self.fail(segment.number)
+
+    def _close(self, carried: bool) -> None:  # noqa: FBT001
+        segment = self._open.pop(carried, None)
+        if segment is not None:
+            segment.state = SegmentState.FULL
+            self.full.append(segment)
 
     def plan(self, victim: Segment) -> Reclaim:
         """What of a segment is worth carrying over.
@@ -265,6 +297,7 @@ class SegmentLog:
         segment = self.segments.pop(number)
         assert not segment.pages
         self._used_bytes -= segment.size_bytes
+        self._failed -= segment.failed
         self._reclaimed += 1
 
     def stats(self) -> LogStats:
@@ -295,10 +328,7 @@ class SegmentLog:
             return None
         if self.free_segments < (1 if carried else 2):
             return None
-        before = self._open.pop(carried, None)
-        if before is not None:
-            before.state = SegmentState.FULL
-            self.full.append(before)
+        self._close(carried)
         segment = Segment(self.next_segment, self.segment_bytes)
         self.next_segment += 1
         self._used_bytes += segment.size_bytes

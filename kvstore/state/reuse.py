@@ -12,8 +12,8 @@ Their ratio is the hazard of reuse. A kind with few observations borrows from th
 reuse to expect for each tick in memory, over all times one could keep the page from now on (the
 Gittins index): a prompt is worth its room just before it probably returns, not only just after.
 
-Counts are halved now and then, so that the past fades. Nothing here is fitted to a trace; the
-numbers below bound memory and say how fast to believe.
+Counts are halved now and then, so that the past fades. The numbers below bound memory and say how
+fast to believe; which ones, and what they were chosen on, is in docs/internals/policies.md.
 """
 
 from collections import deque
