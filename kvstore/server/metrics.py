@@ -48,9 +48,7 @@ class _Snapshot:
 def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     """What tells that the SSD tier is in trouble."""
     yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
-    yield _gauge(
-        "kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"])
-    )
+    yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
     errors = CounterMetricFamily("kvstore_ssd_errors", "Jobs that failed.", labels=["code"])
     for code, value in sorted(ssd["errors"].items()):
         errors.add_metric([code], value)

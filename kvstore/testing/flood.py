@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import KVStore
-from kvstore.errors import CapacityError
+from kvstore.errors import CapacityError, TransferTimeout
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.space import Space
 from kvstore.testing.server import Server
@@ -55,7 +55,7 @@ class Flooded:
 
     Attributes:
         puts: in the order they ended.
-        refused: puts that found no room in time and were done again.
+        refused: puts that found no room, or no answer, in time and were done again.
         seconds: it lasted.
         memory_bytes_max: most memory in use: shared, and what the daemon grew by itself.
         stats: the daemon's, at the end.
@@ -207,7 +207,7 @@ class Flood:
                 start = time.monotonic()
                 try:
                     space.put(keys, pages, durable=durable)
-                except CapacityError:
+                except (CapacityError, TransferTimeout):
                     with self._lock:
                         self.result.refused += 1
                     continue
