@@ -15,6 +15,7 @@ from bench import measure
 GROUPS: Final = {
     "demo": "bench.demo",
     "demo-vllm": "bench.demo_vllm",
+    "flood": "bench.flood",
     "host": "bench.host",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",

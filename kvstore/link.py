@@ -415,6 +415,8 @@ class Link:
                 connection.sendall(wire.encode(wire.FetchExtents(self.session, part)))
                 data, got, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, len(part))
                 descriptors += got
+                if not data:
+                    raise PeerUnreachable(f"{self.path}: the node closed the connection")
                 answer = wire.decode_answer(memoryview(data)[4:])
                 if isinstance(answer, wire.Failure):
                     raise error_from_code(answer.code, answer.message, answer.field)

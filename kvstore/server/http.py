@@ -88,11 +88,13 @@ class HttpServer:
 
     def _readyz(self) -> dict[str, Any]:
         """The node answers and has memory to store pages in."""
-        host = self._turns.ask(lambda: self._turns.observed.node.pages.slots.stats())
+        pages = self._turns.observed.node.pages
+        host, disk = self._turns.ask(lambda: (pages.slots.stats(), pages.disk))
         if not host.capacity_bytes:
             message = "all memory is held by clients of the previous boot"
             raise ApiError(503, "tier_unavailable", message)
-        return {"status": "ready", "withheld_bytes": host.withheld_bytes}
+        ssd = "off" if disk is None else "degraded" if disk.degraded else "ready"
+        return {"status": "ready", "withheld_bytes": host.withheld_bytes, "ssd": ssd}
 
     def _metrics(self) -> Response:
         """Prometheus series."""

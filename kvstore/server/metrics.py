@@ -37,10 +37,22 @@ class _Snapshot:
         )
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
         yield from _counters(stats["counts"])
+        if stats["ssd"]:
+            yield from _ssd(stats["ssd"])
         events = stats["events"]
         if events:
             yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])
             yield _counter("kvstore_event_batches_dropped", "Lost.", events["batches_dropped"])
+
+
+def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
+    """What tells that the SSD tier is in trouble."""
+    yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
+    yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
+    errors = CounterMetricFamily("kvstore_ssd_errors", "Jobs that failed.", labels=["code"])
+    for code, value in sorted(ssd["errors"].items()):
+        errors.add_metric([code], value)
+    yield errors
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:

@@ -107,7 +107,12 @@ class DiskPages:
     @property
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
-        return bool(self._writes) or self._keeper.reclaiming
+        return bool(self._writes) or self._room_is_made
+
+    @property
+    def _room_is_made(self) -> bool:
+        """Whether a segment is on its way to be free: sealed first, then reclaimed."""
+        return self._keeper.reclaiming or bool(self.log.full)
 
     @property
     def degraded(self) -> bool:
@@ -139,9 +144,12 @@ class DiskPages:
                 continue
             if self.in_flight_bytes >= self.rules.in_flight_bytes_max:
                 return Verdict.FULL
+            full = self._memory.counts["disk_full_pages"]
             self._write_chain(node, shard)
             if (node, shard) in self._writes:
                 verdict = Verdict.WRITING
+            elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
+                return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
 
     def make_durable(self, nodes: Sequence[Node], shard: int) -> Durable:
@@ -388,7 +396,12 @@ class DiskPages:
         node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self.log.unpin_segment(job.place.segment)
-        wanted = is_live(node) and shard in node.disk and node.digests[shard] == job.page.digest
+        wanted = (
+            is_live(node)
+            and shard in node.disk
+            and shard not in node.slots  # it left meanwhile, and was stored again
+            and node.digests[shard] == job.page.digest
+        )
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.promoted(node, shard, slot)

@@ -34,13 +34,10 @@ from kvstore.state.diskjobs import SyncPolicy, WritePolicy
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
-from kvstore.testing.disk import SimulatedDisk
+from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
-from kvstore.tier.base import Completion, Job, SyncAll
 from kvstore.tier.directories import Directory
-from kvstore.tier.disk import Buffer
 from kvstore.tier.host import HostMemory
-from kvstore.tier.ssd import SSDLog
 
 EXTENTS: Final = 5
 SEGMENT_BYTES: Final = 160 << 10
@@ -62,96 +59,6 @@ _SEEDS: Final = [digest_seed(_IDENTITY, spec) for spec in _SHARDS]
 
 Page = tuple[int, bytes]
 """Shard and prefix key."""
-
-
-class PowerCut(Exception):
-    """The power fails in this call of the disk."""
-
-
-class FailingPower(SimulatedDisk):
-    """A disk whose power fails after so many more calls that change it.
-
-    Attributes:
-        calls_left: how many; None = it holds.
-    """
-
-    calls_left: int | None = None
-
-    def _spend(self) -> None:
-        if self.calls_left is not None:
-            self.calls_left -= 1
-            if self.calls_left < 0:
-                raise PowerCut
-
-    def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
-        """See :class:`~kvstore.tier.disk.Disk`."""
-        self._spend()
-        return super().create(path, size_bytes, direct=direct)
-
-    def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """See :class:`~kvstore.tier.disk.Disk`; it can fail before and after."""
-        self._spend()
-        written = super().write(descriptor, buffers, offset)
-        self._spend()
-        return written
-
-    def sync(self, descriptor: int) -> None:
-        """See :class:`~kvstore.tier.disk.Disk`."""
-        self._spend()
-        super().sync(descriptor)
-
-    def remove(self, path: Path) -> None:
-        """See :class:`~kvstore.tier.disk.Disk`."""
-        self._spend()
-        super().remove(path)
-
-    def sync_directory(self, path: Path) -> None:
-        """See :class:`~kvstore.tier.disk.Disk`."""
-        self._spend()
-        super().sync_directory(path)
-
-    def write_file(self, path: Path, content: bytes) -> None:
-        """See :class:`~kvstore.tier.disk.Disk`."""
-        self._spend()
-        super().write_file(path, content)
-
-
-class UnorderedLog(SSDLog):
-    """An SSD log whose jobs run in any order, and whose completions come late.
-
-    A sync covers what was written before it was submitted, so it runs at once or later.
-    """
-
-    def __init__(self, random: Random, disk: SimulatedDisk) -> None:
-        """Open the log on a simulated disk."""
-        directory = Directory(HOME, SEGMENTS * SEGMENT_BYTES)
-        super().__init__("node", [directory], SEGMENT_BYTES, threads=0, disk=disk)
-        self._dice = random
-        self._held: list[Job] = []
-        self._late: list[Completion] = []
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Hold jobs back; runs of them stay together, so that they are written in one call."""
-        for job in jobs:
-            if isinstance(job, SyncAll) and self._dice.random() < 0.5:
-                super().submit([job])
-                self._late += super().poll()
-            else:
-                self._held.append(job)
-
-    def poll(self) -> list[Completion]:
-        """Run some jobs, tell of some that have ended."""
-        while self._held and self._dice.random() < 0.6:
-            start = self._dice.randrange(len(self._held))
-            stop = start + self._dice.choice((1, 1, 2, 4))
-            jobs = self._held[start:stop]
-            del self._held[start:stop]
-            super().submit(jobs)
-            self._late += super().poll()
-        self._dice.shuffle(self._late)
-        told = self._dice.randint(0, len(self._late))
-        now, self._late = self._late[:told], self._late[told:]
-        return now
 
 
 @dataclass
@@ -211,7 +118,8 @@ class Life:
         self._answers: list[tuple[wire.Acquired, int, PrefixKeys]] = []
         try:
             self.memory.create(extent.number for extent in slots.extents)
-            log = UnorderedLog(self._random, history.disk)
+            home = Directory(HOME, SEGMENTS * SEGMENT_BYTES)
+            log = UnorderedLog(self._random, home, SEGMENT_BYTES, history.disk)
             self.disk = DiskTier(history.config, self.node, self.memory, lambda: None, log)
             self._introduce()
         except BaseException:

@@ -20,7 +20,7 @@ from kvstore.state.diskjobs import (
 from kvstore.state.log import SegmentLog
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Node
-from tests.state.world import FULL, PAGE, WINDOW, World, chain, key
+from tests.state.world import FULL, FULL_2, PAGE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
 
@@ -188,6 +188,30 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
     assert world.slots.stats().limbo_bytes == world.slots.stats().writing_bytes == 0
 
 
+@pytest.mark.parametrize("error", [None, PageCorrupt("flipped")])
+def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
+    world = DiskWorld(write="back")
+    world.mine = world.space(world.me, [FULL, FULL_2])
+    for shard in (0, 1):
+        world.store(world.me, world.mine, "a", shard=shard)
+    flood(world)
+    node = world.node("a")
+    fetch = world.table.fetch(world.me, [node], 0)
+    (read,) = world.jobs(DiskRead)
+    world.table.drop(node, 0, "reclaimed")
+    assert world.store(world.me, world.mine, "a") == [PageStatus.GRANTED]
+    world.disk.make_durable([node], 0)
+    world.end_job(world.write_of("a"))
+    kept = node.slots[0]
+
+    world.end_job(read, error)
+
+    assert world.node("a") is node, "its other shard keeps it"
+    assert node.slots[0] == kept
+    assert world.lookup(world.mine, "a") == (1, 0)
+    assert world.disk.fetched == [fetch]
+
+
 def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
     world = DiskWorld()
     world.store(world.me, world.mine, "x")
@@ -341,3 +365,18 @@ def test_before_an_orderly_end_everything_is_written_and_synced():
 
     assert world.disk.settled
     assert world.on_disk("ab") == [True, True]
+
+
+def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
+    world = DiskWorld(write="back", extents=1, segments=4)
+    statuses = [PageStatus.GRANTED]
+    while statuses == [PageStatus.GRANTED] or world.jobs(DiskWrite):
+        for job in world.jobs(DiskWrite):
+            world.end_job(job)
+        statuses = world.store(world.me, world.mine, chr(next(world.letters)))
+
+    assert statuses == [PageStatus.NO_ROOM], "nothing is sealed, so nothing can be reclaimed"
+    assert world.disk.busy, "but it will be"
+    world.end_all()
+    flood(world, pages=1)
+    assert world.table.counts["removed_evicted"] == 0

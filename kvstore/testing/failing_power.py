@@ -1,0 +1,102 @@
+"""A disk whose power fails in the middle of a call, and an SSD log without any order."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from kvstore.testing.disk import SimulatedDisk
+from kvstore.tier.base import Completion, Job, SyncAll
+from kvstore.tier.directories import Directory
+from kvstore.tier.disk import Buffer
+from kvstore.tier.ssd import SSDLog
+
+
+class PowerCut(Exception):
+    """The power fails in this call of the disk."""
+
+
+class FailingPower(SimulatedDisk):
+    """A disk whose power fails after so many more calls that change it.
+
+    Attributes:
+        calls_left: how many; None = it holds.
+    """
+
+    calls_left: int | None = None
+
+    def _spend(self) -> None:
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise PowerCut
+
+    def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        return super().create(path, size_bytes, direct=direct)
+
+    def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """See :class:`~kvstore.tier.disk.Disk`; it can fail before and after."""
+        self._spend()
+        written = super().write(descriptor, buffers, offset)
+        self._spend()
+        return written
+
+    def sync(self, descriptor: int) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().sync(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().remove(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().sync_directory(path)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """See :class:`~kvstore.tier.disk.Disk`."""
+        self._spend()
+        super().write_file(path, content)
+
+
+class UnorderedLog(SSDLog):
+    """An SSD log whose jobs run in any order, and whose completions come late.
+
+    A sync covers what was written before it was submitted, so it runs at once or later.
+    """
+
+    def __init__(
+        self, random: Random, directory: Directory, segment_bytes: int, disk: SimulatedDisk
+    ) -> None:
+        """Open the log of the node ``node`` on a simulated disk."""
+        super().__init__("node", [directory], segment_bytes, threads=0, disk=disk)
+        self._dice = random
+        self._held: list[Job] = []
+        self._late: list[Completion] = []
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hold jobs back; runs of them stay together, so that they are written in one call."""
+        for job in jobs:
+            if isinstance(job, SyncAll) and self._dice.random() < 0.5:
+                super().submit([job])
+                self._late += super().poll()
+            else:
+                self._held.append(job)
+
+    def poll(self) -> list[Completion]:
+        """Run some jobs, tell of some that have ended."""
+        while self._held and self._dice.random() < 0.6:
+            start = self._dice.randrange(len(self._held))
+            stop = start + self._dice.choice((1, 1, 2, 4))
+            jobs = self._held[start:stop]
+            del self._held[start:stop]
+            super().submit(jobs)
+            self._late += super().poll()
+        self._dice.shuffle(self._late)
+        told = self._dice.randint(0, len(self._late))
+        now, self._late = self._late[:told], self._late[told:]
+        return now

@@ -1,0 +1,164 @@
+"""A real ``kvstore-server`` in a process of its own, for tests and benches that harm it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+START_WAIT_S: Final = 60.0
+END_WAIT_S: Final = 30.0
+ANSWER_WAIT_S: Final = 10.0
+PAUSE_S: Final = 0.002
+_READY: Final = re.compile(r"(?m)^kvstore-server ready: socket (\S+) http (\S+) .*$")
+_never: Final = threading.Event()
+
+
+class ServerError(RuntimeError):
+    """The daemon did not do what was expected of it; the text has its last words."""
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
+    """Ask ``condition`` again and again until it is true (True) or time is up (False)."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        _never.wait(PAUSE_S)
+    return True
+
+
+class Server:
+    """One daemon; a context manager that leaves no process behind.
+
+    Args:
+        folder: for its output; exists.
+        settings: dotted configuration key → value.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+        """Start it; see :meth:`wait_ready`."""
+        command = [sys.executable, "-m", "kvstore.server.daemon", "--set", "http.port=0"]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        self._out, self._err = folder / "server.out", folder / "server.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        self.pid = self._child.pid
+        self._ready: re.Match[str] | None = None
+
+    def wait_ready(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            ServerError: it ended, or did not get there in time.
+        """
+
+        def decided() -> bool:
+            ended = self.ended
+            self._ready = _READY.search(self._out.read_text())
+            return self._ready is not None or ended
+
+        wait_for(decided, START_WAIT_S)
+        if self._ready is None:
+            raise ServerError(f"the daemon did not get ready ({self.status})\n{self.errors}")
+
+    @property
+    def address(self) -> str:
+        """Of its socket, for :meth:`kvstore.client.KVStore.connect`."""
+        assert self._ready is not None, "wait_ready() comes first"
+        return self._ready.group(1)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it runs no more."""
+        return self._child.poll() is not None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._child.poll()
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to standard error."""
+        return self._err.read_text(errors="replace")
+
+    def get(self, path: str) -> Any:
+        """What an HTTP path answers, decoded from JSON.
+
+        Raises:
+            urllib.error.URLError: it does not answer, or not with 200.
+        """
+        return json.loads(self.fetch(path))
+
+    def fetch(self, path: str) -> bytes:
+        """What an HTTP path answers."""
+        assert self._ready is not None, "wait_ready() comes first"
+        with urllib.request.urlopen(self._ready.group(2) + path, timeout=ANSWER_WAIT_S) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def open_files(self) -> list[str]:
+        """What its descriptors are."""
+        found = []
+        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
+            try:
+                found.append(str(entry.readlink()))
+            except OSError:
+                continue  # closed meanwhile
+        return found
+
+    def resident_bytes(self) -> tuple[int, int]:
+        """Memory it has in use: its own, and what it shares with clients."""
+        fields = dict(
+            line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        )
+        own = int(fields["RssAnon"].split()[0]) + int(fields["RssFile"].split()[0])
+        return own << 10, int(fields["RssShmem"].split()[0]) << 10
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self._child.kill()
+        self._child.wait(END_WAIT_S)
+
+    def wait_end(self) -> int:
+        """Wait for its end and return its exit status.
+
+        Raises:
+            ServerError: it goes on.
+        """
+        if not wait_for(lambda: self.ended, END_WAIT_S):
+            raise ServerError(f"the daemon does not end\n{self.errors}")
+        return self._child.wait(END_WAIT_S)
+
+    def stop(self) -> int:
+        """SIGTERM, and wait; returns the exit status."""
+        if not self.ended:
+            os.kill(self.pid, signal.SIGTERM)
+        return self.wait_end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.ended:
+            self.kill()
