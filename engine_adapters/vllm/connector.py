@@ -310,7 +310,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What has ended."""
         del finished_req_ids
-        outcome = self._moving.poll()
+        outcome = self._moving.poll(idle=self._metadata().step.idle)
         self._report = WorkerReport(outcome.report) if outcome.report else None
         self._invalid = outcome.invalid_blocks
         return KVConnectorTransferResults(set(), outcome.received, outcome.failed)
