@@ -22,7 +22,7 @@ HITS: Final = "vllm:external_prefix_cache_hits_total"
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _READY_S: Final = 300.0
 _POLL_S: Final = 0.25
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(_ROOT),
 }  # fmt: skip
@@ -67,21 +67,29 @@ class VllmCluster:
             f"host.capacity_bytes={self.capacity_bytes}", f"host.extent_bytes={64 << 20}",
         ):  # fmt: skip
             arguments += ["--set", value]
-        found = self._launch("node", arguments, DAEMON_READY).wait_ready()
+        found = self.launch("node", arguments, DAEMON_READY).wait_ready()
         self.store_url = found.group(1)
 
     def start_conductor(self, roles: Mapping[str, str]) -> None:
         """The Conductor, and what each server is to it (name to role)."""
         arguments = [script("kvstore-conductor"), "--port", "0"]
-        self.conductor_url = self._launch("conductor", arguments, LISTENING).wait_ready().group(1)
+        self.conductor_url = self.launch("conductor", arguments, LISTENING).wait_ready().group(1)
         for name, role in roles.items():
             body = {"id": name, "role": role, "url": self.urls[name], "model": MODEL}
             request("POST", f"{self.conductor_url}/v1/engines", body)
 
     def start_server(
-        self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = ()
-    ) -> None:
-        """Begin to start a server; :meth:`wait_server` waits."""
+        self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to start a server; :meth:`wait_server` waits.
+
+        Args:
+            name: names it here.
+            transfer: ``--kv-transfer-config``.
+            flags: further ones of vLLM.
+            variables: of its environment, besides :data:`ENVIRONMENT`.
+        """
         port = _free_port()
         arguments = [
             str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model",
@@ -93,9 +101,9 @@ class VllmCluster:
         if transfer is not None:
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         self.urls[name] = f"http://127.0.0.1:{port}"
-        environment = {**os.environ, **_ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT, **(variables or {})}
         # The ready line goes unused: a server is ready when /health says so.
-        self._launch(name, arguments, r"$^", environment)
+        self.launch(name, arguments, r"$^", environment)
 
     def wait_server(self, name: str) -> None:
         """Wait until a server answers.
@@ -135,9 +143,10 @@ class VllmCluster:
             "kv_connector_extra_config": {"address": self.store_url, **extra},
         }
 
-    def _launch(
+    def launch(
         self, name: str, arguments: list[str], ready: str, environment: dict[str, str] | None = None
     ) -> Service:
+        """Start a process that ends with the cluster; see :class:`~bench.cluster.Service`."""
         service = Service(name, arguments, ready, self.directory, environment)
         self.services[name] = service
         self._undo.callback(service.stop)
