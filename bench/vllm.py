@@ -26,9 +26,10 @@ from bench.vllm_restart import Restarted, prompt, restarted, ttft_s
 BOUND: Final = "ttft/engine-prefix-hit"
 BATCH: Final = 3
 """Prompts at once, so that one is stored while the next is computed."""
-OUTPUT_TOKENS: Final = 8
-_QUIET_S: Final = 1.2
-"""After a request vLLM's processes spin for a second; the other server's turn begins after that."""
+BATCH_TOKENS: Final = 640
+OUTPUT_TOKENS: Final = 4
+_OTHER: Final = {"plain": "store", "store": "plain"}
+_STORES: Final = ("stored_pages", "store_seconds")
 _COLD_SEED: Final = 20_000
 
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the group."""
     parser.add_argument("--load", default="async", choices=["async", "layerwise"], help="how")
     parser.add_argument("--prompts", type=int, default=9, help="prompts, at least 5")
-    parser.add_argument("--pairs", type=int, default=8, help="turns of each server, at least 2")
+    parser.add_argument("--pairs", type=int, default=30, help="turns of each server, at least 2")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which")
 
 
@@ -104,22 +105,29 @@ async def _cold(pairs: int, count: int, report: Report, progress: Progress) -> N
         for name in ("plain", "store"):
             cluster.wait_server(name)
             await _batch_s(cluster, name, _COLD_SEED)
+        begun = {what: cluster.metric("store", f"kvstore:{what}_total") for what in _STORES}
         seconds: dict[str, list[float]] = {"plain": [], "store": []}
         for pair in range(pairs):
             for name in sorted(seconds, reverse=pair % 2 == 0):
-                await asyncio.sleep(_QUIET_S)
-                seed = _COLD_SEED + BATCH * (pair + 1)
-                seconds[name].append(await _batch_s(cluster, name, seed))
+                with cluster.suspended(_OTHER[name]):
+                    seed = _COLD_SEED + BATCH * (pair + 1)
+                    seconds[name].append(await _batch_s(cluster, name, seed))
+        pages, moving_s = (
+            cluster.metric("store", f"kvstore:{what}_total") - begun[what] for what in _STORES
+        )
         both = zip(seconds["plain"], seconds["store"], strict=True)
         lost = [(1 - plain / store) * 100 for plain, store in both]
         report.add(Result("cold/overhead", statistics.median(lost), "%"))
         progress.note(
             f"cold/overhead of {pairs} pairs: median {statistics.median(lost):.1f} %,"
-            f" quartiles {percentile(lost, 25):.1f} and {percentile(lost, 75):.1f}; stored"
-            f" {cluster.metric('store', 'kvstore:stored_pages_total'):.0f} pages"
+            f" quartiles {percentile(lost, 25):.1f} and {percentile(lost, 75):.1f};"
+            f" {pages:.0f} pages were stored in {moving_s:.2f} s of one background thread,"
+            f" beside {sum(seconds['store']):.1f} s of computing"
         )
-        await asyncio.sleep(_QUIET_S)
-        alone = statistics.median([await ttft_s(cluster, "plain", seed) for seed in range(count)])
+        with cluster.suspended("store"):
+            alone = statistics.median(
+                [await ttft_s(cluster, "plain", seed) for seed in range(count)]
+            )
         report.add(Result("ttft/recompute", alone * 1e3, "ms"))
 
 
@@ -130,7 +138,7 @@ async def _batch_s(cluster: VllmCluster, name: str, seed: int) -> float:
         await asyncio.gather(
             *(
                 complete(
-                    session, cluster.urls[name], prompt(seed + number),
+                    session, cluster.urls[name], prompt(seed + number, BATCH_TOKENS),
                     max_tokens=OUTPUT_TOKENS, temperature=0.0, model=MODEL,
                 )
                 for number in range(BATCH)

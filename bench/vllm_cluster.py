@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +124,18 @@ class VllmCluster:
         log = service.log.read_text(errors="replace")[-3000:]
         raise ClusterError(f"{name} did not become ready; the end of its log:\n{log}")
 
+    @contextmanager
+    def suspended(self, name: str) -> Iterator[None]:
+        """Inside, a server stands still: for a while after a request vLLM's processes spin."""
+        processes = _family(self.services[name].process.pid)
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in processes:
+                os.kill(pid, signal.SIGCONT)
+
     def stop(self, name: str) -> None:
         """End one process now."""
         self.services.pop(name).stop()
@@ -151,6 +164,15 @@ class VllmCluster:
         self.services[name] = service
         self._undo.callback(service.stop)
         return service
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in tasks.read_text().split():
+            found += _family(int(child))
+    return found
 
 
 def _free_port() -> int:

@@ -33,9 +33,9 @@ class Restarted(msgspec.Struct):
     notes: list[str] = []
 
 
-def prompt(seed: int) -> list[int]:
+def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     """A prompt that shares no prefix with those of other seeds."""
-    return [int(token) for token in np.random.default_rng(seed).integers(2, 500, PROMPT_TOKENS)]
+    return [int(token) for token in np.random.default_rng(seed).integers(2, 500, tokens)]
 
 
 async def restarted(
