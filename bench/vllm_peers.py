@@ -9,12 +9,14 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +29,7 @@ from bench.vllm_restart import Restarted, restarted
 
 _LIMIT_S: Final = 900.0
 _READY_S: Final = 60.0
+_END_S: Final = 60.0
 _POLL_S: Final = 0.1
 _IFF_UP: Final = 1
 _SIOCSIFFLAGS: Final = 0x8914
@@ -52,15 +55,32 @@ def measure(name: str, prompts: int) -> Restarted:
     namespace = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "-n"]
     command = [*namespace, sys.executable, "-m", "bench.vllm_peers", name, str(prompts)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=False)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        with _ended(process):
+            output, errors = process.communicate(timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{name}: {error}") from error
-    if done.returncode:
-        raise ClusterError(f"{name}: {done.stderr.decode(errors='replace')[-2000:]}")
-    result = msgspec.json.decode(done.stdout, type=Restarted)
+    if process.returncode:
+        raise ClusterError(f"{name}: {errors.decode(errors='replace')[-2000:]}")
+    result = msgspec.json.decode(output, type=Restarted)
     if not result.hit_tokens:
         raise ClusterError(f"{name}: nothing was loaded after the restart")
     return result
+
+
+@contextmanager
+def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Afterwards the process and all that it started are gone, whatever happened."""
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
 
 
 def _mooncake(cluster: VllmCluster, site: Path, environment: dict[str, str]) -> Peer:
