@@ -21,6 +21,8 @@ from bench.conversation import DOCUMENT, Turn, turns
 from bench.measure import Progress
 from bench.vllm_cluster import HITS, MODEL, VllmCluster
 
+_BYTES = "kvstore:loaded_bytes_total"
+_SECONDS = "kvstore:load_seconds_total"
 _NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 
 
@@ -31,12 +33,16 @@ class Row:
     Attributes:
         prefill_loaded: prompt tokens that P loaded instead of computing.
         decode_loaded: prompt tokens that D did.
+        loaded_bytes: that both loaded.
+        load_s: from the loads' submission to their end, both together.
     """
 
     turn: Turn
     prompt_tokens: int
     prefill_loaded: int
     decode_loaded: int
+    loaded_bytes: float
+    load_s: float
     with_store: Completion
     alone: Completion
 
@@ -44,6 +50,11 @@ class Row:
     def tokens_equal(self) -> bool:
         """Whether both gave the same tokens."""
         return bool(self.alone.tokens) and self.with_store.tokens == self.alone.tokens
+
+    @property
+    def gb_per_s(self) -> float:
+        """How fast it was loaded; 0.0 when nothing was."""
+        return self.loaded_bytes / self.load_s / 1e9 if self.load_s else 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,11 +111,16 @@ async def _ask(
 ) -> Row:  # fmt: skip
     parameters = {"max_tokens": max_tokens, "temperature": 0.0, "model": MODEL}
     alone = await complete(session, cluster.urls["alone"], prompt, **parameters)
-    before = {name: cluster.metric(name, HITS) for name in ("P", "D")}
+    series = [(name, what) for name in ("P", "D") for what in (HITS, _BYTES, _SECONDS)]
+    before = {key: cluster.metric(*key) for key in series}
     shared = await complete(session, cluster.conductor_url, prompt, **parameters)
     # Not from the answer's usage: of a handed-over prompt vLLM says there what P had cached.
-    loaded = {name: int(cluster.metric(name, HITS) - before[name]) for name in ("P", "D")}
-    return Row(turn, len(prompt), loaded["P"], loaded["D"], shared, alone)
+    new = {key: cluster.metric(*key) - before[key] for key in series}
+    return Row(
+        turn, len(prompt), int(new["P", HITS]), int(new["D", HITS]),
+        new["P", _BYTES] + new["D", _BYTES], new["P", _SECONDS] + new["D", _SECONDS],
+        shared, alone,
+    )  # fmt: skip
 
 
 def _tokenize(cluster: VllmCluster, text: str) -> list[int]:
@@ -117,13 +133,15 @@ def _tokenize(cluster: VllmCluster, text: str) -> list[int]:
 def _show(rows: Sequence[Row], *, as_json: bool) -> None:
     console = Console(stderr=as_json)
     table = Table(title="one conversation with vLLM, with the store and without")
-    for column in ("turn", "prompt tokens", "P loaded", "D loaded", "TTFT with", "TTFT without"):
+    for column in ("turn", "prompt tokens", "P loaded", "D loaded", "TTFT with", "TTFT without",
+                   "MB", "GB/s"):  # fmt: skip
         table.add_column(column, justify="left" if column == "turn" else "right")
     for row in rows:
         table.add_row(
             f"{row.turn.user} {row.turn.number}", str(row.prompt_tokens), str(row.prefill_loaded),
             str(row.decode_loaded), f"{row.with_store.ttft_s * 1e3:,.0f} ms",
-            f"{row.alone.ttft_s * 1e3:,.0f} ms",
+            f"{row.alone.ttft_s * 1e3:,.0f} ms", f"{row.loaded_bytes / 1e6:,.1f}",
+            f"{row.gb_per_s:.2f}",
         )  # fmt: skip
     console.print(table)
     equal = sum(row.tokens_equal for row in rows)
@@ -134,5 +152,7 @@ def _show(rows: Sequence[Row], *, as_json: bool) -> None:
             "prompt_tokens": sum(row.prompt_tokens for row in rows),
             "prefill_loaded_tokens": sum(row.prefill_loaded for row in rows),
             "decode_loaded_tokens": sum(row.decode_loaded for row in rows),
+            "load_gbps": sum(row.loaded_bytes for row in rows)
+            / (sum(row.load_s for row in rows) or 1.0) / 1e9,
         }  # fmt: skip
         sys.stdout.write(json.dumps(figures) + "\n")

@@ -1,102 +1,147 @@
 """How soon is vLLM's first token when the node has the prompt, and what does storing cost?
 
-Two servers, with and without the connector, compute the same prompts alternately (``cold``); then
-the one with the connector is restarted, and what it loads stands beside what the other one finds in
-its own prefix cache.
+``cold/overhead``: two servers, with and without the connector, compute the same prompts in turn.
+``ttft/*``: each store behind a server of its own that computes prompts, is restarted, and is asked
+for them twice: what was loaded stands beside what the engine's own prefix cache then has. Only one
+server works at a time, and the cases that are compared take turns.
 """
 
 import argparse
 import asyncio
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from typing import Final
 
 import aiohttp
-import numpy as np
 
 from bench.cluster import ClusterError
 from bench.completion import complete
-from bench.measure import Progress, Report, Result
-from bench.vllm_cluster import HITS, MODEL, VllmCluster
+from bench.measure import Progress, Report, Result, Spread, percentile
+from bench.vllm_cluster import MODEL, VllmCluster
+from bench.vllm_peers import PEERS, measure
+from bench.vllm_restart import Restarted, prompt, restarted, ttft_s
 
-PROMPT_TOKENS = 2000
-_WARM_UP = 3
+BOUND: Final = "ttft/engine-prefix-hit"
+BATCH: Final = 3
+"""Prompts at once, so that one is stored while the next is computed."""
+BATCH_TOKENS: Final = 640
+OUTPUT_TOKENS: Final = 4
+_OTHER: Final = {"plain": "store", "store": "plain"}
+_STORES: Final = ("stored_pages", "store_seconds")
+_COLD_SEED: Final = 20_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the group."""
     parser.add_argument("--load", default="async", choices=["async", "layerwise"], help="how")
     parser.add_argument("--prompts", type=int, default=9, help="prompts, at least 5")
+    parser.add_argument("--pairs", type=int, default=30, help="turns of each server, at least 2")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; the exit status is 1 when a server failed or nothing was loaded."""
-    prompts = [_prompt(seed) for seed in range(max(5, options.prompts))]
+    count = max(5, options.prompts)
     try:
-        with VllmCluster() as cluster, Report(json=options.json) as report:
-            return asyncio.run(_measure(cluster, prompts, report, options.load))
+        with Report(json=options.json) as report, Progress("part", 2 + len(options.peers)) as part:
+            part.step("cold: every prompt is computed, with the connector and without")
+            asyncio.run(_cold(max(2, options.pairs), count, report, part))
+            part.step("kvstore: restart, then from the node and from the engine's own cache")
+            ours = _ours(count, options.load, part)
+            hit = statistics.median(ours.cached_s) * 1e3
+            report.add(Result(BOUND, hit, "ms", BOUND, hit, 1.0))
+            _add("kvstore", ours, report, part)
+            for name in options.peers:
+                part.step(f"{name}: restart, then from there and from the engine's own cache")
+                try:
+                    _add(name, measure(name, count), report, part)
+                except (ClusterError, subprocess.CalledProcessError) as error:
+                    part.note(f"ttft/{name} is left out: {error}")
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    return 0 if ours.hit_tokens else 1
 
 
-async def _measure(
-    cluster: VllmCluster, prompts: Sequence[Sequence[int]], report: Report, load: str
-) -> int:  # fmt: skip
-    cluster.start_node()
-    cluster.start_server("plain")
-    cluster.start_server("store", cluster.transfer(load=load))
-    for name in ("plain", "store"):
-        cluster.wait_server(name)
-    with Progress("round", 2) as progress:
-        progress.step("cold: every prompt is computed by both")
-        cold = await _alternate(cluster, prompts)
-        cluster.stop("store")
-        cluster.start_server("store", cluster.transfer(load=load))
-        cluster.wait_server("store")
-        progress.step("warm: from the node after a restart, and from the engine's own cache")
-        warm = await _alternate(cluster, prompts)
-        loaded = cluster.metric("store", HITS)
-        load_s = cluster.metric("store", "kvstore:load_seconds_total")
-        lookup_s = cluster.metric("store", "kvstore:lookup_seconds_total")
-        loads = max(1.0, cluster.metric("store", "kvstore:loads_total"))
-        progress.note(
-            f"loaded {loaded:.0f} of {PROMPT_TOKENS * (len(prompts) + _WARM_UP)} tokens;"
-            f" mean load {load_s / loads * 1e3:.1f} ms, lookup {lookup_s / loads * 1e3:.2f} ms"
+def _add(name: str, result: Restarted, report: Report, progress: Progress) -> None:
+    """One store's case, beside the prefix hits that took turns with it."""
+    loaded, cached = (Spread.of(seconds) for seconds in (result.loaded_s, result.cached_s))
+    report.add(
+        Result(
+            f"ttft/{name}", loaded.median * 1e3, "ms",
+            BOUND, cached.median * 1e3, cached.median / loaded.median,
         )
-    recompute, hit = statistics.median(cold["plain"]), statistics.median(warm["plain"])
-    kvstore = statistics.median(warm["store"])
-    pairs = zip(cold["store"], cold["plain"], strict=True)
-    overhead = (statistics.median(ours / alone for ours, alone in pairs) - 1) * 100
-    bound = "ttft/engine-prefix-hit"
-    for case, seconds in (("ttft/recompute", recompute), (bound, hit), ("ttft/kvstore", kvstore)):
-        report.add(Result(case, seconds * 1e3, "ms", bound, hit * 1e3, hit / seconds))
-    report.add(Result("cold/overhead", overhead, "%"))
-    return 0 if loaded else 1
+    )  # fmt: skip
+    progress.note(
+        f"{name}: loaded {_ms(loaded)}, the engine's own hits in turn {_ms(cached)},"
+        f" {result.hit_tokens} tokens loaded. {' '.join(result.notes)}"
+    )
 
 
-async def _alternate(
-    cluster: VllmCluster, prompts: Sequence[Sequence[int]]
-) -> dict[str, list[float]]:
-    """Seconds to the first token of each prompt at each server, one request at a time."""
-    seconds: dict[str, list[float]] = {"plain": [], "store": []}
+def _ms(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.0f} ms ({spread.min * 1e3:.0f} to {spread.max * 1e3:.0f})"
+
+
+def _ours(count: int, load: str, progress: Progress) -> Restarted:
+    with VllmCluster(capacity_bytes=2 << 30) as cluster:
+        cluster.start_node()
+        result = asyncio.run(restarted(cluster, range(count), cluster.transfer(load=load)))
+        if not result.hit_tokens:
+            progress.note("nothing was loaded from the node")
+        loads = max(1.0, cluster.metric("store", "kvstore:loads_total"))
+        for what in ("load", "lookup"):
+            seconds = cluster.metric("store", f"kvstore:{what}_seconds_total")
+            result.notes.append(f"Mean {what} {seconds / loads * 1e3:.2f} ms.")
+        return result
+
+
+async def _cold(pairs: int, count: int, report: Report, progress: Progress) -> None:
+    with VllmCluster(capacity_bytes=2 << 30) as cluster:
+        cluster.start_node()
+        cluster.start_server("plain")
+        cluster.start_server("store", cluster.transfer())
+        for name in ("plain", "store"):
+            cluster.wait_server(name)
+            await _batch_s(cluster, name, _COLD_SEED)
+        begun = {what: cluster.metric("store", f"kvstore:{what}_total") for what in _STORES}
+        seconds: dict[str, list[float]] = {"plain": [], "store": []}
+        for pair in range(pairs):
+            for name in sorted(seconds, reverse=pair % 2 == 0):
+                with cluster.suspended(_OTHER[name]):
+                    seed = _COLD_SEED + BATCH * (pair + 1)
+                    seconds[name].append(await _batch_s(cluster, name, seed))
+        pages, moving_s = (
+            cluster.metric("store", f"kvstore:{what}_total") - begun[what] for what in _STORES
+        )
+        both = zip(seconds["plain"], seconds["store"], strict=True)
+        lost = [(1 - plain / store) * 100 for plain, store in both]
+        report.add(Result("cold/overhead", statistics.median(lost), "%"))
+        progress.note(
+            f"cold/overhead of {pairs} pairs: median {statistics.median(lost):.1f} %,"
+            f" quartiles {percentile(lost, 25):.1f} and {percentile(lost, 75):.1f};"
+            f" {pages:.0f} pages were stored in {moving_s:.2f} s of one background thread,"
+            f" beside {sum(seconds['store']):.1f} s of computing"
+        )
+        with cluster.suspended("store"):
+            alone = statistics.median(
+                [await ttft_s(cluster, "plain", seed) for seed in range(count)]
+            )
+        report.add(Result("ttft/recompute", alone * 1e3, "ms"))
+
+
+async def _batch_s(cluster: VllmCluster, name: str, seed: int) -> float:
+    """Seconds that a server takes for a batch of new prompts that come at once."""
     async with aiohttp.ClientSession() as session:
-
-        async def ask(name: str, prompt: Sequence[int]) -> float:
-            answer = await complete(
-                session, cluster.urls[name], list(prompt),
-                max_tokens=1, temperature=0.0, model=MODEL,
-            )  # fmt: skip
-            return answer.ttft_s
-
-        for number in range(_WARM_UP):
-            for name in seconds:
-                await ask(name, _prompt(10_000 + number))
-        for number, prompt in enumerate(prompts):
-            for name in sorted(seconds, reverse=number % 2 == 0):
-                seconds[name].append(await ask(name, prompt))
-    return seconds
-
-
-def _prompt(seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(2, 500, PROMPT_TOKENS)]
+        begin = time.perf_counter()
+        await asyncio.gather(
+            *(
+                complete(
+                    session, cluster.urls[name], prompt(seed + number, BATCH_TOKENS),
+                    max_tokens=OUTPUT_TOKENS, temperature=0.0, model=MODEL,
+                )
+                for number in range(BATCH)
+            )
+        )  # fmt: skip
+        return time.perf_counter() - begin

@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ HITS: Final = "vllm:external_prefix_cache_hits_total"
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _READY_S: Final = 300.0
 _POLL_S: Final = 0.25
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(_ROOT),
 }  # fmt: skip
@@ -67,21 +68,29 @@ class VllmCluster:
             f"host.capacity_bytes={self.capacity_bytes}", f"host.extent_bytes={64 << 20}",
         ):  # fmt: skip
             arguments += ["--set", value]
-        found = self._launch("node", arguments, DAEMON_READY).wait_ready()
+        found = self.launch("node", arguments, DAEMON_READY).wait_ready()
         self.store_url = found.group(1)
 
     def start_conductor(self, roles: Mapping[str, str]) -> None:
         """The Conductor, and what each server is to it (name to role)."""
         arguments = [script("kvstore-conductor"), "--port", "0"]
-        self.conductor_url = self._launch("conductor", arguments, LISTENING).wait_ready().group(1)
+        self.conductor_url = self.launch("conductor", arguments, LISTENING).wait_ready().group(1)
         for name, role in roles.items():
             body = {"id": name, "role": role, "url": self.urls[name], "model": MODEL}
             request("POST", f"{self.conductor_url}/v1/engines", body)
 
     def start_server(
-        self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = ()
-    ) -> None:
-        """Begin to start a server; :meth:`wait_server` waits."""
+        self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to start a server; :meth:`wait_server` waits.
+
+        Args:
+            name: names it here.
+            transfer: ``--kv-transfer-config``.
+            flags: further ones of vLLM.
+            variables: of its environment, besides :data:`ENVIRONMENT`.
+        """
         port = _free_port()
         arguments = [
             str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model",
@@ -93,9 +102,9 @@ class VllmCluster:
         if transfer is not None:
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         self.urls[name] = f"http://127.0.0.1:{port}"
-        environment = {**os.environ, **_ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT, **(variables or {})}
         # The ready line goes unused: a server is ready when /health says so.
-        self._launch(name, arguments, r"$^", environment)
+        self.launch(name, arguments, r"$^", environment)
 
     def wait_server(self, name: str) -> None:
         """Wait until a server answers.
@@ -114,6 +123,18 @@ class VllmCluster:
                 return
         log = service.log.read_text(errors="replace")[-3000:]
         raise ClusterError(f"{name} did not become ready; the end of its log:\n{log}")
+
+    @contextmanager
+    def suspended(self, name: str) -> Iterator[None]:
+        """Inside, a server stands still: for a while after a request vLLM's processes spin."""
+        processes = _family(self.services[name].process.pid)
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in processes:
+                os.kill(pid, signal.SIGCONT)
 
     def stop(self, name: str) -> None:
         """End one process now."""
@@ -135,13 +156,23 @@ class VllmCluster:
             "kv_connector_extra_config": {"address": self.store_url, **extra},
         }
 
-    def _launch(
+    def launch(
         self, name: str, arguments: list[str], ready: str, environment: dict[str, str] | None = None
     ) -> Service:
+        """Start a process that ends with the cluster; see :class:`~bench.cluster.Service`."""
         service = Service(name, arguments, ready, self.directory, environment)
         self.services[name] = service
         self._undo.callback(service.stop)
         return service
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in tasks.read_text().split():
+            found += _family(int(child))
+    return found
 
 
 def _free_port() -> int:

@@ -110,6 +110,7 @@ class Link:
         #: Moves of earlier epochs are those of the process that this one was forked from.
         self._first_epoch = 0
         self.why = "not connected yet"
+        self._refusal = ""
         self._socket: socket.socket | None = None
         self._mapping: Mapping | None = None
         self._retired: list[Mapping] = []
@@ -127,7 +128,7 @@ class Link:
         try:
             self._connect()
         except KVStoreError as error:
-            self.why = str(error)
+            self.why = self._refusal = str(error)
             log.warning("%s: no node at %s (%s); all misses until there is", name, path, error)
         self._start()
         _links.add(self)
@@ -376,8 +377,9 @@ class Link:
                 attempt += 1
                 if isinstance(error, PeerUnreachable):
                     self._drop_mapping()
-                elif isinstance(error, ProtocolError) and attempt == 1:
-                    log.warning("%s: %s", self.name, error)
+                elif isinstance(error, ProtocolError) and str(error) != self._refusal:
+                    self._refusal = str(error)
+                    log.warning("%s: %s; all misses until that changes", self.name, error)
             else:
                 log.info("%s: connected to the node at %s again", self.name, self.path)
 

@@ -46,10 +46,15 @@ class Store(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What the workers are to start in one step."""
+    """What the workers are to start in one step.
+
+    Attributes:
+        idle: the step computes nothing.
+    """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    idle: bool = False
 
 
 class End(NamedTuple):
@@ -58,10 +63,12 @@ class End(NamedTuple):
     Attributes:
         ranks: on how many.
         pages: leading pages that are there on all of those.
+        seconds: the longest that moving them took there; 0.0 = not measured.
     """
 
     ranks: int
     pages: int
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -79,12 +86,16 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.ended or self.late)
 
-    def end(self, job: int, pages: int) -> None:
+    def end(self, job: int, pages: int, seconds: float = 0.0) -> None:
         """One rank's job has ended."""
-        self.add({job: End(1, pages)}.items())
+        self.add({job: End(1, pages, seconds)}.items())
 
     def add(self, ends: Iterable[tuple[int, End]]) -> None:
         """Take over what other ranks report."""
         for job, end in ends:
             known = self.ended.get(job, End(0, end.pages))
-            self.ended[job] = End(known.ranks + end.ranks, min(known.pages, end.pages))
+            self.ended[job] = End(
+                known.ranks + end.ranks,
+                min(known.pages, end.pages),
+                max(known.seconds, end.seconds),
+            )

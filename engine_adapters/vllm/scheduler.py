@@ -24,6 +24,7 @@ from engine_adapters.vllm.identity import chain_seed, window_pages
 from engine_adapters.vllm.messages import Blocks, Load, Report, Step, Store
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.options import LoadOrder, Options
+from engine_adapters.vllm.pace import Pace
 from engine_adapters.vllm.requests import BlockHolder, Names, Progress, Request, Setup
 from kvstore.page import PrefixKeys
 from kvstore.results import MISS, Hit
@@ -34,8 +35,6 @@ PENDING_ASK_S: Final = 0.002
 STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
 """Stores hold at most this share of the engine's blocks; further pages are offered later."""
-MEASURED_TOKENS_MIN: Final = 32
-_MEASURE_WEIGHT: Final = 0.3
 REPORT_S: Final = 1.0
 
 
@@ -69,6 +68,7 @@ class _Job:
         first: index of its first page in the request's chain.
         wanted: its pages.
         pages: leading ones that are there on all ranks that have reported.
+        seconds: the longest that one of these ranks took.
         held: blocks it holds references to.
     """
 
@@ -79,6 +79,7 @@ class _Job:
     held: list[int]
     is_load: bool
     ranks_left: int
+    seconds: float = 0.0
 
 
 class SchedulerSide:
@@ -102,7 +103,7 @@ class SchedulerSide:
             report_prefill: told the measured seconds per token, once a second at most.
         """
         self.counts = Counts()
-        self.seconds_per_token = 0.0
+        self.pace = Pace()
         self._opening = opening
         self._setup = setup
         self._page_tokens = setup.page_tokens
@@ -164,10 +165,9 @@ class SchedulerSide:
             return None, False
         state.hit = state.stored = hit.pages
         tokens = hit.pages * self._page_tokens - computed
-        if tokens > 0 and self._is_slower(hit, tokens):
-            self.counts.add("slower_tokens", tokens)
-            tokens = 0
-        return max(0, tokens), tokens > 0 and self._options.load is LoadOrder.ASYNC
+        if tokens <= 0 or self._is_slower(hit, tokens):
+            return 0, False
+        return tokens, self._options.load is LoadOrder.ASYNC
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """A request got blocks; ``tokens`` of them are to be loaded."""
@@ -192,19 +192,19 @@ class SchedulerSide:
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 
-    def recompute_s(self, tokens: int) -> float:
-        """How long computing ``tokens`` would take; infinite while unknown."""
-        return tokens * self.seconds_per_token if self.seconds_per_token else float("inf")
-
     def _is_slower(self, hit: Hit, tokens: int) -> bool:
         """Whether computing the last ``tokens`` of a hit takes less than loading them."""
-        load_s = hit.load_seconds * tokens / (hit.pages * self._page_tokens)
-        return load_s > self.recompute_s(tokens)
+        load_s = self.pace.load_s(hit, tokens / self._page_tokens)
+        if load_s <= self.pace.recompute_s(tokens):
+            return False
+        self.counts.add("slower_tokens", tokens)
+        self.pace.doubt_loads()
+        return True
 
     def _wait_s(self, tokens: int) -> float:
         shortest = self._options.load_timeout_ms_min / 1000
         longest = self._options.load_timeout_ms / 1000
-        return min(longest, max(shortest, self.recompute_s(tokens)))
+        return min(longest, max(shortest, self.pace.recompute_s(tokens)))
 
     def _wait_left_s(self, state: _State, tokens: int) -> float:
         """What is left for the load of a request that perhaps has waited for its pages already."""
@@ -274,8 +274,10 @@ class SchedulerSide:
             scheduled: its requests.
             tokens: computed in it, in all.
         """
-        self._step_began, self._step_tokens = self._clock(), tokens
-        step = Step(loads=self._loads)
+        # A step that waits for layers says nothing about computing.
+        waits = any(load.layerwise for load in self._loads)
+        self._step_began, self._step_tokens = self._clock(), 0 if waits else tokens
+        step = Step(loads=self._loads, idle=not tokens)
         self._loads = []
         if self._setup.role.stores:
             for progress in scheduled:
@@ -360,8 +362,10 @@ class SchedulerSide:
     def reported(self, report: Report | None) -> None:
         """The workers have done a step."""
         now = self._clock()
-        if self._step_tokens >= MEASURED_TOKENS_MIN:
-            self._measure((now - self._step_began) / self._step_tokens, now)
+        measured = self.pace.note_step(self._step_tokens, now - self._step_began)
+        if measured and now >= self._report_at:
+            self._report_at = now + REPORT_S
+            self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
         if report is None:
             return
@@ -376,6 +380,7 @@ class SchedulerSide:
                 continue
             job.ranks_left -= end.ranks
             job.pages = min(job.pages, end.pages)
+            job.seconds = max(job.seconds, end.seconds)
             if job.ranks_left <= 0:
                 del self._jobs[number]
                 self._end(job)
@@ -386,6 +391,8 @@ class SchedulerSide:
         self._holder.release(job.held)
         self._held -= len(job.held)
         state = self._states.get(job.request_id)
+        if job.is_load:
+            self.pace.note_load(job.pages, job.seconds)
         if job.is_load and job.pages < job.wanted:
             self.counts.add("load_failed_tokens", (job.wanted - job.pages) * self._page_tokens)
             if state is not None:
@@ -403,15 +410,6 @@ class SchedulerSide:
             request_id, first, wanted, wanted, held, is_load, self._setup.ranks
         )
         self._next_job += 1
-
-    def _measure(self, seconds_per_token: float, now: float) -> None:
-        """Learn how fast the engine computes, from its own steps."""
-        known = self.seconds_per_token
-        weight = _MEASURE_WEIGHT if known else 1.0
-        self.seconds_per_token = known + weight * (seconds_per_token - known)
-        if now >= self._report_at:
-            self._report_at = now + REPORT_S
-            self._report_prefill(self.seconds_per_token)
 
     # ---- requests ---------------------------------------------------------------------------
 

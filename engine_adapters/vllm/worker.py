@@ -21,6 +21,10 @@ from kvstore.results import PutResult
 
 log = logging.getLogger("vllm.kvstore")
 
+IDLE_WAIT_S: Final = 0.005
+"""Longest wait for the oldest load in a step that computes nothing. The engine repeats such steps
+as fast as it can, and its two busy processes take the cores from the load; a request that comes
+meanwhile waits no longer than this."""
 _END_TIMEOUT_S: Final = 60.0
 """Longest wait, in a step, for the end of a layer-wise load that was given up."""
 
@@ -156,9 +160,15 @@ class WorkerSide:
                 storing.jobs.append(job)
                 storing.sizes.append(space.page_bytes[memory.shard])
 
-    def poll(self) -> Outcome:
-        """What has ended; does not wait, except for layer-wise loads, which end with their step."""
+    def poll(self, *, idle: bool = False) -> Outcome:
+        """What has ended. Layer-wise loads are waited for: they end with their step.
+
+        Args:
+            idle: the step computes nothing, so that a short wait holds up nobody.
+        """
         outcome = Outcome(set(), set(), set(), Report())
+        if idle:
+            self._wait_idle()
         for loading in list(self._loads):
             self._poll_load(loading, outcome)
         for storing in list(self._stores):
@@ -180,6 +190,14 @@ class WorkerSide:
         except KVStoreError as error:
             _note("load", error)
             return None
+
+    def _wait_idle(self) -> None:
+        waiting = [loading for loading in self._loads if not loading.late]
+        if waiting:
+            oldest = waiting[0]
+            until = min(self.clock() + IDLE_WAIT_S, oldest.deadline)
+            for _, job in oldest.parts:
+                job.wait(max(0.0, until - self.clock()))
 
     def _poll_load(self, loading: _Loading, outcome: Outcome) -> None:
         load = loading.load
@@ -204,8 +222,8 @@ class WorkerSide:
         if not ended:
             return
         self._loads.remove(loading)
-        pages = self._loaded(loading)
-        outcome.report.end(load.job, pages)
+        pages, seconds = self._loaded(loading)
+        outcome.report.end(load.job, pages, seconds)
         if not loading.late:
             self._finish(load, pages, outcome)
 
@@ -222,10 +240,10 @@ class WorkerSide:
         each = self.groups[0].page_blocks
         outcome.invalid_blocks.update(b for b in blocks.blocks[pages * each :] if b)
 
-    def _loaded(self, loading: _Loading) -> int:
-        """Leading pages that are valid in every group; accounts for them."""
+    def _loaded(self, loading: _Loading) -> tuple[int, float]:
+        """Leading pages that are valid in every group, and what moving took; accounts for them."""
         load = loading.load
-        pages = 0 if loading.refused else len(load.keys)
+        pages, seconds = 0 if loading.refused else len(load.keys), 0.0
         for blocks, job in loading.parts:
             result = job.result(0.0)
             count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
@@ -234,10 +252,11 @@ class WorkerSide:
                 whole = len(self.groups) == 1
                 pages = min(pages, result.pages if whole else 0)
             self.counts.add("loaded_bytes", result.size_bytes)
+            seconds += result.seconds
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
         self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
-        return pages
+        return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:
         """Pages that are in the store now; accounts for them."""

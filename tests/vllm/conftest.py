@@ -87,9 +87,12 @@ def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
 class Node:
     """A daemon that can be ended and started again at the same address."""
 
-    def __init__(self, spawn: Spawn, socket: Path) -> None:
+    def __init__(self, spawn: Spawn, socket: Path, before: str = "pass", **changes: Any) -> None:
+        """Start it, after running ``before`` in its process, with ``changes`` of its settings."""
         self._spawn = spawn
         self._socket = socket
+        self._before = before
+        self._changes = changes
         self.process = self.start()
 
     @property
@@ -101,8 +104,12 @@ class Node:
         sets = {
             "socket.path": self._socket, "http.port": 0, "host.capacity_bytes": 64 << 20,
             "host.extent_bytes": 16 << 20, "events.endpoint": "", "events.replay_endpoint": "",
+            **self._changes,
         }  # fmt: skip
-        arguments = [sys.executable, "-m", "kvstore.server.daemon"]
+        program = (
+            f"{self._before}; from kvstore.server.daemon import main as m; raise SystemExit(m())"
+        )
+        arguments = [sys.executable, "-c", program]
         for key, value in sets.items():
             arguments += ["--set", f"{key}={value}"]
         self.process = self._spawn(arguments, ready=READY, env={"PYTHONPATH": str(ROOT)})

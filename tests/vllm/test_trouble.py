@@ -81,6 +81,47 @@ def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, s
 
 
 @pytest.mark.parametrize(
+    ("before", "changes", "named"),
+    [
+        (
+            "from kvstore import wire; wire.PROTOCOL_MAJOR = 9",
+            {},
+            "client speaks protocol 1.0, this node 9.0",
+        ),
+        (
+            "pass",
+            {"host.extent_bytes": 1 << 16, "host.capacity_bytes": 1 << 20},
+            "page_bytes: 131072 is more than an extent (65536)",
+        ),
+    ],
+    ids=["another protocol", "pages do not fit"],
+)
+def test_a_node_that_cannot_serve_this_engine_is_named_once(
+    spawn, tmp_path, start, plain, wait_until, before, changes, named
+):
+    expected = plain.tokens(PROMPTS)
+    socket = tmp_path / "kv.sock"
+    wrong = Node(spawn, socket, before, **changes)
+    pages = {"extra": {"page_tokens": 128}}
+    engine = start(wrong.address, transfer=pages, enable_prefix_caching=False)
+    for _ in range(3):
+        assert engine.tokens(PROMPTS) == expected
+
+    assert engine.metric(HITS) == 0
+    lines = engine.log.read_text().splitlines()
+    assert sum(named in line for line in lines) == 2, "one for each side of the connector"
+    wrong.process.kill()
+    Node(spawn, socket)
+
+    def hits():
+        assert engine.tokens(PROMPTS) == expected
+        engine.ask("settle")
+        return engine.metric(HITS) > 0
+
+    wait_until(hits, 40.0, "a node that fits is used")
+
+
+@pytest.mark.parametrize(
     ("extra", "named"),
     [
         ({"page_tokens": 48}, "page_tokens: 48 is no multiple of the engine's block of 32"),

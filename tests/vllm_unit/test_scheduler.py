@@ -156,7 +156,7 @@ def test_a_load_may_take_what_computing_takes_within_its_bounds():
     world.store.answer = Hit(4)
     assert world.load(request("unmeasured")).loads[0].wait_s == 2.0
     for seconds_per_token, wait_s in ((1e-3, 0.256), (1.0, 2.0), (1e-6, 0.02)):
-        world.side.seconds_per_token = seconds_per_token
+        world.side.pace.seconds_per_token = seconds_per_token
         (load,) = world.load(request(str(seconds_per_token))).loads
 
         assert load.wait_s == pytest.approx(wait_s)

@@ -1,0 +1,58 @@
+"""What an engine learns of its own speed."""
+
+import pytest
+
+from engine_adapters.vllm.messages import Report
+from engine_adapters.vllm.pace import Pace
+from kvstore.results import Hit
+from tests.vllm_unit.engine import PLAIN, World
+from tests.vllm_unit.test_scheduler import request
+
+
+def test_before_the_first_load_the_nodes_guess_counts_and_then_what_was_measured():
+    pace = Pace()
+    hit = Hit(4, load_seconds=0.4)
+    assert pace.load_s(hit, 2) == pytest.approx(0.2)
+
+    pace.note_load(10, 0.1)
+    assert pace.load_s(hit, 2) == pytest.approx(0.02)
+    pace.note_load(0, 5.0)
+    assert pace.load_s(hit, 2) == pytest.approx(0.02), "a load of nothing says nothing"
+
+
+def test_short_steps_are_no_measure_of_prefill():
+    pace = Pace()
+
+    assert not pace.note_step(31, 1.0)
+    assert pace.recompute_s(10) == float("inf")
+    assert pace.note_step(100, 1.0)
+    assert pace.recompute_s(10) == pytest.approx(0.1)
+
+
+def test_loads_that_were_slower_than_computing_are_tried_again_later():
+    world = World()
+    world.store.answer = Hit(4)
+    world.side.pace.seconds_per_token = 1e-3
+    (load,) = world.load(request("slow")).loads
+    report = Report()
+    report.end(load.job, 4, seconds=2.0)  # half a second a page; computing it takes 64 ms
+    world.side.reported(report)
+
+    tries = 0
+    while world.side.match(request(f"r{tries}"), PLAIN, 0) == (0, False):
+        tries += 1
+        assert tries < 50, "never tried again"
+    assert tries > 1
+
+
+def test_a_step_that_waits_for_layers_is_no_measure_of_prefill():
+    world = World(load="layerwise")
+    world.store.answer = Hit(4)
+    asked = request()
+    tokens, _ = world.side.match(asked, PLAIN, 0)
+    world.side.allocated(asked, [list(range(1, 11))], tokens)
+    world.step(tokens=500)
+    world.now += 1.0
+    world.side.reported(None)
+
+    assert not world.side.pace.seconds_per_token
