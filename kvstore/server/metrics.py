@@ -1,4 +1,4 @@
-"""The node's statistics as Prometheus series; ``docs/metrics.md`` lists them."""
+"""The node's statistics as Prometheus series; ``docs/operations.md`` lists them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -46,7 +46,19 @@ class _Snapshot:
 
 
 def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
-    """What tells that the SSD tier is in trouble."""
+    """The SSD tier: room, traffic, wear, trouble."""
+    room = GaugeMetricFamily("kvstore_ssd_bytes", "Room on the SSDs, by use.", labels=["use"])
+    for use in ("capacity", "used", "live", "dead", "in_flight"):
+        room.add_metric([use], ssd[f"{use}_bytes"])
+    yield room
+    for name, help_text in (
+        ("written_bytes", "Bytes of records written to the SSDs, carried ones included."),
+        ("carried_bytes", "Bytes of records written again by reclaiming."),
+        ("read_bytes", "Bytes of records read from the SSDs."),
+        ("syncs", "Segment files synced."),
+    ):
+        yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
+    yield _gauge("kvstore_ssd_segments", "Segment files.", ssd["segments"])
     yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
     yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
     errors = CounterMetricFamily("kvstore_ssd_errors", "Jobs that failed.", labels=["code"])
@@ -74,6 +86,15 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("loaded_bytes", "Bytes of pages that were acquired."),
         ("aborted_puts", "Puts that were taken back."),
         ("lost_puts", "Puts whose writer's connection broke."),
+        ("demoted_pages", "Pages that were written to the SSDs."),
+        ("promoted_pages", "Pages that were loaded from the SSDs."),
+        ("evicted_to_disk", "Pages whose memory was taken while they stay on the SSDs."),
+        ("not_admitted_pages", "Pages that were not worth writing to the SSDs."),
+        ("unwritten_pages", "Pages whose writing failed or was overtaken."),
+        ("demotions_failed", "Evictions that could not write first: the SSDs failed."),
+        ("disk_full_pages", "Pages that found no room on the SSDs."),
+        ("reclaimed_pages", "Pages that left the SSDs with their segment."),
+        ("carried_pages", "Pages that were written again when their segment was reclaimed."),
         ("expired_leases", "Leases that ran out before they were given back."),
     ):
         yield _counter(f"kvstore_{name}", help_text, counts.get(name, 0))
