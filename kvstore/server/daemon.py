@@ -35,6 +35,8 @@ from kvstore.tier.host import HostMemory, stale_bytes
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
+WRITE_OUT_S: Final = 10.0
+"""How long an orderly end writes pages that are in memory only."""
 _STALE_CHECK_TICKS: Final = 50
 
 
@@ -117,6 +119,8 @@ class Daemon:
                 serving = [tasks.create_task(self.socket.serve()), tasks.create_task(self._tick())]
                 self._say_ready(http)
                 await stop.wait()
+                if not self._failed:
+                    await self._write_out()
                 for task in serving:
                     task.cancel()
         return int(self._failed)
@@ -168,6 +172,20 @@ class Daemon:
 
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())
+
+    async def _write_out(self) -> None:
+        """Before an orderly end: what is worth it goes to disk, so that a restart finds it."""
+        if self.disk is None:
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + WRITE_OUT_S
+        disk = self.disk.pages
+        disk.write_out(self.node.pages.spaces)
+        while not disk.settled and loop.time() < deadline:
+            self.socket.flush()
+            await asyncio.sleep(TICK_S)
+        if not disk.settled:
+            log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
 
     def _poll_disk(self) -> None:
         assert self.disk is not None

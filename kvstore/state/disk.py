@@ -14,11 +14,11 @@ Completions come in any order. A write counts when its bytes are in the file and
 disk; whoever put it durably is told after the next sync that began later.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
@@ -30,13 +30,14 @@ from kvstore.state.diskjobs import (
     DiskWrite,
     Durable,
     Fetch,
+    Memory,
     Verdict,
     WritePolicy,
     page_name,
 )
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.log import Place, SegmentLog, record_bytes
-from kvstore.state.slots import Slot, SlotTable
+from kvstore.state.slots import Slot
 from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
@@ -58,30 +59,6 @@ class _Write:
 class _Load:
     job: DiskRead
     waiters: list[Fetch] = field(default_factory=list)
-
-
-class Memory(Protocol):
-    """What this needs of the page table: the pages in memory and the index."""
-
-    slots: SlotTable
-    counts: Counter[str]
-    tick: int
-
-    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING, made room for if need be."""
-        ...
-
-    def offer(self, node: Node) -> None:
-        """The node may be evictable now."""
-        ...
-
-    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
-        """The page was loaded to ``slot``, which is still WRITING."""
-        ...
-
-    def drop(self, node: Node, shard: int, cause: str) -> None:
-        """Take the page out of the index, in every tier, with all that it leads to."""
-        ...
 
 
 class DiskPages:
@@ -213,6 +190,23 @@ class DiskPages:
         ):
             raise CapacityError("the SSD tier does not take this page now")
         return False
+
+    def write_out(self, spaces: Iterable[Space]) -> None:
+        """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
+        for space in spaces:
+            for node in space.nodes.values():
+                if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                    self._backlog += [(node, at) for at in node.slots if self._is_dirty(node, at)]
+        self._pump()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be written or synced."""
+        if self._writes or (self._backlog and not self.degraded):
+            return False
+        self._syncs.hurry()
+        self._syncs.advance(self._now_ns)
+        return self._syncs.idle or self.degraded
 
     def forget(self, node: Node, shard: int) -> None:
         """The page leaves the disk, if it is there."""

@@ -1,14 +1,15 @@
 """What the disk side of the page table asks its tier to do, and for whom. Pure values."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey
 from kvstore.state.log import Place
-from kvstore.state.slots import Slot
-from kvstore.state.tree import Node
+from kvstore.state.slots import Slot, SlotTable
+from kvstore.state.tree import Node, Space
 
 
 class WritePolicy(StrEnum):
@@ -162,3 +163,27 @@ class Fetch:
     outstanding: int = 0
     size_bytes: int = 0
     ended: bool = False
+
+
+class Memory(Protocol):
+    """What this needs of the page table: the pages in memory and the index."""
+
+    slots: SlotTable
+    counts: Counter[str]
+    tick: int
+
+    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING, made room for if need be."""
+        ...
+
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
+        ...
+
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """The page was loaded to ``slot``, which is still WRITING."""
+        ...
+
+    def drop(self, node: Node, shard: int, cause: str) -> None:
+        """Take the page out of the index, in every tier, with all that it leads to."""
+        ...

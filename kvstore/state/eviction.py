@@ -12,6 +12,11 @@ from kvstore.state.quotas import Quotas
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Node, Space, is_live
 
+GRACE_NS: Final = 10_000_000_000
+"""A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
+just stored is read by a decode engine in a moment, whatever its chances are later."""
+GRACE_LOOKS: Final = 32
+"""Leaves within their grace that are passed over at one choice."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
@@ -38,6 +43,8 @@ class Eviction:
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
         self._tick = 0
+        #: The time of the message that is being carried out.
+        self.now_ns = 0
 
     def change_policy(self, policy: str) -> None:
         """Choose by another policy from now on; leaves move over as victims are asked for.
@@ -113,12 +120,22 @@ class Eviction:
         before = self._before.get((name, slot_bytes))
         if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
             del self._before[name, slot_bytes]
+        spared: list[Node] = []
         while (node := queue.pop(self._tick)) is not None:
             if self.quotas.queue_name(node.space) != name:
                 self.offer(node)  # its space got limits since, and with them queues of its own
             elif slot_bytes in classes(node) and self.evictable(node):
-                return node
-        return None
+                if len(spared) == GRACE_LOOKS or not self._has_grace(node):
+                    break
+                spared.append(node)
+        if node is None and spared:
+            node = spared.pop(0)
+        for young in spared:
+            self.offer(young)
+        return node
+
+    def _has_grace(self, node: Node) -> bool:
+        return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS
 
     def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int | None) -> bool:
         """Move leaves to the present policy's queue; False when none was left."""

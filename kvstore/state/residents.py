@@ -96,6 +96,7 @@ class Residents:
         """A slot in state WRITING, made room for if need be; None when there is no room now."""
         while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
             self.ghosts.wanted = (space.number, slot_bytes)
+            self.eviction.now_ns = self.now_ns
             found = self._make_room(space, slot_bytes)
             self.ghosts.wanted = None
             if not found:

@@ -57,6 +57,15 @@ class Syncs:
         self._present, self._next = self._next, []
         self._begin()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was written is synced, or never will be."""
+        return self._rules.sync is SyncPolicy.NONE or not (self._unsynced or self._under_way)
+
+    def hurry(self) -> None:
+        """Let the next sync begin at once."""
+        self._due_ns = 0
+
     def ended(self, error: KVStoreError | None) -> None:
         """The sync under way has ended."""
         self._under_way = False

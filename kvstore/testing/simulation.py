@@ -9,7 +9,6 @@ without asking the digest, so a single byte from another page ends the run.
 import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from itertools import count
 from random import Random
@@ -18,21 +17,15 @@ from typing import Final
 import numpy as np
 
 from kvstore import wire
-from kvstore.errors import KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
-from kvstore.state import diskjobs
-from kvstore.state.admission import Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import DiskJob, DiskRules
-from kvstore.state.log import Place, SegmentLog
+from kvstore.state.diskjobs import DiskRules
 from kvstore.state.outcomes import PageStatus
-from kvstore.state.slots import Slot, SlotTable
+from kvstore.state.slots import SlotTable
+from kvstore.testing import slowtier
 
-PAGE_BYTES: Final = 4096
+PAGE_BYTES: Final = slowtier.PAGE_BYTES
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
-SEGMENT_BYTES: Final = 32 * PAGE_BYTES
-SEGMENTS: Final = 8
 PIECES: Final = 4
 DELAY_NS_MAX: Final = 2_000_000
 TICK_NS: Final = 1_000_000
@@ -112,7 +105,7 @@ class Simulation:
         processes: clients at any time; two tenants share them.
         extents: capacity, in extents of four pages.
         faults: what goes wrong how often.
-        rules: there is an SSD tier of :data:`SEGMENTS` segments with these rules.
+        rules: there is an SSD tier with these rules.
     """
 
     def __init__(
@@ -128,7 +121,7 @@ class Simulation:
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
         limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
-        self.disk = SimulatedDisk(self, rules) if rules is not None else None
+        self.disk = slowtier.SimulatedTier(self, rules) if rules is not None else None
         self._capacity_bytes = extents * EXTENT_BYTES
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
@@ -455,76 +448,6 @@ class Simulation:
                     number, _, offset = node.pages.slots.address(slot)
                     stored = self.memory[number][offset : offset + PAGE_BYTES]
                     assert stored == page_content(key), "a late write landed in a READY page"
-
-
-class SimulatedDisk:
-    """What stands for the SSD tier: every job takes a while, some fail, some bytes flip.
-
-    Attributes:
-        records: what was written where.
-    """
-
-    def __init__(self, simulation: Simulation, rules: DiskRules) -> None:
-        """Give the simulation's node a disk."""
-        self.records: dict[Place, bytes] = {}
-        self._simulation = simulation
-        pages = simulation.node.pages
-        log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(pages, log, Admission("all", 0), rules)
-
-    def take_jobs(self) -> None:
-        """Begin what the node asked for."""
-        jobs, self.pages.jobs = self.pages.jobs, []
-        for job in jobs:
-            delay_ns = self._simulation.random.randrange(2 * DELAY_NS_MAX)
-            self._simulation.at(delay_ns, partial(self._end, job))
-
-    def _end(self, job: DiskJob) -> None:
-        simulation = self._simulation
-        error: KVStoreError | None = None
-        if simulation.random.random() < simulation.faults.disk:
-            error = TierUnavailable("simulated")
-            simulation.outcome.disk_failures += 1
-        else:
-            error = self._carry_out(job)
-        simulation.node.disk_completed(job.job, error, simulation.now_ns)
-
-    def _carry_out(self, job: DiskJob) -> KVStoreError | None:
-        match job:
-            case diskjobs.DiskWrite(place=place, page=(node, _, _, _), slot=slot):
-                content = bytes(self._memory(slot))
-                if content != page_content(node.key):
-                    return PageCorrupt("simulated")
-                self.records[place] = content
-            case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
-                return self._read(place, self._memory(slot), node.key)
-            case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
-                content = self.records[source]
-                if content != page_content(node.key):
-                    return PageCorrupt("simulated")
-                self.records[place] = content
-            case diskjobs.DiskDrop(segment=segment):
-                for place in [at for at in self.records if at.segment == segment]:
-                    del self.records[place]
-            case _:
-                pass
-        return None
-
-    def _read(self, place: Place, memory: memoryview, key: bytes) -> KVStoreError | None:
-        simulation = self._simulation
-        content = self.records[place]
-        memory[:] = content
-        if simulation.random.random() < simulation.faults.flip:
-            memory[simulation.random.randrange(PAGE_BYTES)] ^= 1
-        if memory != page_content(key):
-            return PageCorrupt("simulated")
-        simulation.outcome.pages_from_disk += 1
-        return None
-
-    def _memory(self, slot: Slot) -> memoryview:
-        simulation = self._simulation
-        number, _, offset = simulation.node.pages.slots.address(slot)
-        return memoryview(simulation.memory[number])[offset : offset + PAGE_BYTES]
 
 
 def page_content(key: bytes) -> bytes:

@@ -362,3 +362,21 @@ def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
     world.end_all()
     flood(world, pages=1)
     assert world.table.counts["removed_evicted"] == 0
+
+
+def test_before_an_orderly_end_everything_is_written_and_synced():
+    world = DiskWorld(write="back", sync="interval")
+    world.store(world.me, world.mine, "ab")
+    world.disk.advance(1)
+
+    world.disk.write_out(world.table.spaces)
+    assert not world.disk.settled
+    for job in world.jobs(DiskWrite):
+        world.end_job(job)
+    for _ in range(2):  # the first began before the second page was written
+        assert not world.disk.settled, "written is not synced"
+        (sync,) = world.jobs(DiskSync)
+        world.end_job(sync)
+
+    assert world.disk.settled
+    assert world.on_disk("ab") == [True, True]
