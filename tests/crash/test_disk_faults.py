@@ -35,6 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "socket.path": tmp_path / "kv.sock",
             "host.capacity_bytes": 2 * MIB,
             "host.extent_bytes": MIB,
+            "host.session_quota_bytes": 2 * MIB,
             "host.prefault": "false",
             "events.endpoint": "",
             "events.replay_endpoint": "",
