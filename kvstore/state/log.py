@@ -230,9 +230,14 @@ class SegmentLog:
         return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
 
     def victim(self) -> Segment | None:
-        """The segment to reclaim next: a failed one, one without live records, the oldest one."""
+        """The segment to reclaim next: a failed one, one without live records, the oldest one.
+
+        Healthy ones only where room is needed.
+        """
+        short = self.free_segments < FREE_SEGMENTS_MIN
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
-        return min(sealed, key=lambda one: (not one.failed, bool(one.pages)), default=None)
+        candidates = [one for one in sealed if short or one.failed]
+        return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
 
     @property
     def wants_reclaim(self) -> bool:

@@ -35,6 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "socket.path": tmp_path / "kv.sock",
             "host.capacity_bytes": 2 * MIB,
             "host.extent_bytes": MIB,
+            "host.session_quota_bytes": 2 * MIB,
             "host.prefault": "false",
             "events.endpoint": "",
             "events.replay_endpoint": "",
@@ -203,6 +204,7 @@ def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
         assert read(open_space(store), safe) == PAGES
 
 
+@pytest.mark.soak  # it waits until the daemon tries again
 def test_a_disk_that_refuses_writes_degrades_the_daemon_until_it_takes_them_again(
     start: Start, wait_until: WaitUntil
 ):

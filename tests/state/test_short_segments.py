@@ -6,7 +6,7 @@ SEGMENT_BYTES = 256 << 10
 
 
 def test_a_found_segment_without_room_for_its_footer_is_not_sealed_but_can_be_reclaimed():
-    log = SegmentLog(8, SEGMENT_BYTES)
+    log = SegmentLog(4, SEGMENT_BYTES)
 
     log.adopt(1, 0, 0, 0, sealed=False)
     log.adopt(2, SEGMENT_BYTES, 8192, 1, sealed=False)
@@ -18,3 +18,19 @@ def test_a_found_segment_without_room_for_its_footer_is_not_sealed_but_can_be_re
     assert victim is not None
     assert victim.number == 1
     log.check()
+
+
+def test_a_failed_segment_costs_no_healthy_one():
+    log = SegmentLog(16, SEGMENT_BYTES)
+    log.adopt(1, SEGMENT_BYTES, 8192, 1, sealed=True)
+    log.adopt(2, SEGMENT_BYTES, 8192, 1, sealed=False)
+    assert log.victim() is None, "there is room enough"
+
+    log.fail(2)
+    assert log.wants_reclaim
+    assert log.victim() is None, "its footer is on its way, and no other is in its stead"
+
+    log.sealed(2)
+    victim = log.victim()
+    assert victim is not None
+    assert victim.number == 2
