@@ -11,12 +11,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from kvstore import wire
-from kvstore.config import HostConfig
+from kvstore.config import HostConfig, SSDConfig
 from kvstore.errors import InvalidArgument, TransferError
 from kvstore.link import Link, NodeLink
 from kvstore.page import ShardSpec, SpaceIdentity
@@ -26,6 +27,9 @@ from kvstore.space import Space
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 1.0
+SyncName = Literal["none", "interval", "always"]
+_SSD_BYTES_MIN: Final = 1 << 20
+_SEGMENT_BYTES_MAX: Final = 256 << 20
 
 
 class KVStore:
@@ -70,12 +74,25 @@ class KVStore:
 
     @classmethod
     def open(
-        cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False
-    ) -> "KVStore":
+        cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False,
+        ssd_directories: Sequence[str | Path] = (), ssd_capacity_bytes: int = 64 << 30,
+        sync: SyncName = "interval",
+    ) -> "KVStore":  # fmt: skip
         """Run a node of ``capacity_bytes`` in this process, for it alone.
 
+        Args:
+            capacity_bytes: of memory.
+            extent_bytes: of one piece of it, a multiple of 4096.
+            prefault: touch all of it in the background.
+            ssd_directories: where pages go that memory has no room for, best one a disk; a store
+                opened on them again finds them. Empty = memory only.
+            ssd_capacity_bytes: of each directory, never exceeded.
+            sync: when what is written there survives a power cut; with ``none``, nothing can be
+                put durably.
+
         Raises:
-            InvalidArgument: a size that no memory can have; names it.
+            InvalidArgument: a value that cannot be; names it.
+            ConfigError, TierUnavailable: a directory cannot be used; names it and why.
         """
         for field, size in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
             if size < 1 << 16:
@@ -89,7 +106,8 @@ class KVStore:
             extent_bytes=min(extent_bytes, capacity_bytes // 4096 * 4096),
             prefault=prefault,
         )
-        return cls(Embedded(host, "embedded"))
+        ssd = _ssd_config(ssd_directories, ssd_capacity_bytes, sync)
+        return cls(Embedded(host, "embedded", ssd))
 
     @property
     def connected(self) -> bool:
@@ -141,7 +159,7 @@ class KVStore:
             TransferTimeout, PeerUnreachable: it does not answer.
         """
         if not isinstance(self._link, Link):
-            return self._link.node.stats()  # type: ignore[attr-defined,no-any-return]
+            return self._link.stats()  # type: ignore[attr-defined,no-any-return]
         answer = self._link.request(wire.Stats(0), self._timeout_s)
         assert isinstance(answer, wire.StatsReply)
         return json.loads(answer.json)  # type: ignore[no-any-return]
@@ -172,3 +190,24 @@ class KVStore:
             link = Link(self._link.path, self._link.name, self._link.session)
             self._waiting[purpose] = link
         return link
+
+
+def _ssd_config(
+    directories: Sequence[str | Path], capacity_bytes: int, sync: SyncName
+) -> SSDConfig:
+    if capacity_bytes < _SSD_BYTES_MIN:
+        raise InvalidArgument("ssd_capacity_bytes", f"{capacity_bytes} < {_SSD_BYTES_MIN}")
+    if sync not in get_args(SyncName):
+        raise InvalidArgument("sync", f"{sync!r} is none of {', '.join(get_args(SyncName))}")
+    if isinstance(directories, (str, Path)):
+        raise InvalidArgument("ssd_directories", "is a sequence of directories, not one")
+    paths = tuple(str(path) for path in directories)
+    if len(set(paths)) < len(paths):
+        raise InvalidArgument("ssd_directories", "names a directory twice")
+    return SSDConfig(
+        directories=paths,
+        capacity_bytes=capacity_bytes,
+        # An eighth, so that room can be given back by the segment in a small directory too.
+        segment_bytes=min(_SEGMENT_BYTES_MAX, max(1 << 18, capacity_bytes // 8 // 4096 * 4096)),
+        sync=sync,
+    )

@@ -7,10 +7,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, monotonic_ns
+from typing import Any, Final
 
-from kvstore import wire
-from kvstore.config import HostConfig
-from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout, error_from_code
+from kvstore import mover, wire
+from kvstore.config import HostConfig, SSDConfig
+from kvstore.disk import DiskTier
+from kvstore.errors import (
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+    error_from_code,
+)
 from kvstore.mapping import Mapping
 from kvstore.node import Node, NodeLimits
 from kvstore.state.slots import SlotTable
@@ -18,8 +26,10 @@ from kvstore.tier.host import HostMemory
 
 log = logging.getLogger(__name__)
 
-_CONNECTION = 1
-_MOVES_TIMEOUT_S = 30.0
+_CONNECTION: Final = 1
+_MOVES_TIMEOUT_S: Final = 30.0
+_TICK_S: Final = 0.1
+"""How late a deadline may be applied while nobody calls."""
 
 
 class Embedded:
@@ -27,13 +37,17 @@ class Embedded:
 
     Args:
         host: capacity and limits.
-        name: names the node.
+        name: names the node; a directory of the SSD tier belongs to the node that made it.
+        ssd: the SSD tier; None, or one without directories = none.
+
+    Raises:
+        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
     """
 
     epoch = 1
 
-    def __init__(self, host: HostConfig, name: str) -> None:
-        """Make the memory and say Hello to the node in it."""
+    def __init__(self, host: HostConfig, name: str, ssd: SSDConfig | None = None) -> None:
+        """Make the memory, take over what is on disk, and say Hello to the node."""
         boot = secrets.token_bytes(16)
         slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
@@ -49,6 +63,18 @@ class Embedded:
         self._movers = 0
         self._identifier = 0
         self._open = True
+        self._disk: DiskTier | None = None
+        self._has_work = threading.Event()
+        if ssd is not None and ssd.directories:
+            try:
+                # `wake` takes no lock: it comes from threads that hold the tier's own.
+                self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
+            except KVStoreError:
+                self.memory.close()
+                raise
+        self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
+        if self._disk is not None:
+            self._driver.start()
         self.node.connected(_CONNECTION, os.getpid())
         self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
 
@@ -71,10 +97,9 @@ class Embedded:
                     raise PeerUnreachable("the store is closed")
                 if monotonic() >= deadline:
                     raise TransferTimeout("the node did not answer in time")
-                # A lookup that waits for another thread's put; its own deadline ends it.
+                # It waits for another thread's put, or for the disk; its own deadline ends it.
                 self._answered.wait(0.005)
-                self.node.advance(monotonic_ns())
-                self._collect()
+                self._advance()
             answer = self._answers.pop(identifier)
         if isinstance(answer, wire.Failure):
             raise error_from_code(answer.code, answer.message, answer.field)
@@ -111,11 +136,51 @@ class Embedded:
             self._answered.notify_all()
             ended = self._answered.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
             self.node.disconnected(_CONNECTION, monotonic_ns(), ended=True)
+        disk_ended = self._close_disk()
         if ended:
             self._mapping.close()
         else:
             log.error("memory stays mapped: a move has not ended for %s s", _MOVES_TIMEOUT_S)
-        self.memory.close()
+        if disk_ended:
+            self.memory.close()
+        else:
+            log.error("memory stays mapped: the disk may still write into it")
+
+    def stats(self) -> dict[str, Any]:
+        """The node's statistics and those of its tiers, as plain values."""
+        with self._answered:
+            return {
+                **self.node.stats(),
+                "mover": mover.description,
+                "ssd": self._disk.stats() if self._disk is not None else None,
+            }
+
+    def _close_disk(self) -> bool:
+        """End the SSD tier within its own bound; False while the disk still holds memory."""
+        if self._disk is None:
+            return True
+        self._has_work.set()
+        self._driver.join()
+        self._disk.close()
+        with self._answered:
+            self._disk.poll(monotonic_ns())
+        return self._disk.drain(0.0)
+
+    def _drive(self) -> None:
+        """Take what the disk has done, and apply deadlines, when nobody calls."""
+        while self._open:
+            self._has_work.wait(_TICK_S)
+            self._has_work.clear()
+            with self._answered:
+                if self._open:
+                    self._advance()
+
+    def _advance(self) -> None:
+        now_ns = monotonic_ns()
+        if self._disk is not None:
+            self._disk.poll(now_ns)
+        self.node.advance(now_ns)
+        self._collect()
 
     def _tell(self, message: wire.Request) -> None:
         if not self._open:
@@ -133,6 +198,8 @@ class Embedded:
         slots = self.node.pages.slots
         while slots.replaced:
             self.memory.replace(*slots.replaced.pop(0))
+        if self._disk is not None:
+            self._disk.flush()
         self.node.actions.clear()
         for _, answer in self.node.outbox:
             self._answers[getattr(answer, "id", 0)] = answer

@@ -380,7 +380,7 @@ class DiskPages:
 
     def _begin_load(self, node: Node, shard: int) -> _Load | None:
         size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node.space, size)
+        slot = self._memory.allocate(node, size)
         place = node.disk.get(shard)
         if slot is None or place is None:  # making room may have cost the page itself
             if slot is not None:

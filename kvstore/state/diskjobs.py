@@ -9,7 +9,7 @@ from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey
 from kvstore.state.log import Place
 from kvstore.state.slots import Slot, SlotTable
-from kvstore.state.tree import Node, Space
+from kvstore.state.tree import Node
 
 
 class WritePolicy(StrEnum):
@@ -172,8 +172,8 @@ class Memory(Protocol):
     counts: Counter[str]
     tick: int
 
-    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING, made room for if need be."""
+    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING for a page of ``node``, made room for if need be."""
         ...
 
     def offer(self, node: Node) -> None:

@@ -97,9 +97,12 @@ class Eviction:
 
     def evictable(self, node: Node) -> bool:
         """Whether nothing forbids that the node's pages leave memory."""
+        return not node.children_in_memory and self.releasable(node)
+
+    def releasable(self, node: Node) -> bool:
+        """Whether nobody needs the node's pages where they are, whatever follows them."""
         return (
             bool(node.slots)
-            and not node.children_in_memory
             and not node.pins
             and is_live(node)
             and all(node.ready >> shard & 1 for shard in node.slots)

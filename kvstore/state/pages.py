@@ -351,7 +351,7 @@ class PageTable(Residents):
         node = space.node(key, parent)
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
-        slot = self.allocate(space, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
+        slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
         if slot is None:
             node.forget(shard)
             self._tidy(node)

@@ -92,12 +92,13 @@ class Residents:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def allocate(self, space: Space, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING, made room for if need be; None when there is no room now."""
+    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING for a page of ``node``; None when there is no room now."""
+        space = node.space
         while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
             self.ghosts.wanted = (space.number, slot_bytes)
             self.eviction.now_ns = self.now_ns
-            found = self._make_room(space, slot_bytes)
+            found = self._make_room(space, slot_bytes) or self._spill(node, slot_bytes)
             self.ghosts.wanted = None
             if not found:
                 return None
@@ -205,6 +206,30 @@ class Residents:
             return False
         self._evict(node)
         return True
+
+    def _spill(self, node: Node, slot_bytes: int) -> bool:
+        """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
+
+        A prompt larger than memory has no leaf to give but itself.
+        """
+        if self.disk is None:
+            return False
+        heads: list[Node] = []
+        at = node.parent
+        while at is not None and at is not node.space.root:
+            if at.slots:
+                heads.append(at)
+            at = at.parent
+        for head in reversed(heads):
+            if slot_bytes not in classes(head) or not self.eviction.releasable(head):
+                continue
+            if self.disk.before_eviction(head) is not Verdict.EVICT:
+                continue  # it is being written now, and its memory is free when that has ended
+            if head.slots.keys() <= head.disk.keys():
+                self._evict(head)
+                return True
+            return False  # not worth writing, and what follows it must not lose it
+        return False
 
     def _verdict(self, node: Node) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""

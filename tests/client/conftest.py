@@ -73,13 +73,40 @@ def own_daemon(spawn: Spawn, tmp_path: Path) -> Daemon:
     return Daemon(spawn(arguments(tmp_path / "own.sock"), ready=READY))
 
 
-@pytest.fixture(params=["embedded", "daemon"])
-def store(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[KVStore]:
-    opened = (
-        daemon.connect()
-        if request.param == "daemon"
-        else KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES)
-    )
+@pytest.fixture(scope="module")
+def ssd_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon with less memory, and a disk."""
+    folder = tmp_path_factory.mktemp("ssd-daemon")
+    settings = {
+        "host__capacity_bytes": "16MiB", "host__extent_bytes": "4MiB",
+        "ssd__directories": str(folder / "ssd"), "ssd__capacity_bytes": "128MiB",
+        "ssd__segment_bytes": "16MiB",
+    }  # fmt: skip
+    command = arguments(folder / "kv.sock", **settings)
+    process = Process(command, {**os.environ, "PYTHONUNBUFFERED": "1"}, folder / "daemon")
+    try:
+        process.wait_ready(READY, 30.0)
+        yield Daemon(process)
+    finally:
+        assert process.stop() == 0, process.report()
+
+
+@pytest.fixture(params=["embedded", "daemon", "embedded-ssd", "daemon-ssd"])
+def store(
+    request: pytest.FixtureRequest, daemon: Daemon, ssd_daemon: Daemon, tmp_path: Path
+) -> Iterator[KVStore]:
+    match request.param:
+        case "embedded":
+            opened = KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES)
+        case "embedded-ssd":
+            opened = KVStore.open(
+                CAPACITY_BYTES // 4, extent_bytes=EXTENT_BYTES // 4, ssd_directories=[tmp_path],
+                ssd_capacity_bytes=128 << 20,
+            )  # fmt: skip
+        case "daemon":
+            opened = daemon.connect()
+        case _:
+            opened = ssd_daemon.connect()
     with opened:
         yield opened
 

@@ -1,0 +1,122 @@
+"""Goal: the node in this process keeps on disk what its memory has no room for."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import wire
+from kvstore.client import KVStore
+from kvstore.errors import DurabilityUnavailable, InvalidArgument, TierUnavailable
+from tests.client.conftest import content, identity, new_keys, open_space
+
+MEMORY_BYTES = 1 << 20
+DISK_BYTES = 32 << 20
+PAGES = 40
+
+
+def open_store(folder, **options):
+    options = {"sync": "always", "ssd_capacity_bytes": DISK_BYTES, **options}
+    return KVStore.open(MEMORY_BYTES, extent_bytes=1 << 18, ssd_directories=[folder], **options)
+
+
+def open_descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def large_space(store, **fields):
+    """Pages of 64 KiB: memory holds 16."""
+    return open_space(store, page_tokens=32, **fields)
+
+
+def read(space, keys):
+    out = [np.zeros(space.page_bytes[0], dtype=np.uint8) for _ in range(len(keys))]
+    return [bytes(page) for page in out[: space.get(keys, out)]]
+
+
+def test_what_memory_has_no_room_for_comes_back_from_disk_byte_equal(tmp_path):
+    with open_store(tmp_path) as store:
+        space = large_space(store)
+        pages = content(PAGES, space.page_bytes[0])
+        # Prompts of four pages: one prompt alone must fit in memory.
+        prompts = [
+            (new_keys(space, 4, start=1000 * at), pages[at : at + 4]) for at in range(0, PAGES, 4)
+        ]
+        for keys, parts in prompts:
+            assert space.put(keys, parts).stored == 4
+        assert PAGES * space.page_bytes[0] > MEMORY_BYTES
+
+        for keys, parts in prompts:
+            assert read(space, keys) == [bytes(page) for page in parts]
+        assert store.stats()["counts"]["evicted_to_disk"] > 0
+        assert store.stats()["ssd"] is not None
+
+
+def test_a_durable_page_is_there_when_the_directory_is_opened_again(tmp_path):
+    model = identity().model
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        keys, pages = new_keys(space, 5), content(5, space.page_bytes[0])
+        space.put(keys, pages)
+        space.persist(keys)
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        assert space.lookup(keys).pages == 5
+        assert read(space, keys) == [bytes(page) for page in pages]
+
+
+def test_a_sync_comes_at_its_interval_without_anybody_calling(tmp_path, wait_until):
+    with open_store(tmp_path, sync="interval") as store:
+        space = large_space(store)
+        keys = new_keys(space, 2)
+        space.put(keys, content(2, space.page_bytes[0]))
+        opened, link = space.numbers(), store._link
+        persist = wire.Persist(1 << 40, opened.space, opened.shards[0], keys.packed, 30_000)
+        link.send(persist)
+        wait_until(lambda: 1 << 40 in link._answers)
+        assert isinstance(link._answers[1 << 40], wire.Persisted)
+
+
+def test_nothing_is_durable_where_nothing_is_synced(tmp_path):
+    with open_store(tmp_path, sync="none") as store:
+        space = large_space(store)
+        keys = new_keys(space, 1)
+        space.put(keys, content(1, space.page_bytes[0]))
+        with pytest.raises(DurabilityUnavailable):
+            space.persist(keys)
+
+
+def test_a_closed_store_leaves_no_thread_and_no_descriptor(tmp_path, wait_until):
+    with open_store(tmp_path / "warm"):
+        pass  # what the first store of a process loads stays open
+    threads, descriptors = threading.active_count(), open_descriptors()
+    for at in range(2):
+        with open_store(tmp_path / str(at)) as store:
+            space = large_space(store)
+            space.put(new_keys(space, 3), content(3, space.page_bytes[0]))
+    assert open_descriptors() == descriptors
+    wait_until(lambda: threading.active_count() == threads)
+
+
+def test_a_directory_in_use_is_refused_and_nothing_stays_open(tmp_path):
+    with open_store(tmp_path):
+        descriptors = open_descriptors()
+        with pytest.raises(TierUnavailable, match=str(tmp_path)):
+            open_store(tmp_path)
+        assert open_descriptors() == descriptors
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"ssd_capacity_bytes": 100}, "ssd_capacity_bytes"),
+        ({"sync": "sometimes"}, "sync"),
+        ({"ssd_directories": "/one"}, "ssd_directories"),
+        ({"ssd_directories": ["/one", "/one"]}, "ssd_directories"),
+    ],
+)
+def test_ssd_options_that_cannot_be_are_refused_by_name(options, field):
+    with pytest.raises(InvalidArgument) as refused:
+        KVStore.open(MEMORY_BYTES, extent_bytes=1 << 18, **options)
+    assert refused.value.field == field
