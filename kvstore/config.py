@@ -111,7 +111,7 @@ class SSDConfig(Section, frozen=True):
     write: Literal["back", "through", "selective"] = "back"
     sync: Literal["none", "interval", "always"] = "interval"
     sync_interval_s: Positive = 1.0
-    admission: Literal["all", "evidence", "none"] = "evidence"
+    admission: Literal["all", "evidence", "none"] = "all"
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:

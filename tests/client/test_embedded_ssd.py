@@ -39,7 +39,6 @@ def test_what_memory_has_no_room_for_comes_back_from_disk_byte_equal(tmp_path):
     with open_store(tmp_path) as store:
         space = large_space(store)
         pages = content(PAGES, space.page_bytes[0])
-        # Prompts of four pages: one prompt alone must fit in memory.
         prompts = [
             (new_keys(space, 4, start=1000 * at), pages[at : at + 4]) for at in range(0, PAGES, 4)
         ]
@@ -120,3 +119,15 @@ def test_ssd_options_that_cannot_be_are_refused_by_name(options, field):
     with pytest.raises(InvalidArgument) as refused:
         KVStore.open(MEMORY_BYTES, extent_bytes=1 << 18, **options)
     assert refused.value.field == field
+
+
+def test_one_prompt_longer_than_memory_is_stored_and_read_whole(tmp_path):
+    with open_store(tmp_path) as store:
+        space = large_space(store)
+        keys, pages = new_keys(space, PAGES), content(PAGES, space.page_bytes[0])
+        assert PAGES * space.page_bytes[0] > 2 * MEMORY_BYTES
+
+        assert space.put(keys, pages).stored == PAGES
+
+        assert space.lookup(keys).pages == PAGES
+        assert read(space, keys) == [bytes(page) for page in pages]

@@ -380,3 +380,20 @@ def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
     world.end_all()
     flood(world, pages=1)
     assert world.table.counts["removed_evicted"] == 0
+
+
+def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
+    world = DiskWorld(write="back", extents=1)
+    path = "abcdefghij"
+    stored = 0
+    while stored < len(path):
+        statuses = world.store(world.me, world.mine, path[: stored + 1], start=stored)
+        if statuses == [PageStatus.GRANTED]:
+            stored += 1
+        else:
+            assert world.disk.busy, "it waits for its own beginning to be written"
+            world.end_all()
+
+    assert world.lookup(world.mine, path) == (10, 0)
+    assert world.in_memory(path) == [False] * 6 + [True] * 4
+    assert world.on_disk(path)[:6] == [True] * 6
