@@ -45,7 +45,6 @@ def running(pool_bytes: int, *, prefault: bool = True) -> Iterator[str]:
             "host.capacity_bytes": pool_bytes,
             "host.extent_bytes": min(pool_bytes // 4, EXTENT_BYTES_MAX),
             "host.prefault": str(prefault).lower(),
-            "host.policy": "lru",  # what was put last is what is read
             "http.port": 0,
         }
         command = [sys.executable, "-m", "kvstore.server.daemon", "--log-level", "WARNING"]

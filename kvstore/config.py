@@ -73,7 +73,7 @@ class HostConfig(Section, frozen=True):
     extent_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 32, multiple_of=4096)] = 256 << 20
     session_quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     lease_s_max: Positive = 300.0
-    policy: Literal["kvstore", "lru", "lfu", "tinylfu", "s3-fifo"] = "kvstore"
+    policy: Literal["kvstore", "lru", "lfu", "tinylfu", "s3-fifo"] = "lru"
     prefault: bool = True
 
     def __post_init__(self) -> None:

@@ -37,8 +37,8 @@ class _Snapshot:
         )
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
         yield from _counters(stats["counts"])
-        if stats["ssd"]:
-            yield from _ssd(stats["ssd"])
+        if ssd := stats.get("ssd"):
+            yield from _ssd(ssd)
         events = stats["events"]
         if events:
             yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])

@@ -111,11 +111,11 @@ def test_tiers_and_the_policy_are_shown_and_unknown_policies_refused(api):
     (host,) = api.get("/v1/tiers")["tiers"]
     assert (host["tier"], host["capacity_bytes"]) == ("host", 64 << 20)
     shown = api.get("/v1/policy")
-    assert shown["name"] == "kvstore"
+    assert shown["name"] == "lru"
     assert {"lru", "lfu", "s3-fifo", "tinylfu", "kvstore"} == set(shown["known"])
-    status, changed = api.send("PUT", "/v1/policy", {"name": "lru"})
-    assert (status, changed["name"], changed["previous"]) == (200, "lru", "kvstore")
-    assert api.send("PUT", "/v1/policy", {"name": "kvstore"})[0] == 200
+    status, changed = api.send("PUT", "/v1/policy", {"name": "kvstore"})
+    assert (status, changed["name"], changed["previous"]) == (200, "kvstore", "lru")
+    assert api.send("PUT", "/v1/policy", {"name": "lru"})[0] == 200
     assert api.refused("PUT", "/v1/policy", {"name": "x"}) == (400, "invalid_argument", "name")
 
 
