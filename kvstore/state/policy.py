@@ -224,6 +224,7 @@ class HighestReuse:
                 continue
             leave(node, self._slot_bytes)
             if is_live(node):
+                self._reuse.evicted(node)
                 return node
         return None
 
