@@ -17,6 +17,7 @@ fast to believe; which ones, and what they were chosen on, is in docs/internals/
 """
 
 from collections import deque
+from operator import mul
 from typing import ClassVar, Final
 
 from kvstore.state.tree import Node
@@ -33,6 +34,8 @@ HALVE_EVERY: Final = 1 << 14
 """Prompts after which all counts are halved."""
 BRANCHES_SHARED: Final = 4
 """So many continuations make a prefix shared: what follows is a new conversation's first turn."""
+LEVEL_BELIEF: Final = 8.0
+"""Uses foreseen after which a kind's own level counts as much as the more general kind's."""
 ADVANCE_MAX: Final = 256
 """Observations that one prompt moves to their next bin of age at most."""
 HAZARD_MAX: Final = 0.95
@@ -56,8 +59,10 @@ class Counts:
 
     def hazards(self, before: list[float]) -> list[float]:
         """Reuse in each bin, where ``before`` is what to expect without observations."""
+        foreseen = sum(map(mul, self.seen, before))
+        level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
         return [
-            (uses + BELIEF * expected) / (count + BELIEF)
+            min((uses + level * expected) / (count + BELIEF), HAZARD_MAX)
             for uses, count, expected in zip(self.reused, self.seen, before, strict=True)
         ]
 
