@@ -26,7 +26,7 @@ Kind = tuple[int, ...]
 
 OBSERVED_MAX: Final = 1 << 16
 """Prompts under observation at most; the oldest is given up first."""
-BELIEF: Final = 30.0
+BELIEF: Final = 60.0
 """Observations after which a kind's own hazard counts as much as the more general kind's."""
 HAZARD_UNKNOWN: Final = 0.05
 """Reuse in each bin of age before anything is known: in every octave alike, hence LRU's order."""
@@ -34,7 +34,7 @@ HALVE_EVERY: Final = 1 << 14
 """Prompts after which all counts are halved."""
 BRANCHES_SHARED: Final = 4
 """So many continuations make a prefix shared: what follows is a new conversation's first turn."""
-LEVEL_BELIEF: Final = 8.0
+LEVEL_BELIEF: Final = 3.0
 """Uses foreseen after which a kind's own level counts as much as the more general kind's."""
 ADVANCE_MAX: Final = 256
 """Observations that one prompt moves to their next bin of age at most."""
@@ -42,6 +42,7 @@ HAZARD_MAX: Final = 0.95
 """Several traits together never make a reuse certain."""
 TURNS_APART: Final = 3
 """From so many turns on, what a trait tells is learnt for all turns together."""
+NEVER: Final = 1 << 60
 PAUSE_MIN: Final = 4
 PAUSE_MAX: Final = 12
 """Pauses below and above these powers of two are alike."""
@@ -75,7 +76,7 @@ class Counts:
 class Observation:
     """A prefix that is watched until it is used again; ``key`` is None when that is over."""
 
-    __slots__ = ("counts", "key", "since", "turns", "uses")
+    __slots__ = ("counts", "key", "pause", "since", "turns", "uses")
 
     def __init__(self, node: Node, counts: tuple[Counts, ...], since: int) -> None:
         """Watch ``node``'s key from tick ``since`` on."""
@@ -83,6 +84,7 @@ class Observation:
         self.counts = counts
         self.since = since
         self.turns = node.turns
+        self.pause = node.pause
         self.uses = node.uses
 
 
@@ -113,7 +115,7 @@ class LearnedReuse:
         """A request used the prefix that ends at ``node``."""
         watched = self._close(node, tick)
         if watched is not None:
-            node.pause = tick - watched.since
+            node.pause = min(tick - watched.since, node.pause or NEVER)
         self._observe(node, tick)
 
     def stored(self, node: Node, tick: int) -> Kind | None:
@@ -133,7 +135,7 @@ class LearnedReuse:
             node.turns = max(node.turns, before.turns)
             node.uses = max(node.uses, before.uses + 1)
             node.branches = max(node.branches, 1)
-            node.pause = tick - before.since
+            node.pause = min(tick - before.since, before.pause or NEVER)
             node.added = 0
         changed = None
         if self._end is not None and parent is not self._end:
