@@ -228,7 +228,7 @@ class LearnedReuse:
         else:
             place = 2 + min(node.uses.bit_length(), 8)
         turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
-        depth = min(node.reach.bit_length(), 9) // 2
+        depth = min((node.reach.bit_length() + 1) // 2, 4)
         if place > 1 or not turns:
             return place, turns, depth, 0, 0
         pause = min(max(node.pause.bit_length(), PAUSE_MIN), PAUSE_MAX)
