@@ -184,6 +184,7 @@ class Space:
         writing: all and only the nodes with a page that is being written.
         shelves: the nodes of ``nodes`` in the order they were made.
         host_bytes: slot bytes of its pages in memory.
+        prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
     """
 
@@ -194,6 +195,7 @@ class Space:
     writing: set[Node] = field(default_factory=set)
     shelves: Shelves = field(default_factory=Shelves)
     host_bytes: int = 0
+    prefill_s_per_token: float = 0.0
     root: Node = field(init=False)
     label: str = field(init=False)
 
