@@ -181,10 +181,10 @@ class HighestReuse:
     """``kvstore``: keeps what the next requests will most probably use, for each tick it stays.
 
     See :class:`kvstore.state.reuse.LearnedReuse` for what is learnt and how. Offered leaves stand
-    in cells, one for each kind, bin of age and cost of a page; within a cell the longest unused goes
-    first. The cost is what sessions reported for the space; a space without a report counts as one
-    that reported. A leaf's cell is corrected when its age or its marks say so, some leaves later than
-    others: no call does more than a bounded number of moves.
+    in cells, one for each kind, bin of age and cost of a page; within a cell the longest unused
+    goes first. The cost is what sessions reported for the space; a space without a report counts
+    as the one that was seen last. A leaf moves to the cell of its present age when a victim is
+    asked for, some leaves later than others: no call moves more than ``MOVES_MAX``.
     """
 
     def __init__(self, slot_bytes: int) -> None:

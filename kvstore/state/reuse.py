@@ -1,16 +1,21 @@
 """How probably, and how soon, a cached prompt is continued: learnt from the requests themselves.
 
 A prompt of a conversation either never comes back or comes back after a think time. Both depend on
-the **kind** of prompt: how many turns led to it, how deep it is, and whether the page ends it (an
-end is often not continued exactly) or many branches leave it (a shared system prompt). So each
+the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
+within it or is left by many branches (a shared system prompt); how many turns led to it; and three
+traits: how deep it is, the shortest pause between its turns, and how many pages the last turn added. So each
 prompt's end, the page before it, and what was used are **observed** until they are used again,
-whether or not they stay in memory. For each kind and bin of age (half octaves of ticks) two counts
-result: how many were still unused when the bin ended, and how many were used again in it.
+whether or not they stay in memory; of one conversation only what is newest. For each class of
+observations and bin of age (half octaves of ticks) two counts result: how many were still unused
+when the bin ended, and how many were used again in it.
 
-Their ratio is the hazard of reuse. A kind with few observations borrows from the more general kind
-(the same without depth, then without turns, then all). The **rank** of (kind, age) is the most
-reuse to expect for each tick in memory, over all times one could keep the page from now on (the
-Gittins index): a prompt is worth its room just before it probably returns, not only just after.
+Their ratio is the hazard of reuse. A class with few observations borrows from the more general one
+(with the same turns from the same place, that from all): first the level, for which few
+observations do, then the shape. Each trait then multiplies the hazard by what it makes of it, as if
+the traits were independent, since no combination of them is seen often. The **rank** of (kind, age)
+is the most reuse to expect for each tick in memory, over all times one could keep the page from now
+on (the Gittins index): a prompt is worth its room just before it probably returns, not only just
+after.
 
 Counts are halved now and then, so that the past fades. The numbers below bound memory and say how
 fast to believe; which ones, and what they were chosen on, is in docs/internals/policies.md.
@@ -34,15 +39,16 @@ HALVE_EVERY: Final = 1 << 14
 """Prompts after which all counts are halved."""
 BRANCHES_SHARED: Final = 4
 """So many continuations make a prefix shared: what follows is a new conversation's first turn."""
-LEVEL_BELIEF: Final = 3.0
+LEVEL_BELIEF: Final = 5.0
 """Uses foreseen after which a kind's own level counts as much as the more general kind's."""
+NEVER: Final = 1 << 60
+"""Longer than any pause."""
 ADVANCE_MAX: Final = 256
 """Observations that one prompt moves to their next bin of age at most."""
 HAZARD_MAX: Final = 0.95
 """Several traits together never make a reuse certain."""
 TURNS_APART: Final = 3
 """From so many turns on, what a trait tells is learnt for all turns together."""
-NEVER: Final = 1 << 60
 PAUSE_MIN: Final = 4
 PAUSE_MAX: Final = 12
 """Pauses below and above these powers of two are alike."""
@@ -210,8 +216,8 @@ class LearnedReuse:
             limit = tick - self.upper_edge(age_bin)
             while waiting and waiting[0].since <= limit and left:
                 watched = waiting.popleft()
+                left -= 1
                 if watched.key is not None:
-                    left -= 1
                     for counts in watched.counts:
                         counts.seen[age_bin] += 1
                     older.append(watched)

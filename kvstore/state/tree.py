@@ -34,9 +34,9 @@ class Node:
         uses: requests whose prefix ended here, or at a descendant that is gone.
         turns: requests that extended this node's prefix, one after the other, before it was stored.
         branches: nodes that ever continued this one.
-        pause: ticks between the last two requests that extended its prefix; 0 = not known.
+        pause: fewest ticks between two requests of which one extended the other; 0 = not known.
         added: nodes up to this one that the request which stored it had to store.
-        reach: depth of the deepest node that ever continued it.
+        reach: its depth, or that of the descendants that eviction took before it.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
         memory_only: its pages never go to disk.
@@ -51,7 +51,8 @@ class Node:
     __slots__ = (
         "access", "added", "branches", "children", "children_in_memory", "depth", "digests", "disk",
         "expires_ns", "hits", "key", "memory_only", "parent", "pause", "pins", "present", "queued",
-        "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
+        "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
