@@ -162,6 +162,8 @@ class PageTable(Residents):
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
+        if process.session.prefill_s_per_token:
+            space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put([], shard, 0)
         statuses: list[PageStatus] = []
         told: list[bytes] = []

@@ -7,16 +7,21 @@ a leaf carries is what its whole former subtree earned.
 """
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidArgument
-from kvstore.state.reuse import LearnedReuse
+from kvstore.state.reuse import Kind, LearnedReuse
 from kvstore.state.tree import Node, is_live
 
 HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
+MOVES_MAX: Final = 8
+"""Leaves, and ranks, that one choice of a victim brings up to date at most."""
+Cell = tuple[Kind, int, int]
+"""Kind, bin of age, and half octaves of the seconds that computing a page again takes."""
 
 
 class EvictionPolicy(Protocol):
@@ -176,27 +181,34 @@ class HighestReuse:
     """``kvstore``: keeps what the next requests will most probably use, for each tick it stays.
 
     See :class:`kvstore.state.reuse.LearnedReuse` for what is learnt and how. Offered leaves stand
-    in cells, one for each class of prompts and age; within a cell the longest unused goes first.
+    in cells, one for each kind, bin of age and cost of a page; within a cell the longest unused
+    goes first. The cost is what sessions reported for the space; a space without a report counts
+    as the one that was seen last. A leaf moves to the cell of its present age when a victim is
+    asked for, some leaves later than others: no call moves more than ``MOVES_MAX``.
     """
 
     def __init__(self, slot_bytes: int) -> None:
         """Start as ``lru`` does: nothing learnt, so the older goes first."""
         self._slot_bytes = slot_bytes
         self._reuse = LearnedReuse()
-        self._cells: dict[tuple[tuple[int, ...], int], list[tuple[int, int, Node]]] = {}
-        #: (rank, cell), lazily: an entry counts only while the rank is the cell's.
-        self._order: list[tuple[float, tuple[tuple[int, ...], int]]] = []
+        self._cells: dict[Cell, list[tuple[int, int, Node]]] = {}
+        self._of_kind: dict[Kind, set[Cell]] = {}
+        #: (rank, cell), lazily: an entry counts only while it is the cell's in ``_ranks``.
+        self._order: list[tuple[float, Cell]] = []
+        #: A former ``_order``, a heap too, from which what counts moves over a few at a time.
+        self._former: list[tuple[float, Cell]] = []
+        self._ranks: dict[Cell, float] = {}
+        #: (tick at which the cell's oldest leaf leaves it, cell), lazily as ``_order``.
+        self._due: list[tuple[int, Cell]] = []
+        self._due_at: dict[Cell, int] = {}
         self._sequence = 0
-        self._aged_at = 0
+        self._usual_cost = 0
 
     def stored(self, node: Node, tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
         changed = self._reuse.stored(node, tick)
-        if changed is not None:
-            for age_bin in range(self._reuse.BINS):
-                if self._cells.get((changed, age_bin)):
-                    rank = self._reuse.rank(changed, age_bin)
-                    heapq.heappush(self._order, (rank, (changed, age_bin)))
+        for cell in self._of_kind.get(changed, ()) if changed is not None else ():
+            self._rank(cell)
 
     def used(self, node: Node, tick: int) -> None:
         """Learn from the reuse."""
@@ -209,14 +221,18 @@ class HighestReuse:
 
     def pop(self, tick: int) -> Node | None:
         """The longest unused leaf of the cell with the lowest rank."""
-        if tick >= self._aged_at + 4:
-            self._aged_at = tick
-            self._age(tick)
-        while self._order:
-            rank, cell = self._order[0]
+        self._age(tick)
+        self._renew()
+        while self._order or self._former:
+            heap = self._former
+            if self._order and (not heap or self._order[0] < heap[0]):
+                heap = self._order
+            rank, cell = heap[0]
             leaves = self._cells.get(cell)
-            if not leaves or self._reuse.rank(*cell) != rank:
-                heapq.heappop(self._order)
+            if not leaves or self._ranks[cell] != rank:
+                heapq.heappop(heap)
+                if leaves is not None and not leaves:
+                    self._drop(cell)
                 continue
             access, _, node = heapq.heappop(leaves)
             if is_live(node) and node.access > access:
@@ -224,43 +240,86 @@ class HighestReuse:
                 continue
             leave(node, self._slot_bytes)
             if is_live(node):
+                self._reuse.evicted(node)
                 return node
         return None
 
     def _push(self, node: Node, tick: int) -> None:
+        """Let the node stand in the cell where it belongs now."""
         self._sequence += 1
-        cell = (self._reuse.kind(node), self._reuse.bin_of(tick - node.access))
-        self._put(cell, (node.access, self._sequence, node))
+        seconds = node.space.prefill_s_per_token * node.space.identity.page_tokens
+        if seconds > 0:
+            self._usual_cost = round(2 * math.log2(seconds))
+        age_bin = self._reuse.bin_of(tick - node.access)
+        self._put(
+            (self._reuse.kind(node), age_bin, self._usual_cost),
+            (node.access, self._sequence, node),
+        )
 
-    def _put(self, cell: tuple[tuple[int, ...], int], entry: tuple[int, int, Node]) -> None:
-        leaves = self._cells.setdefault(cell, [])
-        if not leaves:
-            heapq.heappush(self._order, (self._reuse.rank(*cell), cell))
+    def _put(self, cell: Cell, entry: tuple[int, int, Node]) -> None:
+        leaves = self._cells.get(cell)
+        if leaves is None:
+            leaves = self._cells[cell] = []
+            self._of_kind.setdefault(cell[0], set()).add(cell)
+            self._rank(cell)
         heapq.heappush(leaves, entry)
+        due = leaves[0][0] + self._reuse.upper_edge(cell[1])
+        if due < self._due_at.get(cell, due + 1):
+            self._due_at[cell] = due
+            heapq.heappush(self._due, (due, cell))
+
+    def _rank(self, cell: Cell) -> None:
+        kind, age_bin, cost = cell
+        rank = self._reuse.rank(kind, age_bin) * 2.0 ** (cost / 2)
+        if self._ranks.get(cell) != rank:
+            self._ranks[cell] = rank
+            heapq.heappush(self._order, (rank, cell))
+
+    def _drop(self, cell: Cell) -> None:
+        """Forget an empty cell."""
+        del self._cells[cell], self._ranks[cell]
+        self._due_at.pop(cell, None)
+        cells = self._of_kind[cell[0]]
+        cells.remove(cell)
+        if not cells:
+            del self._of_kind[cell[0]]
 
     def _age(self, tick: int) -> None:
-        """Move every leaf to the cell of its present age, each a few times in its life."""
-        for cell in list(self._cells):
-            leaves = self._cells[cell]
-            if not leaves:
-                del self._cells[cell]
+        """Move leaves whose time in their cell is over; a bounded number, the rest goes later."""
+        for _ in range(MOVES_MAX):
+            if not self._due or self._due[0][0] > tick:
+                return
+            due, cell = heapq.heappop(self._due)
+            if self._due_at.get(cell) != due:
                 continue
-            kind, age_bin = cell
-            oldest = tick - self._reuse.upper_edge(age_bin)
-            while leaves and leaves[0][0] <= oldest:
+            del self._due_at[cell]
+            leaves = self._cells[cell]
+            if leaves and leaves[0][0] + self._reuse.upper_edge(cell[1]) <= tick:
                 entry = heapq.heappop(leaves)
-                node = entry[2]
-                if is_live(node) and node.access == entry[0]:
-                    self._put((kind, self._reuse.bin_of(tick - entry[0])), entry)
-                elif is_live(node):
-                    self._push(node, tick)
-                else:
+                access, _, node = entry
+                if not is_live(node):
                     leave(node, self._slot_bytes)
-        if len(self._order) > 4 * len(self._cells) + 64:
-            self._order = [
-                (self._reuse.rank(*cell), cell) for cell, leaves in self._cells.items() if leaves
-            ]
-            heapq.heapify(self._order)
+                elif node.access == access:
+                    age_bin = self._reuse.bin_of(tick - access)
+                    self._put((cell[0], age_bin, cell[2]), entry)
+                else:
+                    self._push(node, tick)
+            if not leaves:
+                self._drop(cell)
+            else:
+                due = leaves[0][0] + self._reuse.upper_edge(cell[1])
+                self._due_at[cell] = due
+                heapq.heappush(self._due, (due, cell))
+
+    def _renew(self) -> None:
+        """Leave entries that no longer count behind, a few at a time."""
+        if not self._former and len(self._order) > 4 * len(self._cells) + 64:
+            self._former, self._order = self._order, []
+        # The last entry of a heap may go without harm to the others' order.
+        for _ in range(min(MOVES_MAX, len(self._former))):
+            rank, cell = self._former.pop()
+            if self._ranks.get(cell) == rank:
+                heapq.heappush(self._order, (rank, cell))
 
 
 POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {

@@ -1,22 +1,28 @@
 """How probably, and how soon, a cached prompt is continued: learnt from the requests themselves.
 
 A prompt of a conversation either never comes back or comes back after a think time. Both depend on
-the **kind** of prompt: how many turns led to it, how deep it is, and whether the page ends it (an
-end is often not continued exactly) or many branches leave it (a shared system prompt). So each
+the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
+within it or is left by many branches (a shared system prompt); how many turns led to it; and three
+traits: how deep it is, the shortest pause between its turns, and how many pages the last turn added. So each
 prompt's end, the page before it, and what was used are **observed** until they are used again,
-whether or not they stay in memory. For each kind and bin of age (half octaves of ticks) two counts
-result: how many were still unused when the bin ended, and how many were used again in it.
+whether or not they stay in memory; of one conversation only what is newest. For each class of
+observations and bin of age (half octaves of ticks) two counts result: how many were still unused
+when the bin ended, and how many were used again in it.
 
-Their ratio is the hazard of reuse. A kind with few observations borrows from the more general kind
-(the same without depth, then without turns, then all). The **rank** of (kind, age) is the most
-reuse to expect for each tick in memory, over all times one could keep the page from now on (the
-Gittins index): a prompt is worth its room just before it probably returns, not only just after.
+Their ratio is the hazard of reuse. A class with few observations borrows from the more general one
+(with the same turns from the same place, that from all): first the level, for which few
+observations do, then the shape. Each trait then multiplies the hazard by what it makes of it, as if
+the traits were independent, since no combination of them is seen often. The **rank** of (kind, age)
+is the most reuse to expect for each tick in memory, over all times one could keep the page from now
+on (the Gittins index): a prompt is worth its room just before it probably returns, not only just
+after.
 
 Counts are halved now and then, so that the past fades. The numbers below bound memory and say how
 fast to believe; which ones, and what they were chosen on, is in docs/internals/policies.md.
 """
 
 from collections import deque
+from operator import mul
 from typing import ClassVar, Final
 
 from kvstore.state.tree import Node
@@ -25,7 +31,7 @@ Kind = tuple[int, ...]
 
 OBSERVED_MAX: Final = 1 << 16
 """Prompts under observation at most; the oldest is given up first."""
-BELIEF: Final = 30.0
+BELIEF: Final = 60.0
 """Observations after which a kind's own hazard counts as much as the more general kind's."""
 HAZARD_UNKNOWN: Final = 0.05
 """Reuse in each bin of age before anything is known: in every octave alike, hence LRU's order."""
@@ -33,19 +39,58 @@ HALVE_EVERY: Final = 1 << 14
 """Prompts after which all counts are halved."""
 BRANCHES_SHARED: Final = 4
 """So many continuations make a prefix shared: what follows is a new conversation's first turn."""
+LEVEL_BELIEF: Final = 5.0
+"""Uses foreseen after which a kind's own level counts as much as the more general kind's."""
+NEVER: Final = 1 << 60
+"""Longer than any pause."""
+ADVANCE_MAX: Final = 256
+"""Observations that one prompt moves to their next bin of age at most."""
+HAZARD_MAX: Final = 0.95
+"""Several traits together never make a reuse certain."""
+TURNS_APART: Final = 3
+"""From so many turns on, what a trait tells is learnt for all turns together."""
+PAUSE_MIN: Final = 4
+PAUSE_MAX: Final = 12
+"""Pauses below and above these powers of two are alike."""
+
+
+class Counts:
+    """What became of one class of observations: by bin of age, how many entered and were used."""
+
+    __slots__ = ("reused", "seen")
+
+    def __init__(self, bins: int) -> None:
+        """Start with nothing counted."""
+        self.reused = [0.0] * bins
+        self.seen = [0.0] * bins
+
+    def hazards(self, before: list[float]) -> list[float]:
+        """Reuse in each bin, where ``before`` is what to expect without observations."""
+        foreseen = sum(map(mul, self.seen, before))
+        level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
+        return [
+            min((uses + level * expected) / (count + BELIEF), HAZARD_MAX)
+            for uses, count, expected in zip(self.reused, self.seen, before, strict=True)
+        ]
+
+    def halve(self) -> None:
+        """Let the past fade."""
+        self.reused = [count / 2 for count in self.reused]
+        self.seen = [count / 2 for count in self.seen]
 
 
 class Observation:
     """A prefix that is watched until it is used again; ``key`` is None when that is over."""
 
-    __slots__ = ("key", "kind", "since", "turns", "uses")
+    __slots__ = ("counts", "key", "pause", "since", "turns", "uses")
 
-    def __init__(self, node: Node, kind: Kind, since: int) -> None:
+    def __init__(self, node: Node, counts: tuple[Counts, ...], since: int) -> None:
         """Watch ``node``'s key from tick ``since`` on."""
         self.key: bytes | None = node.key
-        self.kind = kind
+        self.counts = counts
         self.since = since
         self.turns = node.turns
+        self.pause = node.pause
         self.uses = node.uses
 
 
@@ -59,8 +104,9 @@ class LearnedReuse:
         self._observed: dict[bytes, Observation] = {}
         self._in_order: deque[Observation] = deque()
         self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
-        self._reused: dict[Kind, list[float]] = {(): [0.0] * self.BINS}
-        self._seen: dict[Kind, list[float]] = {(): [0.0] * self.BINS}
+        self._table: dict[Kind, Counts] = {}
+        self._tables: list[Counts] = []
+        self._counted: dict[Kind, tuple[Counts, ...]] = {}
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
         #: The page stored last and the one before it, which may be gone when the prompt ends.
@@ -73,7 +119,9 @@ class LearnedReuse:
 
     def used(self, node: Node, tick: int) -> None:
         """A request used the prefix that ends at ``node``."""
-        self._close(node, tick)
+        watched = self._close(node, tick)
+        if watched is not None:
+            node.pause = min(tick - watched.since, node.pause or NEVER)
         self._observe(node, tick)
 
     def stored(self, node: Node, tick: int) -> Kind | None:
@@ -84,18 +132,32 @@ class LearnedReuse:
         """
         parent = node.parent
         assert parent is not None
-        follows = parent is not node.space.root and parent.branches < BRANCHES_SHARED
-        node.turns = parent.turns + (parent.uses > 0) if follows else 0
+        if parent is not node.space.root and parent.branches < BRANCHES_SHARED:
+            node.turns = parent.turns + (parent.uses > 0)
+            node.pause = parent.pause
+        node.added = parent.added + 1 if parent is self._end else 1
         before = self._close(node, tick)
         if before is not None:
             node.turns = max(node.turns, before.turns)
             node.uses = max(node.uses, before.uses + 1)
             node.branches = max(node.branches, 1)
+            node.pause = min(tick - before.since, before.pause or NEVER)
+            node.added = 0
         changed = None
         if self._end is not None and parent is not self._end:
             changed = self._finish_prompt(tick)
+        if parent.branches < BRANCHES_SHARED:
+            self._replace(parent)
         self._end, self._before_end, self._end_tick = node, parent, tick
         return changed
+
+    def evicted(self, node: Node) -> None:
+        """What is known of the conversation is handed to the page before, the next to go."""
+        parent = node.parent
+        assert parent is not None
+        if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
+            parent.turns, parent.pause = node.turns, node.pause
+            parent.added, parent.reach = node.added, node.reach
 
     def _finish_prompt(self, tick: int) -> Kind | None:
         """The pages stored last end a prompt: watch it, and refresh what was learnt."""
@@ -104,10 +166,10 @@ class LearnedReuse:
                 self._observe(node, self._end_tick)
         self._advance(tick)
         self._prompts += 1
-        if self._prompts % HALVE_EVERY == 0:
-            for counts in (*self._reused.values(), *self._seen.values()):
-                counts[:] = [count / 2 for count in counts]
-        if not self._stale or self._prompts % 2:
+        turn = self._prompts % HALVE_EVERY
+        if turn < len(self._tables) and self._prompts >= HALVE_EVERY:
+            self._tables[turn].halve()
+        if not self._stale:
             return None
         kind = self._stale.popleft()
         self._stale.append(kind)
@@ -120,7 +182,7 @@ class LearnedReuse:
             if old.since >= tick:
                 return
             old.key = None
-        watched = Observation(node, self.kind(node), tick)
+        watched = Observation(node, self._counts_of(self.kind(node)), tick)
         self._observed[node.key] = watched
         self._in_order.append(watched)
         self._by_age[0].append(watched)
@@ -130,33 +192,41 @@ class LearnedReuse:
                 del self._observed[oldest.key]
                 oldest.key = None
 
+    def _replace(self, node: Node) -> None:
+        """What now continues ``node`` is watched in its stead: uses will be told of that."""
+        watched = self._observed.pop(node.key, None)
+        if watched is not None:
+            watched.key = None
+
     def _close(self, node: Node, tick: int) -> Observation | None:
         watched = self._observed.pop(node.key, None)
         if watched is not None:
             watched.key = None
             age_bin = self.bin_of(tick - watched.since)
-            for kind in _generalised(watched.kind):
-                self._counts(self._reused, kind)[age_bin] += 1
-                self._counts(self._seen, kind)[age_bin] += 1
+            for counts in watched.counts:
+                counts.reused[age_bin] += 1
+                counts.seen[age_bin] += 1
         return watched
 
     def _advance(self, tick: int) -> None:
         """Count what outlived its bin of age unused; each observation passes each bin once."""
+        left = ADVANCE_MAX
         for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
             waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
             limit = tick - self.upper_edge(age_bin)
-            while waiting and waiting[0].since <= limit:
+            while waiting and waiting[0].since <= limit and left:
                 watched = waiting.popleft()
+                left -= 1
                 if watched.key is not None:
-                    for kind in _generalised(watched.kind):
-                        self._counts(self._seen, kind)[age_bin] += 1
+                    for counts in watched.counts:
+                        counts.seen[age_bin] += 1
                     older.append(watched)
 
     # ---- what was learnt --------------------------------------------------------------------
 
     @staticmethod
     def kind(node: Node) -> Kind:
-        """What the node's reuse is expected to depend on, the most general part first."""
+        """What the node's reuse is expected to depend on: place, turns, and then the traits."""
         if not node.branches:
             place = 0
         elif node.branches < BRANCHES_SHARED:
@@ -164,7 +234,12 @@ class LearnedReuse:
         else:
             place = 2 + min(node.uses.bit_length(), 8)
         turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
-        return place, turns, min(node.depth.bit_length(), 9) // 2
+        depth = min((node.reach.bit_length() + 1) // 2, 4)
+        if place > 1 or not turns:
+            return place, turns, depth, 0, 0
+        pause = min(max(node.pause.bit_length(), PAUSE_MIN), PAUSE_MAX)
+        added = min(node.added.bit_length(), 4)
+        return place, turns, depth, pause, added
 
     def rank(self, kind: Kind, age_bin: int) -> float:
         """Expected uses a tick of a page of this kind and age; higher is to be kept."""
@@ -187,45 +262,62 @@ class LearnedReuse:
         """The age at which a bin ends."""
         return _edge(age_bin + 1)
 
-    def _counts(self, table: dict[Kind, list[float]], kind: Kind) -> list[float]:
-        counts = table.get(kind)
-        if counts is None:
-            counts = table[kind] = [0.0] * self.BINS
-        return counts
+    def _counts_of(self, kind: Kind) -> tuple[Counts, ...]:
+        """The tables that an observation of this kind enters."""
+        counted = self._counted.get(kind)
+        if counted is None:
+            rows: list[Counts] = []
+            for general in _general(kind):
+                row = self._table.get(general)
+                if row is None:
+                    row = self._table[general] = Counts(self.BINS)
+                    self._tables.append(row)
+                rows.append(row)
+            counted = self._counted[kind] = tuple(rows)
+        return counted
 
     def _hazards(self, kind: Kind) -> list[float]:
-        hazards = [HAZARD_UNKNOWN] * self.BINS
-        for general in reversed(_generalised(kind)):
-            seen, reused = self._seen.get(general), self._reused.get(general)
-            if seen is not None:
-                reused = reused or [0.0] * self.BINS
-                hazards = [
-                    (uses + BELIEF * before) / (count + BELIEF)
-                    for uses, count, before in zip(reused, seen, hazards, strict=True)
-                ]
+        everything, place, turns, some_turns, *traits = self._counts_of(kind)
+        placed = place.hazards(everything.hazards([HAZARD_UNKNOWN] * self.BINS))
+        hazards = turns.hazards(placed)
+        usual = some_turns.hazards(placed)
+        for trait in traits:
+            hazards = [
+                min(hazard * with_trait / without, HAZARD_MAX)
+                for hazard, with_trait, without in zip(
+                    hazards, trait.hazards(usual), usual, strict=True
+                )
+            ]
         return hazards
 
     def _index(self, kind: Kind) -> list[float]:
+        """The Gittins index at the start of each bin, from the last bin to the first.
+
+        A later stretch of bins is worth waiting for as long as it gives more a tick.
+        """
         hazards = self._hazards(kind)
         # No page is older than the clock: later bins are all alike, and need no work.
         bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
-        ranks: list[float] = []
-        for start in range(bins):
-            alive, uses, ticks, best = 1.0, 0.0, 0.0, 0.0
-            for at in range(start, bins):
-                hazard = hazards[at]
-                uses += alive * hazard
-                ticks += alive * (1 - hazard / 2) * _WIDTHS[at]
-                alive *= 1 - hazard
-                if uses > best * ticks:
-                    best = uses / ticks
-            ranks.append(best)
+        ranks = [0.0] * bins
+        stretches: list[tuple[float, float, float, float]] = []
+        for at in range(bins - 1, -1, -1):
+            hazard = hazards[at]
+            uses, ticks, alive = hazard, (1 - hazard / 2) * _WIDTHS[at], 1 - hazard
+            while stretches and stretches[-1][0] * ticks > uses:
+                _, more, longer, left = stretches.pop()
+                uses, ticks, alive = uses + alive * more, ticks + alive * longer, alive * left
+            ranks[at] = uses / ticks
+            stretches.append((ranks[at], uses, ticks, alive))
         return ranks + ranks[-1:] * (self.BINS - bins)
 
 
-def _generalised(kind: Kind) -> tuple[Kind, ...]:
-    """``kind`` and all more general ones, the most general last."""
-    return kind, kind[:2], kind[:1], ()
+def _general(kind: Kind) -> list[Kind]:
+    """The names of the tables of ``kind``: all, its place, its turns, and each of its traits."""
+    place, turns, *traits = kind
+    some = place, min(turns, TURNS_APART)
+    return [(), (place,), (place, turns), (*some, 0, 0)] + [
+        (*some, 1 + at, trait) for at, trait in enumerate(traits)
+    ]
 
 
 def _edge(age_bin: int) -> int:

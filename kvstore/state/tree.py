@@ -34,6 +34,9 @@ class Node:
         uses: requests whose prefix ended here, or at a descendant that is gone.
         turns: requests that extended this node's prefix, one after the other, before it was stored.
         branches: nodes that ever continued this one.
+        pause: fewest ticks between two requests of which one extended the other; 0 = not known.
+        added: nodes up to this one that the request which stored it had to store.
+        reach: its depth, or that of the descendants that eviction took before it.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
         memory_only: its pages never go to disk.
@@ -46,9 +49,10 @@ class Node:
     """
 
     __slots__ = (
-        "access", "branches", "children", "children_in_memory", "depth", "digests", "disk",
-        "expires_ns", "hits", "key", "memory_only", "parent", "pins", "present", "queued",
-        "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
+        "access", "added", "branches", "children", "children_in_memory", "depth", "digests", "disk",
+        "expires_ns", "hits", "key", "memory_only", "parent", "pause", "pins", "present", "queued",
+        "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -70,7 +74,8 @@ class Node:
         self.memory_only = False
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.pins = self.serial = 0
-        self.uses = self.turns = self.branches = 0
+        self.uses = self.turns = self.branches = self.pause = self.added = 0
+        self.reach = self.depth
         if parent is not None:
             parent.children[key] = self
             parent.branches += 1
@@ -180,6 +185,7 @@ class Space:
         writing: all and only the nodes with a page that is being written.
         shelves: the nodes of ``nodes`` in the order they were made.
         host_bytes: slot bytes of its pages in memory.
+        prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
     """
 
@@ -190,6 +196,7 @@ class Space:
     writing: set[Node] = field(default_factory=set)
     shelves: Shelves = field(default_factory=Shelves)
     host_bytes: int = 0
+    prefill_s_per_token: float = 0.0
     root: Node = field(init=False)
     label: str = field(init=False)
 

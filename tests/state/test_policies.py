@@ -12,7 +12,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.admission import DAY_NS, Admission
 from kvstore.state.pages import PageTable
-from kvstore.state.policy import POLICIES, EvictionPolicy, new_policy
+from kvstore.state.policy import MOVES_MAX, POLICIES, EvictionPolicy, HighestReuse, new_policy
 from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Node, Shard, Space, is_live
@@ -106,6 +106,78 @@ def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
     lru = simulate(requests, 100, new_policy("lru", SLOT_BYTES)).hits
 
     assert ours > 2 * lru + 100
+
+
+def a_leaf(space: Space, number: int, tick: int) -> Node:
+    """A node under the root, last used at ``tick``."""
+    node = space.node(PrefixKey(number.to_bytes(32, "little")), PrefixKey(b""))
+    node.access = tick
+    return node
+
+
+def a_space(number: int, prefill_s_per_token: float = 0.0) -> Space:
+    identity = SpaceIdentity(model=f"m{number}", kv_dtype="uint8", page_tokens=1)
+    spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+    space = Space(number, identity, [Shard(spec, SLOT_BYTES, SLOT_BYTES)])
+    space.prefill_s_per_token = prefill_s_per_token
+    return space
+
+
+@given(cheap_is_older=st.booleans(), factor=st.integers(4, 1000))
+def test_ours_evicts_what_is_computed_again_fastest_of_pages_alike(cheap_is_older, factor):
+    cheap, dear = a_space(0, 0.001), a_space(1, 0.001 * factor)
+    policy = new_policy("kvstore", SLOT_BYTES)
+    for number in range(8):
+        for space in (cheap, dear):
+            policy.offer(
+                a_leaf(space, number, 100 if (space is cheap) == cheap_is_older else 101), 102
+            )
+
+    victims = [policy.pop(102) for _ in range(16)]
+    assert [victim.space for victim in victims] == [cheap] * 8 + [dear] * 8
+
+
+def test_a_put_tells_its_space_what_its_session_reported():
+    table = PageTable(SlotTable(8 * SLOT_BYTES, 1), "kvstore")
+    session = Session(b"engine", "engine", 1 << 40)
+    process = Process(1, 1, session)
+    given_space = a_space(0)
+    space = table.spaces.open(session, given_space.identity, [given_space.shards[0].spec])[0]
+    table.begin_put(process, 1, space, 0, bytes(31) + b"1", PrefixKey(b""))
+    assert space.prefill_s_per_token == 0
+    session.prefill_s_per_token = 0.002
+    table.begin_put(process, 2, space, 0, bytes(31) + b"2", PrefixKey(b""))
+
+    assert space.prefill_s_per_token == 0.002
+
+
+def test_no_choice_of_a_victim_moves_more_than_a_few_leaves_however_many_aged(monkeypatch):
+    space, policy = a_space(0), HighestReuse(SLOT_BYTES)
+    for number in range(3000):
+        policy.offer(a_leaf(space, number, number), 3000)
+    moved = []
+    put = HighestReuse._put
+    monkeypatch.setattr(HighestReuse, "_put", lambda *given: (moved.append(given), put(*given)))
+    most = 0
+    for _ in range(3000):
+        moved.clear()
+        assert policy.pop(1 << 20) is not None
+        most = max(most, len(moved))
+
+    assert 0 < most <= MOVES_MAX
+    assert policy.pop(1 << 20) is None
+
+
+def test_of_one_conversation_only_the_newest_prompt_is_watched():
+    """Otherwise each turn would leave one more prefix that seems never to be used again."""
+    policy = HighestReuse(SLOT_BYTES)
+    simulation = Simulation(1000, policy)
+    for turn in range(1, 30):
+        simulation.request(list(range(4 * turn)))
+    simulation.request([1 << 20])
+
+    watched = set(policy._reuse._observed)
+    assert {int.from_bytes(key, "little") for key in watched} == {114, 115}
 
 
 def test_the_simulator_finds_what_a_page_table_finds():
