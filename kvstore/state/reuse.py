@@ -3,11 +3,11 @@
 A prompt of a conversation either never comes back or comes back after a think time. Both depend on
 the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
 within it or is left by many branches (a shared system prompt); how many turns led to it; and three
-traits: how deep it is, the shortest pause between its turns, and how many pages the last turn added. So each
-prompt's end, the page before it, and what was used are **observed** until they are used again,
-whether or not they stay in memory; of one conversation only what is newest. For each class of
-observations and bin of age (half octaves of ticks) two counts result: how many were still unused
-when the bin ended, and how many were used again in it.
+traits: how deep it is, the shortest pause between its turns, and how many pages the last turn
+added. So each prompt's end, the page before it, and what was used are **observed** until they are
+used again, whether or not they stay in memory; of one conversation only what is newest. For each
+class of observations and bin of age (half octaves of ticks) two counts result: how many were still
+unused when the bin ended, and how many were used again in it.
 
 Their ratio is the hazard of reuse. A class with few observations borrows from the more general one
 (with the same turns from the same place, that from all): first the level, for which few
