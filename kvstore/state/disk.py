@@ -16,7 +16,7 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -457,6 +457,8 @@ class DiskPages:
             "degraded": self.degraded,
             **{name: getattr(log, name) for name in log.__slots__},
             "write_amplification": log.write_amplification,
+            "admission": self.admission.name,
+            "wear": asdict(self.admission.wear()),
         }
 
     def next_deadline_ns(self) -> int:
