@@ -37,7 +37,7 @@ class Wear:
 
     Attributes:
         admitted: pages.
-        refused: pages.
+        refused: pages whose memory was needed; a page before them is asked about in its turn.
         today_bytes: admitted since the day began that ``now_ns`` // a day counts.
         forecast_bytes: of a whole day, at the mean rate since the first decision.
     """
@@ -73,7 +73,7 @@ class Admission:
         self.name = name
         self.budget_bytes_per_day = budget_bytes_per_day
         self.returns_min = returns_min
-        self._returns = Returns()
+        self.returns = Returns()
         self._bucket_max = budget_bytes_per_day / BURST_SHARE
         self._bucket = self._bucket_max
         self._first_ns: int | None = None
@@ -105,7 +105,7 @@ class Admission:
         self._today_bytes += written
         self._total_bytes += written
         self._admitted += wanted
-        self._refused += len(chain) - wanted
+        self._refused += wanted < len(chain)
         return wanted
 
     def wear(self) -> Wear:
@@ -139,7 +139,7 @@ class Admission:
         end, shard = chain[-1]
         if not end.branches:
             needed = self.returns_min + self._shortage() * (1 - self.returns_min)
-            prompt_rate, end_rate = self._returns.leaves(end, shard)
+            prompt_rate, end_rate = self.returns.leaves(end, shard)
             if prompt_rate >= needed:
                 return len(chain) - (end_rate < needed)
         # What lies before a prompt's end was decided with it, but for what was used or shared.

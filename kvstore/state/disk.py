@@ -242,7 +242,7 @@ class DiskPages:
             size = record_bytes(node.space.shards[shard].page_bytes)
             pairs = [(one, shard) for one in chain]
             del chain[self.admission.admit(pairs, size, self._now_ns) :]
-            self._memory.counts["not_admitted_pages"] += wanted - len(chain)
+            self._memory.counts["not_admitted_pages"] += len(chain) < wanted
         begun = 0
         for one in chain:
             place = self.log.place(one, shard, self._memory.tick)

@@ -88,6 +88,11 @@ class Returns:
             self._marks.popitem(last=False)
         return self._rates(kind)
 
+    @property
+    def marks(self) -> int:
+        """How many marks are remembered."""
+        return len(self._marks)
+
     def _count_prompt(self, kind: Kind) -> None:
         self._prompts += 1
         if self._prompts % HALVE_EVERY == 0:

@@ -323,3 +323,8 @@ def test_window_pages_go_to_disk_without_their_heads():
     world.disk.make_durable([world.node("abc")], 1)
 
     assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
+
+
+def test_the_stats_say_what_was_admitted_and_what_a_day_will_cost():
+    wear = DiskWorld().disk.stats()["wear"]
+    assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes"}
