@@ -13,6 +13,7 @@ from typing import Final, Protocol, cast
 from bench import measure
 
 GROUPS: Final = {
+    "admission": "bench.admission",
     "demo": "bench.demo",
     "demo-vllm": "bench.demo_vllm",
     "flood": "bench.flood",

@@ -68,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _key(block: int) -> PrefixKey:
+def block_key(block: int) -> PrefixKey:
+    """The key of a block of a trace."""
     return PrefixKey(hashlib.sha256(block.to_bytes(8, "little")).digest())
 
 
@@ -99,7 +100,7 @@ class Cache:
     def replay(self, requests: list[list[int]]) -> float:
         """Ask for and store every request; the share of blocks that were prefix hits, percent."""
         for request in requests:
-            self._serve([_key(block) for block in request])
+            self._serve([block_key(block) for block in request])
         self.table.check()
         return 100 * self.hits / sum(map(len, requests))
 

@@ -97,8 +97,9 @@ class SSDConfig(Section, frozen=True):
         sync: when what is written survives a power cut: ``always`` at once, ``interval``, ``none``
             (no put can be durable then).
         sync_interval_s: between two syncs of ``interval``.
-        admission: which ordinary pages are worth writing: ``all``, ``none``, or by the ``evidence``
-            that they will be used again (which only the eviction policy ``kvstore`` gathers).
+        admission: which ordinary pages are worth writing: ``all``, ``none``, by the ``evidence``
+            that they will be used again (which only the eviction policy ``kvstore`` gathers), or if
+            it was ``learned`` that prompts of their kind return.
         bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
             0 = no limit.
     """
@@ -111,7 +112,7 @@ class SSDConfig(Section, frozen=True):
     write: Literal["back", "through", "selective"] = "back"
     sync: Literal["none", "interval", "always"] = "interval"
     sync_interval_s: Positive = 1.0
-    admission: Literal["all", "evidence", "none"] = "all"
+    admission: Literal["all", "evidence", "learned", "none"] = "all"
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:

@@ -5,9 +5,10 @@ taken for a chain, ancestors first: a leading part of it is admitted, so that no
 without its head. Pages are decided when they leave memory: until then their uses are observed.
 
 How likely a page returns is judged by the **evidence** for its chain: requests that used it or
-what hangs below it, and turns that led to it. The threshold is moved so that what is admitted
-follows the budget: a token bucket of at most an hour's bytes fills with the clock, and the less it
-holds the more evidence a page needs.
+what hangs below it, and turns that led to it; or by what was **learned**: the share of prompts of
+its kind that returned (:mod:`kvstore.state.returns`). The threshold is moved so that what is
+admitted follows the budget: a token bucket of at most an hour's bytes fills with the clock, and
+the less it holds the more is asked for.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.errors import InvalidArgument
+from kvstore.state.returns import Returns
 from kvstore.state.tree import Node
 
 DAY_NS: Final = 86_400 * 10**9
@@ -22,7 +24,11 @@ BURST_SHARE: Final = 24
 """The bucket holds at most this part of a day's budget: an hour."""
 EVIDENCE_MAX: Final = 4
 """Uses and turns that are asked for at most, when the bucket is nearly empty."""
-NAMES: Final = ("all", "none", "evidence")
+RETURNS_MIN: Final = 0.25
+"""A page is worth a write if one in so many returns, while the budget lasts."""
+BRANCHES_SHARED: Final = 4
+"""So many continuations make a prefix shared, and worth a write whatever becomes of one."""
+NAMES: Final = ("all", "none", "evidence", "learned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class Wear:
 
     Attributes:
         admitted: pages.
-        refused: pages.
+        refused: pages whose memory was needed; a page before them is asked about in its turn.
         today_bytes: admitted since the day began that ``now_ns`` // a day counts.
         forecast_bytes: of a whole day, at the mean rate since the first decision.
     """
@@ -46,12 +52,15 @@ class Admission:
     """Decides which leading pages of a chain are written.
 
     Args:
-        name: ``all``, ``none`` or ``evidence``; all but ``none`` keep to the budget.
+        name: one of :data:`NAMES`; all but ``none`` keep to the budget.
         budget_bytes_per_day: bytes a day, positive; 0 = no limit, and ``evidence`` then asks for
-            one use or turn.
+            one use or turn, ``learned`` for ``returns_min``.
+        returns_min: share of prompts that must return, 0 to 1, while the bucket is half full.
     """
 
-    def __init__(self, name: str, budget_bytes_per_day: int) -> None:
+    def __init__(
+        self, name: str, budget_bytes_per_day: int, returns_min: float = RETURNS_MIN
+    ) -> None:
         """Start with a full bucket.
 
         Raises:
@@ -63,6 +72,8 @@ class Admission:
             raise InvalidArgument("budget_bytes_per_day", f"{budget_bytes_per_day} is negative")
         self.name = name
         self.budget_bytes_per_day = budget_bytes_per_day
+        self.returns_min = returns_min
+        self.returns = Returns()
         self._bucket_max = budget_bytes_per_day / BURST_SHARE
         self._bucket = self._bucket_max
         self._first_ns: int | None = None
@@ -94,7 +105,7 @@ class Admission:
         self._today_bytes += written
         self._total_bytes += written
         self._admitted += wanted
-        self._refused += len(chain) - wanted
+        self._refused += wanted < len(chain)
         return wanted
 
     def wear(self) -> Wear:
@@ -111,7 +122,9 @@ class Admission:
             return 0
         if self.name == "all":
             return len(chain)
-        needed = self._evidence_needed()
+        if self.name == "learned":
+            return self._learned(chain) if chain else 0
+        needed = 1 + self._shortage() * (EVIDENCE_MAX - 1)
         wanted, below = 0, 0
         for at in range(len(chain) - 1, -1, -1):
             node = chain[at][0]
@@ -121,12 +134,25 @@ class Admission:
                 break
         return wanted
 
-    def _evidence_needed(self) -> float:
-        """1 while the bucket is at least half full, more and more as it empties."""
+    def _learned(self, chain: Sequence[tuple[Node, int]]) -> int:
+        """All of a prompt whose kind returns, its end only if ends do; else what is shared."""
+        end, shard = chain[-1]
+        if not end.branches:
+            needed = self.returns_min + self._shortage() * (1 - self.returns_min)
+            prompt_rate, end_rate = self.returns.leaves(end, shard)
+            if prompt_rate >= needed:
+                return len(chain) - (end_rate < needed)
+        # What lies before a prompt's end was decided with it, but for what was used or shared.
+        for at in range(len(chain) - 1, -1, -1):
+            if chain[at][0].uses or chain[at][0].branches >= BRANCHES_SHARED:
+                return at + 1
+        return 0
+
+    def _shortage(self) -> float:
+        """0 while the bucket is at least half full, 1 when it is empty."""
         if not self.budget_bytes_per_day:
-            return 1
-        level = self._bucket / self._bucket_max
-        return 1 + max(0.0, 1 - 2 * level) * (EVIDENCE_MAX - 1)
+            return 0.0
+        return max(0.0, 1 - 2 * self._bucket / self._bucket_max)
 
     def _advance(self, now_ns: int) -> None:
         if self._first_ns is None:

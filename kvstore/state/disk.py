@@ -16,7 +16,7 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, Final
 
@@ -244,7 +244,7 @@ class DiskPages:
             size = record_bytes(node.space.shards[shard].page_bytes)
             pairs = [(one, shard) for one in chain]
             del chain[self.admission.admit(pairs, size, self._now_ns) :]
-            self._memory.counts["not_admitted_pages"] += wanted - len(chain)
+            self._memory.counts["not_admitted_pages"] += len(chain) < wanted
         begun = 0
         for one in chain:
             place = self.log.place(one, shard, self._memory.tick)
@@ -464,6 +464,8 @@ class DiskPages:
             "degraded": self.degraded,
             **{name: getattr(log, name) for name in log.__slots__},
             "write_amplification": log.write_amplification,
+            "admission": self.admission.name,
+            "wear": asdict(self.admission.wear()),
         }
 
     def next_deadline_ns(self) -> int:

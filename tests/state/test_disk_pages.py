@@ -397,3 +397,8 @@ def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
     assert world.lookup(world.mine, path) == (10, 0)
     assert world.in_memory(path) == [False] * 6 + [True] * 4
     assert world.on_disk(path)[:6] == [True] * 6
+
+
+def test_the_stats_say_what_was_admitted_and_what_a_day_will_cost():
+    wear = DiskWorld().disk.stats()["wear"]
+    assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes"}
