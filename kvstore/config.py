@@ -228,7 +228,7 @@ def load(
     sources: dict[str, str] = {}
     for source, key, value in _entries(path, environ, overrides, env_prefix):
         if get_origin(_known(kind, key, source)) is tuple and isinstance(value, str):
-            value = [part for part in value.split(",") if part]
+            value = _listed(value, key, source)
         _put(tree, key, value, source)
         sources[".".join(key)] = source
     try:
@@ -338,6 +338,16 @@ def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
     for name in parents:
         tree = tree.setdefault(name, {})
     tree[leaf] = _bytes(value, source, key) if leaf.endswith("_bytes") else value
+
+
+def _listed(value: str, key: list[str], source: str) -> Any:
+    """A list may be written as ``a,b`` or as in TOML: ``["a", "b"]``."""
+    if not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is no list: {error}") from error
 
 
 def _bytes(value: Any, source: str, key: list[str]) -> Any:

@@ -157,8 +157,9 @@ class DiskTier:
 
     def _end(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         del self._jobs[job]
-        if error is not None:
-            log.warning("the SSD tier: %s: %s", error.code, error)
+        if error is not None:  # said once while it lasts; every one is counted
+            level = logging.DEBUG if self.pages.degraded else logging.WARNING
+            log.log(level, "the SSD tier: %s: %s", error.code, error)
         self._node.disk_completed(job, error, now_ns)
 
     def _translate(self, job: DiskJob) -> Job:

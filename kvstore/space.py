@@ -446,10 +446,10 @@ class Space:
         leased = self._acquire(opened, keys, shard, lease)
         if not leased.more:
             return leased
+        link.send(wire.Release(lease))  # or it would count against the quota a second time
 
         def again() -> None:
             nonlocal leased
-            link.send(wire.Release(lease))
             leased = self._acquire(opened, keys, shard, lease)
 
         self._warm(keys, shard, again)

@@ -105,3 +105,15 @@ def test_what_is_shown_is_toml_that_gives_the_same_tree(tmp_path):
 def test_a_capacity_without_room_for_an_extent_is_refused_wherever_it_is_made():
     with pytest.raises(ValueError, match=r"host\.capacity_bytes"):
         HostConfig(capacity_bytes=1 << 20, extent_bytes=2 << 20)
+
+
+@pytest.mark.parametrize("text", ["/a,/b", " /a , /b ,", '["/a", "/b"]'])
+def test_a_list_may_be_written_with_commas_or_as_in_toml(text):
+    loaded = load(ServerConfig, None, {"KVSTORE__SSD__DIRECTORIES": text})
+
+    assert loaded.config.ssd.directories == ("/a", "/b")
+
+
+def test_a_broken_list_is_refused_with_its_key():
+    with pytest.raises(ConfigError, match=r"ssd\.directories"):
+        load(ServerConfig, None, {}, ['ssd.directories=["/a'])
