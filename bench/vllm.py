@@ -29,7 +29,7 @@ BATCH: Final = 3
 BATCH_TOKENS: Final = 640
 OUTPUT_TOKENS: Final = 4
 _OTHER: Final = {"plain": "store", "store": "plain"}
-_STORES: Final = ("stored_pages", "store_seconds")
+_STORED: Final = "kvstore:stored_pages_total"
 _COLD_SEED: Final = 20_000
 
 
@@ -84,6 +84,11 @@ def _ms(spread: Spread) -> str:
     return f"{spread.median * 1e3:.0f} ms ({spread.min * 1e3:.0f} to {spread.max * 1e3:.0f})"
 
 
+def _quartiles(percent: list[float]) -> str:
+    first, third = percentile(percent, 25), percentile(percent, 75)
+    return f"median {statistics.median(percent):.1f} % (quartiles {first:.1f} and {third:.1f})"
+
+
 def _ours(count: int, load: str, progress: Progress) -> Restarted:
     with VllmCluster(capacity_bytes=2 << 30) as cluster:
         cluster.start_node()
@@ -105,24 +110,25 @@ async def _cold(pairs: int, count: int, report: Report, progress: Progress) -> N
         for name in ("plain", "store"):
             cluster.wait_server(name)
             await _batch_s(cluster, name, _COLD_SEED)
-        begun = {what: cluster.metric("store", f"kvstore:{what}_total") for what in _STORES}
+        begun = cluster.metric("store", _STORED)
         seconds: dict[str, list[float]] = {"plain": [], "store": []}
+        cpu_s: dict[str, list[float]] = {"plain": [], "store": []}
         for pair in range(pairs):
             for name in sorted(seconds, reverse=pair % 2 == 0):
                 with cluster.suspended(_OTHER[name]):
                     seed = _COLD_SEED + BATCH * (pair + 1)
+                    before_s = cluster.cpu_s(name)
                     seconds[name].append(await _batch_s(cluster, name, seed))
-        pages, moving_s = (
-            cluster.metric("store", f"kvstore:{what}_total") - begun[what] for what in _STORES
+                    cpu_s[name].append(cluster.cpu_s(name) - before_s)
+        pages = cluster.metric("store", _STORED) - begun
+        lost, lost_cpu = (
+            [(1 - plain / store) * 100 for plain, store in zip(*both.values(), strict=True)]
+            for both in (seconds, cpu_s)
         )
-        both = zip(seconds["plain"], seconds["store"], strict=True)
-        lost = [(1 - plain / store) * 100 for plain, store in both]
         report.add(Result("cold/overhead", statistics.median(lost), "%"))
         progress.note(
-            f"cold/overhead of {pairs} pairs: median {statistics.median(lost):.1f} %,"
-            f" quartiles {percentile(lost, 25):.1f} and {percentile(lost, 75):.1f};"
-            f" {pages:.0f} pages were stored in {moving_s:.2f} s of one background thread,"
-            f" beside {sum(seconds['store']):.1f} s of computing"
+            f"cold/overhead of {pairs} pairs: {_quartiles(lost)}; of CPU seconds,"
+            f" {_quartiles(lost_cpu)}; {pages:.0f} pages were stored"
         )
         with cluster.suspended("store"):
             alone = statistics.median(
