@@ -21,7 +21,11 @@ VERDICTS: Final = (
     "cleared", "head_missing", "other_space", "never_stored", "unknown",
 )  # fmt: skip
 """All that can be the answer, the best first."""
-_VERDICT_OF: Final = {"corrupt": "quarantined", "head_lost": "head_missing"}
+_VERDICT_OF: Final = {
+    "corrupt": "quarantined",
+    "head_lost": "head_missing",
+    "reclaimed": "evicted",
+}
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -225,6 +229,7 @@ _SENTENCES: Final = {
     "expired": "its time to live ran out",
     "read_once": "a page to be read once; its reader was done",
     "operator": "an operator took it out",
+    "reclaimed": "evicted from the SSD: its segment was reclaimed",
     "cleared": "an operator cleared its space",
 }
 

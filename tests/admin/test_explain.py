@@ -185,3 +185,12 @@ def test_asking_changes_nothing(asked):
     asked.why("ab")
 
     assert (node.access, node.hits, dict(asked.table.counts)) == before
+
+
+def test_a_page_whose_place_on_the_disk_was_needed_was_evicted(asked):
+    asked.world.store(asked.process, asked.space, "a")
+    asked.table.drop(asked.space.nodes[key("a")], 0, "reclaimed")
+
+    found = asked.why("a")
+    assert (found.verdict, found.left["cause"]) == ("evicted", "reclaimed")
+    assert "segment was reclaimed 10.0 s ago" in found.text
