@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from kvstore.wire import PROTOCOL_MAJOR as MAJOR
+from kvstore.wire import PROTOCOL_MINOR as MINOR
 from tests.vllm.conftest import Node, prompt
 from tests.vllm.engines import EngineError
 
@@ -86,7 +88,7 @@ def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, s
         (
             "from kvstore import wire; wire.PROTOCOL_MAJOR = 9",
             {},
-            "client speaks protocol 1.0, this node 9.0",
+            f"client speaks protocol {MAJOR}.{MINOR}, this node 9.{MINOR}",
         ),
         (
             "pass",
