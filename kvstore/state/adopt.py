@@ -4,14 +4,15 @@ Pages whose head is not there any more are left out: nobody could reach them. Wh
 disk is dead and is reclaimed like any other.
 """
 
-from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
 from kvstore.state.pages import PageTable
-from kvstore.state.tree import Node, Space
+from kvstore.state.residents import subtree
+from kvstore.state.tree import Node, Space, deepen, is_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,31 @@ def adopt(
     assert table.disk is not None
     homes = [_home(table, identity, spec) for identity, spec in pairs]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())
-    heads: list[tuple[Node, bytes]] = []
+    doubts = _Doubts([], [])
     for segment in segments:
-        heads += _take_over(segment, homes)
-    for node, parent in heads:
-        _hang(node, parent)
-    count = sum(_keep_reachable(space) for space in spaces)
+        _take_over(segment, homes, doubts)
+    _dispel(doubts)
     log = table.disk.log
     for segment in segments:
         log.adopt(
             segment.number, segment.size_bytes, segment.end, segment.records, sealed=segment.sealed
         )
     for space in spaces:
-        for node in space.nodes.values():
-            for shard in node.disk:
-                log.adopt_page(node, shard)
+        log.adopt_pages(space)
     log.next_segment = next_segment
-    return count
+    return sum(len(node.disk) for space in spaces for node in space.nodes.values())
+
+
+class _Doubts(NamedTuple):
+    """What could not be decided when it was met: heads may lie behind what follows them.
+
+    Attributes:
+        lost: nodes that hang nowhere yet, each with the key of its parent.
+        headless: (node, shard) of pages whose head was not on disk when they were met.
+    """
+
+    lost: list[tuple[Node, PrefixKey]]
+    headless: list[tuple[Node, int]]
 
 
 def _home(table: PageTable, identity: SpaceIdentity, spec: ShardSpec) -> tuple[Space, int] | None:
@@ -91,62 +100,57 @@ def _home(table: PageTable, identity: SpaceIdentity, spec: ShardSpec) -> tuple[S
 
 
 def _take_over(
-    segment: FoundSegment, homes: list[tuple[Space, int] | None]
-) -> list[tuple[Node, bytes]]:
-    """Make the nodes of a segment's pages, hanging nowhere yet; each with its parent's key."""
-    made: list[tuple[Node, bytes]] = []
+    segment: FoundSegment, homes: list[tuple[Space, int] | None], doubts: _Doubts
+) -> None:
+    """Make the nodes of a segment's pages, under their parents where those are known."""
     keys, parents, digests = segment.keys, segment.parents, segment.digests
-    number = segment.number
-    for at, (offset, pair) in enumerate(zip(segment.offsets, segment.pairs, strict=True)):
+    number, start, at = segment.number, 0, 0
+    for offset, pair in zip(segment.offsets, segment.pairs, strict=True):
+        key, parent_key = keys[start : start + KEY_BYTES], parents[start : start + KEY_BYTES]
+        digest = digests[at : at + DIGEST_BYTES]
+        start += KEY_BYTES
+        at += DIGEST_BYTES
         home = homes[pair]
         if home is None:
             continue
         space, shard = home
-        key = PrefixKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-        node = space.nodes.get(key)
+        head = space.root if parent_key == _NO_PARENT else space.nodes.get(PrefixKey(parent_key))
+        node = space.nodes.get(PrefixKey(key))
         if node is None:
-            node = space.add(key)
-            made.append((node, parents[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
-        digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            node = space.add(PrefixKey(key), head)
+            if head is None:
+                doubts.lost.append((node, PrefixKey(parent_key)))
         node.adopt(shard, Place(number, offset), digest)
-    return made
+        if head is None or (head is not space.root and shard not in head.disk):
+            doubts.headless.append((node, shard))
 
 
 _NO_PARENT = bytes(KEY_BYTES)
 
 
-def _hang(node: Node, parent_key: bytes) -> None:
-    """Put a node under its parent; one whose parent is unknown under a bare one."""
-    space = node.space
-    head = space.root
-    if parent_key != _NO_PARENT:
-        key = PrefixKey(parent_key)
-        head = space.nodes.get(key) or space.node(key, PrefixKey(b""))
-    node.parent = head
-    head.children[node.key] = node
-
-
-def _keep_reachable(space: Space) -> int:
-    """Set depths, and take out what cannot be reached from the root; counts the pages left."""
-    windowed = [bool(shard.window_pages) for shard in space.shards]
-    count = 0
-    reached: dict[PrefixKey, Node] = {}
-    queue = deque(space.root.children.values())
-    while queue:
-        node = queue.popleft()
+def _dispel(doubts: _Doubts) -> None:
+    """Hang up what can be, then take out pages whose head is not there, with all below them."""
+    for node, parent_key in doubts.lost:
+        space = node.space
+        known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
+        node.parent = known
+        known.children[node.key] = node
+    for node, _ in doubts.lost:
+        deepen(node)
+    for node, shard in sorted(doubts.headless, key=lambda page: page[0].depth):
         head = node.parent
         assert head is not None
-        node.depth = head.depth + 1
-        reached[node.key] = node
-        for shard in list(node.disk):
-            if head is not space.root and not windowed[shard] and shard not in head.disk:
-                node.forget_disk(shard)
-            else:
-                count += 1
-        queue.extend(node.children.values())
-    for key in [key for key in space.nodes if key not in reached]:
-        space.remove(space.nodes[key])
-    for node in [node for node in reached.values() if not node.present and not node.children]:
-        if node.parent is not None:
-            space.prune(node)
-    return count
+        needs_head = head is not node.space.root and not node.space.shards[shard].window_pages
+        if needs_head and shard not in head.disk:
+            for below in subtree(node):
+                if shard in below.disk:
+                    below.forget_disk(shard)
+    for node, _ in doubts.headless:
+        _prune_below(node)
+
+
+def _prune_below(node: Node) -> None:
+    """Remove what has become bare at and below a node."""
+    for below in reversed(subtree(node)) if is_live(node) else ():
+        if is_live(below) and not below.present and not below.children:
+            node.space.prune(below)

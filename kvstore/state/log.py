@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from kvstore.state.tree import Node
+    from kvstore.state.tree import Node, Space
 
 BLOCK_BYTES: Final = 4096
 """Headers, payloads and footers begin and end at multiples of this."""
@@ -216,11 +216,17 @@ class SegmentLog:
             self.full.append(segment)
         self._used_bytes += size_bytes
 
-    def adopt_page(self, node: "Node", shard: int) -> None:
-        """Take over a page that was found in such a segment."""
-        segment = self.segments[node.disk[shard].segment]
-        segment.pages[node, shard] = 0
-        segment.live_bytes += record_bytes(node.space.shards[shard].page_bytes)
+    def adopt_pages(self, space: "Space") -> None:
+        """Take over all pages of a space that were found in such segments."""
+        sizes = [record_bytes(shard.page_bytes) for shard in space.shards]
+        pages = {number: segment.pages for number, segment in self.segments.items()}
+        live = dict.fromkeys(self.segments, 0)
+        for node in space.nodes.values():
+            for shard, place in node.disk.items():
+                pages[place[0]][node, shard] = 0
+                live[place[0]] += sizes[shard]
+        for number, size in live.items():
+            self.segments[number].live_bytes += size
 
     # ---- segments ---------------------------------------------------------------------------
 

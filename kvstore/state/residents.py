@@ -144,7 +144,7 @@ class Residents:
         """Take out what lies below ``node``: without their head nobody reaches those pages."""
         if node.space.shards[shard].window_pages:
             return
-        for below in reversed(_subtree(node)[1:]):
+        for below in reversed(subtree(node)[1:]):
             if below.ready >> shard & 1:
                 self._remove(below, shard, cause)
             elif below.present >> shard & 1:
@@ -272,7 +272,7 @@ class Residents:
                 return False  # LIMBO
             doomed.append(owner)
         for owner in doomed:
-            for node in _subtree(owner):
+            for node in subtree(owner):
                 if node.pins or self.quotas.protects(node.space, space, self.slots.extent_bytes):
                     return False
                 for shard, slot in node.slots.items():
@@ -292,7 +292,7 @@ class Residents:
         node.hits += 1
 
 
-def _subtree(node: Node) -> list[Node]:
+def subtree(node: Node) -> list[Node]:
     """``node`` and all below it, every parent before its children."""
     found = [node]
     for at in found:

@@ -29,9 +29,12 @@ class Shelves:
 
     def add(self, node: "Node") -> None:
         """Give a new node its serial number."""
-        node.serial = self._next
-        self._next += 1
-        self._shelves.setdefault(node.serial >> _SHIFT, {})[node.serial] = node
+        serial = node.serial = self._next
+        self._next = serial + 1
+        shelf = self._shelves.get(serial >> _SHIFT)
+        if shelf is None:
+            shelf = self._shelves[serial >> _SHIFT] = {}
+        shelf[serial] = node
 
     def remove(self, node: "Node") -> None:
         """The node leaves the tree."""

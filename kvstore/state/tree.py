@@ -222,7 +222,7 @@ class Space:
             parent.children[key] = found
             if found.in_memory:
                 found._count_above(1)  # noqa: SLF001
-            _deepen(found)
+            deepen(found)
         return found
 
     def prune(self, node: Node) -> Node:
@@ -286,7 +286,7 @@ class Space:
         return False
 
 
-def _deepen(node: Node) -> None:
+def deepen(node: Node) -> None:
     """Correct the depths below a node that was moved."""
     moved = [node]
     for at in moved:
