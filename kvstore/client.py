@@ -55,6 +55,7 @@ class KVStore:
         name: str = "client",
         session: bytes = b"",
         timeout_s: float = TIMEOUT_S,
+        log_level: int = logging.WARNING,
     ) -> "KVStore":
         """Connect to the node at ``address``; with nobody there, everything misses until there is.
 
@@ -63,6 +64,8 @@ class KVStore:
             name: what the node calls this engine in its statistics.
             session: ``session_token`` of the engine's first process, to join its session.
             timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
+            log_level: at which it says that the node is away; lower it in an engine's further
+                processes, so that the engine says it once.
 
         Raises:
             InvalidArgument: the address is malformed.
@@ -70,7 +73,7 @@ class KVStore:
         scheme, _, path = address.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
-        return cls(Link(path, name, session), timeout_s)
+        return cls(Link(path, name, session, log_level), timeout_s)
 
     @classmethod
     def open(
@@ -187,7 +190,8 @@ class KVStore:
             return self._link
         link = self._waiting.get(purpose)
         if link is None:
-            link = Link(self._link.path, self._link.name, self._link.session)
+            main = self._link  # which says whatever there is to say
+            link = Link(main.path, main.name, main.session, logging.DEBUG)
             self._waiting[purpose] = link
         return link
 
