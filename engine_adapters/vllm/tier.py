@@ -1,0 +1,130 @@
+"""``KVStoreTier``: kvstore as a secondary tier of vLLM's own offloading; docs/engines/vllm.md."""
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import vllm
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_adapters.vllm.opening import Opening
+from engine_adapters.vllm.options import read_options
+from engine_adapters.vllm.tiering import Tiering
+from kvstore.client import KVStore
+from kvstore.errors import ConfigError
+from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
+
+NODE_TIMEOUT_S: Final = 0.5
+END_TIMEOUT_S: Final = 60.0
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """Chunks from and to the node of this machine; vLLM makes one in its scheduler."""
+
+    medium = Medium.CPU
+    cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: Any = None, **values: Any,
+    ) -> None:  # fmt: skip
+        """Connect; a node that is away is no error.
+
+        Raises:
+            ConfigError: an option is wrong, or ``revision`` is not set.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options = read_options(values)
+        if not options.revision:
+            raise ConfigError("secondary_tiers: revision: must name the weights and quantisation")
+        identity, shard = names(offloading_spec.config, self.block_size_bytes, options)
+        self._store = KVStore.connect(options.address, name="vllm-tier", timeout_s=NODE_TIMEOUT_S)
+        levels = (logging.WARNING, logging.DEBUG, logging.DEBUG)
+        asking, loading, storing = (
+            Opening(self._store, identity, [shard], monotonic, level) for level in levels
+        )
+        wait_s = options.load_timeout_ms / 1000
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._tiering = Tiering((asking, loading, storing), rows, monotonic, wait_s)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """See the base class."""
+        del req_context
+        found = self._tiering.lookup(key)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        job = job_metadata
+        self._tiering.store(job.job_id, job.keys, job.chunk_ids)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        job = job_metadata
+        self._tiering.load(job.job_id, job.keys, job.chunk_ids)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """See the base class."""
+        return [
+            JobResult(m.number, m.whole, successful_keys=m.good, transfer_bytes=m.size_bytes)
+            for m in self._tiering.finished()
+        ]
+
+    def has_pending_work(self) -> bool:
+        """See the base class."""
+        return self._tiering.busy
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """See the base class."""
+        del req_context
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send this step's lookups."""
+        del context
+        self._tiering.flush()
+
+    def drain_jobs(self) -> None:
+        """Wait for every job.
+
+        Raises:
+            TransferTimeout: one has not ended.
+        """
+        self._tiering.drain(END_TIMEOUT_S)
+
+    def shutdown(self) -> None:
+        """Let jobs end, let go of the primary tier's memory and leave the node."""
+        self._tiering.close(END_TIMEOUT_S)
+        self._store.close()
+
+
+def names(config: Any, row_bytes: int, options: Any) -> tuple[SpaceIdentity, ShardSpec]:
+    """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them."""
+    cache, parallel = config.cache, config.parallel
+    parts = [
+        vllm.__version__, config.model.dtype, config.groups, config.worker_kv_bytes_per_block,
+        cache.tokens_per_hash, cache.blocks_per_chunk, config.kv_cache_layout,
+        config.replicated_layout, config.canonical_layout, parallel.world_size,
+        parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, row_bytes,
+    ]  # fmt: skip
+    settings = hashlib.sha256(msgspec.msgpack.encode([repr(part) for part in parts])).hexdigest()
+    tokens = cache.tokens_per_hash * cache.blocks_per_chunk
+    identity = SpaceIdentity(
+        tenant=options.tenant, model=config.model.name, kv_dtype="uint8", page_tokens=tokens,
+        revision=f"{options.revision}+tier+{settings[:32]}",
+    )  # fmt: skip
+    layout = OpaqueLayout("vllm-tier", vllm.__version__, "", tokens, row_bytes)
+    return identity, ShardSpec(layout=layout, layers=(0, 1), heads=(0, 1), window_pages=1)
