@@ -43,7 +43,7 @@ class Moved(NamedTuple):
 
 class _Moving(NamedTuple):
     job: StoreJob[list[bytes]]
-    count: int
+    asked: int
     load: bool
 
 
@@ -136,7 +136,7 @@ class Tiering:
             except KVStoreError as error:
                 log.debug("a job of the tier failed: %s", error)
                 good = []
-            whole = len(good) == moving.count
+            whole = len(good) == moving.asked
             if not whole:
                 self._count("load_failures" if moving.load else "store_failures")
             size = 0 if self._rows is None else self._rows.shape[1]

@@ -26,7 +26,7 @@ def store() -> Iterator[KVStore]:
     opened.close()
 
 
-def make(store: KVStore, rows: np.ndarray) -> Tiering:  # type: ignore[type-arg]
+def make(store: KVStore, rows: np.ndarray) -> Tiering:
     one, two, three = (Opening(store, IDENTITY, [SHARD], monotonic) for _ in range(3))
     return Tiering((one, two, three), rows, monotonic, 30.0)
 
@@ -37,7 +37,7 @@ def ended(tier: Tiering) -> Moved:
     return moved
 
 
-def filled(seed: int) -> np.ndarray:  # type: ignore[type-arg]
+def filled(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (8, ROW), dtype=np.uint8)
 
 
