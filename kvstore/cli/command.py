@@ -140,6 +140,9 @@ def _add_jobs(verb: _Add) -> None:
         made.add_argument("space", nargs="?" if name == "verify" else None)
         made.add_argument("key", nargs="?")
         _waits(made)
+        if name == "verify":
+            made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
+            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS")
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
     clear.add_argument("space", nargs="?")
     clear.add_argument("--all", action="store_true", help="every space")
@@ -227,6 +230,8 @@ def _policy(node: Remote, at: argparse.Namespace) -> Any:
 
 def _bulk(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "key": at.key}
+    if at.verb == "verify":
+        body |= {"tier": at.tier, "deadline_s": at.deadline}
     return _job(node, at, {k: v for k, v in body.items() if v is not None})
 
 

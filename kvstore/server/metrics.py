@@ -38,14 +38,14 @@ class _Snapshot:
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
         yield from _counters(stats["counts"])
         if ssd := stats.get("ssd"):
-            yield from _ssd(ssd)
+            yield from _ssd(ssd, stats["counts"])
         events = stats["events"]
         if events:
             yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])
             yield _counter("kvstore_event_batches_dropped", "Lost.", events["batches_dropped"])
 
 
-def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
+def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     """The SSD tier: room, traffic, wear, trouble."""
     room = GaugeMetricFamily("kvstore_ssd_bytes", "Room on the SSDs, by use.", labels=["use"])
     for use in ("capacity", "used", "live", "dead", "in_flight"):
@@ -58,6 +58,9 @@ def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
         ("syncs", "Segment files synced."),
     ):
         yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
+    for name in ("checked", "corrupt"):
+        found = counts.get(f"disk_{name}_records", 0)
+        yield _counter(f"kvstore_ssd_{name}_records", f"Read again on request: {name}.", found)
     yield _gauge("kvstore_ssd_segments", "Segment files.", ssd["segments"])
     yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
     yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))

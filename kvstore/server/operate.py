@@ -55,11 +55,12 @@ class ClearBody(Body):
 
 
 class VerifyBody(Body):
-    """A page (space and key), a space, or with neither the whole tier."""
+    """A page (space and key), a space, or with neither all pages; in one tier, or in all."""
 
     space: str | None = None
     key: str | None = None
-    tier: Literal["host", "ssd"] = "host"
+    tier: Literal["host", "ssd"] | None = None
+    deadline_s: Annotated[float, Field(gt=0, le=7 * 86_400)] = 3600.0
 
 
 class MoveBody(Body):
@@ -167,20 +168,22 @@ class Operation:
 
     def verify(self, body: VerifyBody) -> dict[str, Any]:
         """Read pages again and compare them with their digests; what fails is quarantined."""
-        if body.tier != "host":
-            raise ApiError(
-                409, "tier_unavailable", "this node has no SSD tier that can be verified", "tier"
-            )
+        has_ssd = self._turns.ask(lambda: self._turns.observed.node.pages.disk is not None)
+        if body.tier == "ssd" and not has_ssd:
+            message = "this node has no SSD tier: give it ssd.directories"
+            raise ApiError(409, "tier_unavailable", message, "tier")
+        tiers = [body.tier] if body.tier is not None else ["host", "ssd"] if has_ssd else ["host"]
+        deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
         subject = {"tier": body.tier, "space": body.space, "key": body.key}
-        if body.space is None:
-            if body.key is not None:
-                raise InvalidArgument("space", "a key is one of a space; name it too")
-            return self._jobs.start("verify", subject, self._verifier.spaces(self._spaces()))
-        space = self._turns.space(body.space)
-        if body.key is None:
-            return self._jobs.start("verify", subject, self._verifier.spaces([space]))
-        node = self._node(space, key_of(body.key))
-        return self._jobs.start("verify", subject, self._verifier.page(space, node))
+        if body.space is None and body.key is not None:
+            raise InvalidArgument("space", "a key is one of a space; name it too")
+        spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
+        if body.key is not None:
+            node = self._node(spaces[0], key_of(body.key))
+            work = self._verifier.page(node, tiers, deadline_ns)
+        else:
+            work = self._verifier.spaces(spaces, tiers, deadline_ns)
+        return self._jobs.start("verify", subject, work)
 
     def prefetch(self, body: PrefetchBody) -> dict[str, Any]:
         """Bring pages from the SSD into host memory, by a deadline."""

@@ -22,7 +22,9 @@ from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
+from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
+    DiskCheck,
     DiskJob,
     DiskRead,
     DiskRules,
@@ -36,8 +38,8 @@ from kvstore.state.diskjobs import (
     page_name,
 )
 from kvstore.state.keeper import SegmentKeeper
+from kvstore.state.loads import Loads
 from kvstore.state.log import Place, SegmentLog, record_bytes
-from kvstore.state.slots import Slot
 from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
@@ -53,12 +55,6 @@ class _Write:
     """Writes that count only once this one does."""
     finished: bool = False
     error: KVStoreError | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: DiskRead
-    waiters: list[Fetch] = field(default_factory=list)
 
 
 class DiskPages:
@@ -93,12 +89,15 @@ class DiskPages:
         self._now_ns = 0
         self._retry_ns = 0
         self._writes: dict[tuple[Node, int], _Write] = {}
-        self._loads: dict[tuple[Node, int], _Load] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
+        )
+        self._loads = Loads(memory, log, self._number, self._submit, self.fetched)
+        self._checks = DiskChecks(
+            log, self._number, self._submit, self._quarantine, memory.counts, self._loads.__len__
         )
         self._keeper = SegmentKeeper(log, self._number, self._submit, self._lose, memory.counts)
 
@@ -334,7 +333,7 @@ class DiskPages:
         for write in self._writes.values() if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
-        self._unpin(durable.pinned)
+        self._loads.unpin(durable.pinned)
         durable.ended = True
         self.acknowledged.append(durable)
 
@@ -345,79 +344,24 @@ class DiskPages:
 
         The run may come back shorter: when memory has no room for more, or a page cannot be read.
         """
-        fetch = Fetch()
-        for node in nodes:
-            if shard in node.slots:
-                self._keep(fetch, node, node.slots[shard])
-        for node in nodes:
-            if not node.ready >> shard & 1:
-                break  # it went while room was made for another
-            if shard in node.slots:
-                continue
-            load = self._loads.get((node, shard)) or self._begin_load(node, shard)
-            if load is None:
-                break
-            load.waiters.append(fetch)
-            fetch.outstanding += 1
-        if not fetch.outstanding:
-            self.fetched.append(fetch)
-        return fetch
+        return self._loads.fetch(nodes, shard)
 
     def end_fetch(self, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
-        fetch.ended = True
-        self._unpin(fetch.pinned)
+        self._loads.end_fetch(fetch)
 
-    def _unpin(self, pinned: list[tuple[Node, Slot]]) -> None:
-        for node, slot in pinned:
-            self._memory.slots.unpin([slot])
-            self._memory.offer(node)
-        pinned.clear()
+    def check(self, pages: Iterable[tuple[Node, int]]) -> CheckRun:
+        """Read pages again where they lie on disk; what fails is quarantined."""
+        run = CheckRun(deque(pages))
+        self._checks.begin(run)
+        return run
 
-    def _keep(self, fetch: Fetch, node: Node, slot: Slot) -> None:
-        self._memory.slots.pin([slot], 0)
-        fetch.pinned.append((node, slot))
-
-    def _begin_load(self, node: Node, shard: int) -> _Load | None:
-        size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node, size)
-        place = node.disk.get(shard)
-        if slot is None or place is None:  # making room may have cost the page itself
-            if slot is not None:
-                self._memory.slots.abort([slot])
-            return None
-        self.log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = _Load(job)
-        self._submit(job)
-        return load
-
-    def _loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        node, shard, slot = job.page.node, job.page.shard, job.slot
-        load = self._loads.pop((node, shard))
-        self.log.unpin_segment(job.place.segment)
-        wanted = (
-            is_live(node)
-            and shard in node.disk
-            and shard not in node.slots  # it left meanwhile, and was stored again
-            and node.digests[shard] == job.page.digest
-        )
-        waiters = [fetch for fetch in load.waiters if not fetch.ended]
-        if wanted and error is None:
-            self._memory.promoted(node, shard, slot)
-            for fetch in waiters:
-                self._keep(fetch, node, slot)
-            self._memory.offer(node)
+    def _quarantine(self, node: Node, shard: int, cause: str) -> None:
+        """The record of a page is not what was written; a copy in memory stays."""
+        if shard in node.slots:
+            self._lose(node, shard, "head_lost")
         else:
-            self._memory.slots.abort([slot])
-            if wanted:
-                cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
-                self._memory.drop(node, shard, cause)
-        for fetch in waiters:
-            fetch.outstanding -= 1
-            if not fetch.outstanding:
-                self.fetched.append(fetch)
-        self._keeper.tend(self._memory.tick)
+            self._memory.drop(node, shard, cause)
 
     # ---- what the tier says -----------------------------------------------------------------
 
@@ -433,7 +377,11 @@ class DiskPages:
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
-                self._loaded(ended, error)
+                self._loads.loaded(ended, error)
+                self._keeper.tend(self._memory.tick)
+            case DiskCheck():
+                self._checks.completed(ended, error)
+                self._keeper.tend(self._memory.tick)
             case DiskSync() if not self._keeper.is_mine(job):
                 if error is not None:
                     self._fail(error)
@@ -442,6 +390,7 @@ class DiskPages:
             case _:
                 self._keeper.completed(ended, error, self._memory.tick)
         self._pump()
+        self._checks.go_on()
         self._syncs.advance(self._now_ns)
 
     def advance(self, now_ns: int) -> None:
@@ -459,6 +408,7 @@ class DiskPages:
             "sync": self.rules.sync,
             "writes": len(self._writes),
             "loads": len(self._loads),
+            "checks": len(self._checks),
             "in_flight_bytes": self.in_flight_bytes,
             "backlog_pages": len(self._backlog),
             "degraded": self.degraded,
@@ -476,7 +426,7 @@ class DiskPages:
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
-    def _lose(self, node: Node, shard: int) -> None:
+    def _lose(self, node: Node, shard: int, cause: str = "reclaimed") -> None:
         """The page leaves the disk for good, and what follows it; without memory, the index."""
         losing = [node]
         if not node.space.shards[shard].window_pages:
@@ -486,7 +436,7 @@ class DiskPages:
             if shard in at.disk and shard in at.slots:
                 self.forget(at, shard)
             elif shard in at.disk:
-                self._memory.drop(at, shard, "reclaimed")
+                self._memory.drop(at, shard, cause)
 
     def _number(self) -> int:
         return next(self._numbers)

@@ -96,6 +96,15 @@ class DiskRead:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCheck:
+    """Read the record at ``place`` and compare it with its page; nobody wants the bytes."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class DiskCopy:
     """Copy the record at ``source`` to ``place``."""
 
@@ -128,7 +137,7 @@ class DiskDrop:
     segment: int
 
 
-DiskJob = DiskWrite | DiskRead | DiskCopy | DiskSync | DiskSeal | DiskDrop
+DiskJob = DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskSync | DiskSeal | DiskDrop
 
 
 @dataclass(slots=True, eq=False)

@@ -70,6 +70,7 @@ class Outcome:
     pages_from_disk: int = 0
     disk_failures: int = 0
     pages_persisted: int = 0
+    pages_checked: int = 0
 
 
 @dataclass(eq=False)
@@ -170,6 +171,8 @@ class Simulation:
         for process in list(self._processes):
             if self.random.random() < self.faults.connection:
                 self._break(process)
+        if self.disk is not None and self.random.random() < 0.1:
+            self.disk.check_some()
         self.node.pages.check()
         for session in self.node.sessions.values():
             session.check()

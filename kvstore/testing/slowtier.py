@@ -42,6 +42,17 @@ class SimulatedTier:
             delay_ns = self._simulation.random.randrange(DELAY_NS_MAX)
             self._simulation.at(delay_ns, partial(self._end, job))
 
+    def check_some(self) -> None:
+        """An operator has some of the pages on disk read again."""
+        pages = [
+            (node, 0)
+            for space in self._simulation.node.pages.spaces
+            for node in space.nodes.values()
+            if 0 in node.disk
+        ]
+        self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
+        self.take_jobs()
+
     def _end(self, job: DiskJob) -> None:
         simulation = self._simulation
         error: KVStoreError | None = None
@@ -60,7 +71,12 @@ class SimulatedTier:
                     return PageCorrupt("simulated")
                 self.records[place] = content
             case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
-                return self._read(place, self._memory(slot), _content(node.key))
+                error = self._read(place, self._memory(slot), _content(node.key))
+                self._simulation.outcome.pages_from_disk += error is None
+                return error
+            case diskjobs.DiskCheck(place=place, page=(node, _, _, _)):
+                self._simulation.outcome.pages_checked += 1
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(node.key))
             case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
                 content = self.records[source]
                 if content != _content(node.key):
@@ -81,7 +97,6 @@ class SimulatedTier:
             memory[simulation.random.randrange(PAGE_BYTES)] ^= 1
         if memory != expected:
             return PageCorrupt("simulated")
-        simulation.outcome.pages_from_disk += 1
         return None
 
     def _memory(self, slot: Slot) -> memoryview:

@@ -196,7 +196,7 @@ def test_verify_finds_a_flipped_byte_and_explain_says_quarantined(api, daemon, s
     job = api.ended(api.post("/v1/verify", space=stored.label))
 
     assert job["state"] == "done"
-    assert job["result"] == {"checked": 5, "corrupt": 1, "skipped": 0}
+    assert job["result"] == {"checked": 5, "corrupt": 1, "unreadable": 0, "skipped": 0}
     assert (job["done"], job["total"]) == (5, 5)
     assert stored.space.lookup(keys).pages == 3
     assert (
@@ -216,8 +216,9 @@ def test_verify_passes_what_is_whole_and_does_not_consume_what_is_read_once(api,
     space = api.ended(api.post("/v1/verify", space=stored.label))
     tier = api.ended(api.post("/v1/verify"))
 
-    assert page["result"] == {"checked": 1, "corrupt": 0, "skipped": 0}
-    assert space["result"] == {"checked": 3, "corrupt": 0, "skipped": 1}
+    whole = {"corrupt": 0, "unreadable": 0}
+    assert page["result"] == {"checked": 1, **whole, "skipped": 0}
+    assert space["result"] == {"checked": 3, **whole, "skipped": 1}
     assert tier["result"]["checked"] >= 3
     assert tier["result"]["corrupt"] == 0
     assert stored.space.lookup(keys).pages == 3

@@ -41,6 +41,7 @@ def test_the_histories_with_a_disk_contain_what_they_are_there_for():
 
     assert outcome.pages_from_disk > 10
     assert outcome.pages_persisted > 10
+    assert outcome.pages_checked > 10
     assert outcome.disk_failures > 5
 
 
