@@ -162,11 +162,14 @@ class AdminConfig(Section, frozen=True):
     """What operators may hold, and what is remembered for them.
 
     Attributes:
-        pin_budget_bytes: what operator pins may cover together; 0 = a quarter of the host tier.
+        pin_budget_bytes: what operator pins in memory may cover together; 0 = a quarter of the
+            host tier.
+        pin_ssd_budget_bytes: the same of pins on the SSDs; 0 = a quarter of the SSD tier.
         ghosts_max: pages that left the index and that ``explain`` still knows.
     """
 
     pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pin_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
 
 

@@ -35,12 +35,14 @@ def spaces(answer: Any, console: Console) -> None:
         [
             one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
             one["tenant"], one["scope"], len(one["shards"]), one["pages"], mib(one["host_bytes"]),
-            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]),
+            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), mib(one["ssd_bytes"]),
+            _limit(one["ssd_quota_bytes"]), _limit(one["ssd_reserved_bytes"]),
         ]
         for one in answer["spaces"]
     )  # fmt: skip
     columns = ("space", "model", "revision", "dtype", "page tokens", "tenant", "scope", "shards",
-               "pages", "in memory", "quota", "reserved")  # fmt: skip
+               "pages", "in memory", "quota", "reserved", "on SSD", "SSD quota",
+               "SSD reserved")  # fmt: skip
     _table(console, "spaces", columns, rows)
 
 
@@ -112,12 +114,13 @@ def config(answer: Any, console: Console) -> None:
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
+        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
          seconds(one["ends_in_s"])]
         for one in answer["pins"]
     )  # fmt: skip
     title = f"pins: {mib(answer['used_bytes'])} of {mib(answer['budget_bytes'])}"
-    _table(console, title, ("pin", "space", "key", "pages", "bytes", "ends in"), rows)
+    title += f"; on SSD: {mib(answer['ssd_used_bytes'])} of {mib(answer['ssd_budget_bytes'])}"
+    _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
 def quotas(answer: Any, console: Console) -> None:
@@ -126,11 +129,11 @@ def quotas(answer: Any, console: Console) -> None:
         job(answer, console)
         return
     rows = (
-        [one["space"], mib(one["host_bytes"]), _limit(one["quota_bytes"]),
+        [one["space"], one["tier"], mib(one["used_bytes"]), _limit(one["quota_bytes"]),
          _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
-    _table(console, "limits", ("space", "in memory", "quota", "reserved"), rows)
+    _table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
 
 
 def job(answer: Any, console: Console) -> None:

@@ -112,6 +112,9 @@ class Daemon:
                 disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
                 self.disk = self.socket.disk = disk
                 self.movements = DiskMovements(self.node.pages)
+                self.node.pages.pins.disk_budget_bytes = (
+                    self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
+                )
                 undo.callback(self.disk.close)
             self.socket.listen()
             undo.callback(self.socket.close)

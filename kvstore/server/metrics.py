@@ -61,6 +61,11 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     for name in ("checked", "corrupt"):
         found = counts.get(f"disk_{name}_records", 0)
         yield _counter(f"kvstore_ssd_{name}_records", f"Read again on request: {name}.", found)
+    refused = CounterMetricFamily(
+        "kvstore_ssd_refused_pages", "Pages not written to the SSDs.", labels=["reason"]
+    )
+    refused.add_metric(["quota"], counts.get("disk_refused_quota", 0))
+    yield refused
     yield _gauge("kvstore_ssd_segments", "Segment files.", ssd["segments"])
     yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
     yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
@@ -97,6 +102,8 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("demotions_failed", "Evictions that could not write first: the SSDs failed."),
         ("disk_full_pages", "Pages that found no room on the SSDs."),
         ("reclaimed_pages", "Pages that left the SSDs with their segment."),
+        ("disk_kept_pages", "Pages carried over for a pin or a reservation."),
+        ("disk_quota_pages", "Pages taken off the SSDs for their own space's quota."),
         ("carried_pages", "Pages that were written again when their segment was reclaimed."),
         ("expired_leases", "Leases that ran out before they were given back."),
     ):

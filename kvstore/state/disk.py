@@ -37,6 +37,7 @@ from kvstore.state.diskjobs import (
     WritePolicy,
     page_name,
 )
+from kvstore.state.disklimits import DiskLimits
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.loads import Loads
 from kvstore.state.log import Place, SegmentLog, record_bytes
@@ -99,7 +100,11 @@ class DiskPages:
         self._checks = DiskChecks(
             log, self._number, self._submit, self._quarantine, memory.counts, self._loads.__len__
         )
-        self._keeper = SegmentKeeper(log, self._number, self._submit, self._lose, memory.counts)
+        #: What spaces may and must have on disk.
+        self.limits = DiskLimits(memory, self.forget, self._writes)
+        self._keeper = SegmentKeeper(
+            log, self._number, self._submit, self._lose, self.limits.kept, memory.counts
+        )
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -170,7 +175,10 @@ class DiskPages:
             if not there and (self.degraded or not self._write_chain(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
-                raise CapacityError("the SSD tier has no room for a durable page now; try later")
+                raise CapacityError(
+                    "the SSD tier, or the quota of the space there, has no room for a durable page"
+                    " now; try later"
+                )
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
@@ -207,11 +215,30 @@ class DiskPages:
         self._syncs.advance(self._now_ns)
         return self._syncs.idle or self.degraded
 
+    def limit(self, space: Space, quota_bytes: int, reserved_bytes: int) -> None:
+        """Limit a space on disk; its pages are to be offered then, and shrunk.
+
+        Raises:
+            InvalidArgument, CapacityError: see :meth:`kvstore.state.quotas.Quotas.set`.
+        """
+        self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
+        self._keeper.reconsider()
+
+    def offer(self, node: Node) -> None:
+        """A node may have become a leaf that may go, or lost a pin."""
+        self.limits.offer(node)
+
+    def unpinned(self) -> None:
+        """Less may have to be kept."""
+        self._keeper.reconsider()
+
     def forget(self, node: Node, shard: int) -> None:
         """The page leaves the disk, if it is there."""
         if shard in node.disk:
             self.log.remove(node, shard)
             node.forget_disk(shard)
+            if node.parent is not None:
+                self.offer(node.parent)
 
     def _is_dirty(self, node: Node, shard: int) -> bool:
         """Whether the page is in memory only, and may be on disk."""
@@ -246,6 +273,9 @@ class DiskPages:
             self._memory.counts["not_admitted_pages"] += len(chain) < wanted
         begun = 0
         for one in chain:
+            if not self.limits.make_room(one, shard):
+                self._memory.counts["disk_refused_quota"] += len(chain) - begun
+                break
             place = self.log.place(one, shard, self._memory.tick)
             if place is None:
                 self._memory.counts["disk_full_pages"] += len(chain) - begun
@@ -262,6 +292,7 @@ class DiskPages:
         write = self._writes[node, shard] = _Write(job, size)
         self._memory.slots.pin([slot], 0)
         self.in_flight_bytes += size
+        node.space.disk_bytes += size
         self._submit(job)
         self._await(write, durable)
         head = self._writes.get((node.parent, shard)) if node.parent is not None else None
@@ -314,6 +345,9 @@ class DiskPages:
             self._memory.counts["demoted_pages"] += 1
         else:
             self.log.abandon(write.job.place, node, shard)
+            node.space.disk_bytes -= write.size
+            if node.parent is not None:
+                self.offer(node.parent)
             self._memory.counts["unwritten_pages"] += 1
             write.error = write.error or CapacityError("the page left the store meanwhile")
         self._memory.slots.unpin([write.job.slot])

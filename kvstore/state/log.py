@@ -4,6 +4,7 @@ Segments are files of equal size, written front to back and given back as a whol
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -227,6 +228,7 @@ class SegmentLog:
                 live[place[0]] += sizes[shard]
         for number, size in live.items():
             self.segments[number].live_bytes += size
+        space.disk_bytes = sum(live.values())
 
     # ---- segments ---------------------------------------------------------------------------
 
@@ -235,14 +237,20 @@ class SegmentLog:
         """Segments that can still be made."""
         return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
 
-    def victim(self) -> Segment | None:
+    @property
+    def reservable_bytes(self) -> int:
+        """What reservations may add up to: reclaiming must find something else to drop."""
+        return max(0, self.capacity_bytes - SEGMENTS_MIN * self.segment_bytes) // 2
+
+    def victim(self, barren: Container[int] = ()) -> Segment | None:
         """The segment to reclaim next: a failed one, one without live records, the oldest one.
 
-        Healthy ones only where room is needed.
+        Healthy ones only where room is needed, and none of ``barren``.
         """
         short = self.free_segments < FREE_SEGMENTS_MIN
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
         candidates = [one for one in sealed if short or one.failed]
+        candidates = [one for one in candidates if one.number not in barren]
         return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
 
     @property
@@ -272,11 +280,12 @@ class SegmentLog:
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
-    def plan(self, victim: Segment) -> Reclaim:
+    def plan(self, victim: Segment, kept: "Collection[tuple[Node, int]]" = ()) -> Reclaim:
         """What of a segment is worth carrying over.
 
-        Pages that were used since they were written get another turn, the last used ones first, up
-        to :data:`CARRY_SHARE` of the segment; with them what precedes them in the same segment.
+        All of ``kept``, which is closed towards heads. Pages that were used since they were written
+        get another turn, the last used ones first, up to :data:`CARRY_SHARE` of the segment with
+        those; and with them what precedes them in the same segment.
         """
         used = [
             (-node.access, node.depth, at, node, shard)
@@ -284,7 +293,8 @@ class SegmentLog:
             if node.access > written
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
-        chosen: dict[tuple[Node, int], None] = {}
+        chosen: dict[tuple[Node, int], None] = dict.fromkeys(kept)
+        budget -= sum(record_bytes(node.space.shards[at].page_bytes) for node, at in kept)
         for _, _, _, node, shard in sorted(used):
             if budget <= 0:
                 break

@@ -10,7 +10,7 @@ from collections import Counter
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Verdict
-from kvstore.state.eviction import Eviction, classes
+from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.outcomes import Abandoned, Action, Removed
 from kvstore.state.slots import Slot, SlotState, SlotTable
@@ -72,6 +72,11 @@ class Residents:
         self.slots.check()
         if self.disk is not None:
             self.disk.log.check()
+            self.disk.limits.check()
+            for space in self.spaces:
+                there = [at for node in space.nodes.values() for at in node.disk]
+                size = sum(space.shards[at].record_bytes for at in there)
+                assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
         owned: dict[Slot, Node] = {}
         for space in self.spaces:
             space.check()
@@ -114,6 +119,8 @@ class Residents:
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
         self.eviction.offer(node)
+        if self.disk is not None:
+            self.disk.offer(node)
 
     def shrink(self, space: Space, pages_max: int) -> bool:
         """Evict own leaves of a space over its quota; True when it is within it."""
@@ -178,6 +185,8 @@ class Residents:
         """After pages went: prune bare nodes, and offer what became a leaf."""
         if is_live(node):
             node = node.space.prune(node)
+            if self.disk is not None:
+                self.disk.offer(node)
             while not node.in_memory and node.parent is not None:
                 node = node.parent
             self.offer(node)
@@ -273,7 +282,8 @@ class Residents:
             doomed.append(owner)
         for owner in doomed:
             for node in subtree(owner):
-                if node.pins or self.quotas.protects(node.space, space, self.slots.extent_bytes):
+                size = self.slots.extent_bytes
+                if is_held(node) or self.quotas.protects(node.space, space, size):
                     return False
                 for shard, slot in node.slots.items():
                     if not node.ready >> shard & 1 or self.slots.in_use(slot):

@@ -173,6 +173,10 @@ class Simulation:
                 self._break(process)
         if self.disk is not None and self.random.random() < 0.1:
             self.disk.check_some()
+        if self.disk is not None:
+            self.disk.check_quotas()
+            if self.random.random() < 0.02:
+                self.disk.limit_some()
         self.node.pages.check()
         for session in self.node.sessions.values():
             session.check()

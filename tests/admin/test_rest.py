@@ -180,7 +180,7 @@ def test_a_space_with_a_quota_stays_within_it(api, stored):
 
     stored.put(3, start=50_000)
     (mine,) = [one for one in api.get("/v1/quotas")["quotas"] if one["space"] == stored.label]
-    assert mine["host_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
+    assert mine["used_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
     wrong = {"quota_bytes": 1, "reserved_bytes": 2}
     assert api.refused("PUT", f"/v1/quotas/{stored.label}", wrong)[1:] == (
         "invalid_argument", "reserved_bytes",

@@ -101,3 +101,47 @@ def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until
         assert (status, job["state"], job["result"]["checked"]) == (0, "done", 20)
         status, job = verify("--tier", "ssd", "--deadline", "0.000001")
         assert (status, job["result"]["complete"]) == (0, False)
+
+
+def test_quotas_and_pins_on_the_ssd_are_set_shown_and_kept(two_tiers, capsys, wait_until):
+    def kvstore(*words: object) -> dict:
+        assert main([*map(str, words), "--json", "--url", two_tiers.http]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(20)
+        on_disk_only(api, mine, wait_until, 20)
+        record = api.get("/v1/spaces")["spaces"][0]["ssd_bytes"] // 20
+        assert record >= PAGE_BYTES
+
+        pin = kvstore("pin", mine.label, keys[11].hex(), "--tier", "ssd")
+        assert (pin["tier"], pin["pages"], pin["bytes"]) == ("ssd", 12, 12 * record)
+        shown = kvstore("pins")
+        assert (shown["pins"][0]["tier"], shown["ssd_used_bytes"]) == ("ssd", 12 * record)
+        assert shown["ssd_budget_bytes"] == (256 << 20) // 4
+        words = ("quota", mine.label, "--tier", "ssd")
+        limits = kvstore(*words, "--quota-bytes", 5 * record, "--reserved-bytes", record)
+        (mine_there,) = [one for one in limits["quotas"] if one["tier"] == "ssd"]
+        assert mine_there["used_bytes"] == 12 * record, "what is pinned stays"
+        assert mine.space.lookup(keys).pages == 12
+        assert api.post("/v1/explain", key=keys[15].hex())["verdict"] == "evicted"
+
+        kvstore("unpin", pin["pin"])
+        limits = kvstore(*words, "--quota-bytes", 5 * record)
+        assert [one["used_bytes"] for one in limits["quotas"]] == [5 * record]
+        assert mine.space.lookup(keys).pages == 5
+        status, code, field = api.refused(
+            "PUT", f"/v1/quotas/{mine.label}", {"tier": "ssd", "reserved_bytes": 1 << 40}
+        )
+        assert (status, code, field) == (409, "capacity", "reserved_bytes")
+        assert b'kvstore_removed_total{cause="quota"} 15.0' in two_tiers.ask("/metrics")
+
+
+def test_without_an_ssd_tier_nothing_can_be_asked_of_it(api, stored):
+    key = stored.put(1)[0].hex()
+    for method, path, body in (
+        ("POST", "/v1/pins", {"space": stored.label, "key": key, "tier": "ssd"}),
+        ("PUT", f"/v1/quotas/{stored.label}", {"quota_bytes": 1, "tier": "ssd"}),
+    ):
+        assert api.refused(method, path, body) == (409, "tier_unavailable", "tier")

@@ -30,11 +30,11 @@ class DiskWorld(World):
 
     def __init__(
         self, write: str = "through", sync: str = "always", extents: int = 4, segments: int = 8,
-        in_flight_max: int = 1 << 30,
+        in_flight_max: int = 1 << 30, segment_bytes: int = 1 << 20,
     ) -> None:  # fmt: skip
         super().__init__(extents)
         rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
-        log = SegmentLog(segments, 1 << 20)
+        log = SegmentLog(segments, segment_bytes)
         self.disk = DiskPages(self.table, log, Admission("all", 0), rules)
         self.table.disk = self.disk
         self.open: dict[int, DiskJob] = {}
