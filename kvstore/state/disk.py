@@ -41,6 +41,7 @@ from kvstore.state.disklimits import DiskLimits
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.loads import Loads
 from kvstore.state.log import Place, SegmentLog, record_bytes
+from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
@@ -237,6 +238,8 @@ class DiskPages:
         if shard in node.disk:
             self.log.remove(node, shard)
             node.forget_disk(shard)
+            if shard in node.slots:
+                self._memory.told(TierRemoved, node, shard, "ssd")
             if node.parent is not None:
                 self.offer(node.parent)
 
@@ -343,6 +346,7 @@ class DiskPages:
             node.demote(shard, write.job.place)
             self.log.wrote(write.job.place)
             self._memory.counts["demoted_pages"] += 1
+            self._memory.told(TierStored, node, shard, "ssd")
         else:
             self.log.abandon(write.job.place, node, shard)
             node.space.disk_bytes -= write.size

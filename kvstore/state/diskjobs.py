@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey
 from kvstore.state.log import Place
+from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotTable
 from kvstore.state.tree import Node
 
@@ -187,6 +188,10 @@ class Memory(Protocol):
 
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
+        ...
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
         ...
 
     def promoted(self, node: Node, shard: int, slot: Slot) -> None:

@@ -12,7 +12,7 @@ from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Verdict
 from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
-from kvstore.state.outcomes import Abandoned, Action, Removed
+from kvstore.state.outcomes import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import Node, Space, is_live
@@ -115,6 +115,12 @@ class Residents:
         node.promote(shard, slot)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
+        self.told(TierStored, node, shard, "host")
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
+        assert node.parent is not None
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
 
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
@@ -160,10 +166,12 @@ class Residents:
 
     def _remove(self, node: Node, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
+        here = ("host",) if shard in node.slots else ()
+        places = (*here, "ssd") if shard in node.disk else here
+        slot = self._forget(node, shard) if shard in node.slots else None
         if self.disk is not None:
             self.disk.forget(node, shard)
-        slot = self._forget(node, shard) if shard in node.slots else None
-        self.actions.append(Removed(node.space, shard, [node.key], cause))
+        self.actions.append(Removed(node.space, shard, [node.key], cause, places))
         self.counts[f"removed_{cause}"] += 1
         self.ghosts.add(node, shard, cause, self.now_ns)
         if slot is not None:
@@ -269,6 +277,7 @@ class Residents:
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
+        self.told(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: Space) -> bool:

@@ -10,6 +10,7 @@ from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import DiskJob, DiskRules
 from kvstore.state.log import Place, SegmentLog, record_bytes
+from kvstore.state.pages import PageTable
 from kvstore.state.slots import Slot
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class SimulatedTier:
         self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
         self.take_jobs()
 
-    def limit_some(self) -> None:
+    def limit_some(self, table: PageTable) -> None:
         """An operator limits a space on disk, and pins a page there for a while."""
-        simulation, table = self._simulation, self._simulation.node.pages
+        simulation = self._simulation
         random, spaces = simulation.random, list(table.spaces)
         if not spaces:
             return
