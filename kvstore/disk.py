@@ -25,6 +25,7 @@ from kvstore.state.diskjobs import (
     DiskRules,
     DiskSeal,
     DiskSync,
+    DiskTombstone,
     DiskWrite,
     PageName,
     SyncPolicy,
@@ -41,6 +42,7 @@ from kvstore.tier.base import (
     SealSegment,
     SyncAll,
     WritePage,
+    WriteTombstone,
 )
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
@@ -109,6 +111,8 @@ class DiskTier:
                 one.entries["offset"].tolist(),
                 one.entries["pair"].tolist(),
                 one.entries["payload_bytes"].tolist(),
+                one.first_page,
+                one.last_tombstone,
             )
             for one in found.segments
         ]
@@ -129,6 +133,7 @@ class DiskTier:
 
     def flush(self) -> None:
         """Hand the tier what the node decided."""
+        self.pages.go_on()
         jobs, self.pages.jobs = self.pages.jobs, []
         if not jobs:
             return
@@ -165,19 +170,23 @@ class DiskTier:
         self._node.disk_completed(job, error, now_ns)
 
     def _translate(self, job: DiskJob) -> Job:
+        made: Job
         match job:
             case DiskWrite(number, place, page, slot):
-                return WritePage(number, place, _record(page), self._address(slot))
+                made = WritePage(number, place, _record(page), self._address(slot))
             case DiskRead(number, place, page, slot):
-                return ReadPage(number, place, _record(page), self._address(slot))
+                made = ReadPage(number, place, _record(page), self._address(slot))
             case DiskCopy(number, source, place, page):
-                return CopyPage(number, source, place, _record(page))
+                made = CopyPage(number, source, place, _record(page))
+            case DiskTombstone(number, place, space, shard, keys):
+                made = WriteTombstone(number, place, space, shard, keys)
             case DiskSync(number):
-                return SyncAll(number)
+                made = SyncAll(number)
             case DiskSeal(number, segment):
-                return SealSegment(number, segment)
+                made = SealSegment(number, segment)
             case DiskDrop(number, segment):
-                return DropSegment(number, segment)
+                made = DropSegment(number, segment)
+        return made
 
     def _address(self, slot: Slot) -> int:
         extent, _, offset = self._node.pages.slots.address(slot)

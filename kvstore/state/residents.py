@@ -12,6 +12,7 @@ from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Verdict
 from kvstore.state.eviction import Eviction, classes
 from kvstore.state.ghosts import Ghosts
+from kvstore.state.graves import BURIED
 from kvstore.state.outcomes import Abandoned, Action, Removed
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
@@ -155,6 +156,8 @@ class Residents:
         """Take a READY page out of every tier."""
         if self.disk is not None:
             self.disk.forget(node, shard)
+            if cause in BURIED:
+                self.disk.graves.bury(node, shard)
         slot = self._forget(node, shard) if shard in node.slots else None
         self.actions.append(Removed(node.space, shard, [node.key], cause))
         self.counts[f"removed_{cause}"] += 1
