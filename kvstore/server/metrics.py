@@ -95,6 +95,8 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("disk_full_pages", "Pages that found no room on the SSDs."),
         ("reclaimed_pages", "Pages that left the SSDs with their segment."),
         ("carried_pages", "Pages that were written again when their segment was reclaimed."),
+        ("tombstone_keys", "Pages whose removal was written to the SSDs."),
+        ("tombstone_keys_lost", "Pages whose removal could not be: a restart may find them."),
         ("expired_leases", "Leases that ran out before they were given back."),
     ):
         yield _counter(f"kvstore_{name}", help_text, counts.get(name, 0))
