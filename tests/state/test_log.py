@@ -42,7 +42,7 @@ SEGMENTS = 5
 SEGMENT_BYTES = 112 << 10
 """Four or five records and a footer."""
 RECORD = record_bytes(PAGE)
-NAMES = ("a", "ab", "abc", "abd", "b", "bc", "c")
+NAMES = ("a", "ab", "abc", "b", "c", "cd", "e", "f", "g", "h")
 PATH_OF = {key(name): name for name in NAMES}
 ERROR = TierUnavailable("no such disk")
 RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30)
@@ -84,7 +84,7 @@ class LogMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.files: dict[int, File] = {}
         self.sequences = count(1)
-        self.tick = 0
+        self.tick = self.cut_after = 0
         self.used_numbers: set[int] = set()
         #: Names that must be there, and that must not, after a cut.
         self.durable: set[str] = set()
@@ -187,10 +187,35 @@ class LogMachine(RuleBasedStateMachine):
             self.writes.append(Write(node, self._record(place, RECORD, (name,))))
         self.keeper.tend(self.tick)
 
+    @rule(
+        first=st.sampled_from(range(10)),
+        most=st.sampled_from((5, 10, 30)),
+        drops=st.booleans(),
+        uses=st.sampled_from((0, 1, None)),
+    )
+    def churn(self, first: int, most: int, drops: bool, uses: int | None) -> None:
+        """Write pages one after the other, so that segments fill; jobs end meanwhile."""
+        for at in range(first, first + most):
+            name = NAMES[at % len(NAMES)]
+            if name in self.gone or any(name in names for _, names in self.burials):
+                continue  # what was taken out is to stay away, for a restart to find it if it can
+            if drops:
+                self.drop(name)
+            self.put(name)
+            if uses is not None and at % 2 == uses:
+                self.use(name)
+            if self.jobs and at % 2:
+                self._end_job(min(self.jobs), fails=False)
+            if self.writes:
+                self._end_write(self.writes.pop(), fails=False)
+
     @precondition(lambda self: self.writes)
     @rule(data=st.data(), fails=st.sampled_from((False, False, False, True)))
     def end_write(self, data: st.DataObject, fails: bool) -> None:
         write = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+        self._end_write(write, fails=fails)
+
+    def _end_write(self, write: Write, *, fails: bool) -> None:
         node, place = write.node, write.record.place
         head = node.parent
         reachable = head is not None and (head is self.space.root or 0 in head.disk)
@@ -221,8 +246,8 @@ class LogMachine(RuleBasedStateMachine):
         if name in self._on_disk():
             self._lose(self.space.nodes[key(name)], 0)
 
-    @rule(name=st.sampled_from((*NAMES, "")))
-    def evict(self, name: str) -> None:
+    @rule(name=st.sampled_from((*NAMES, *NAMES, "")), waits=st.booleans())
+    def evict(self, name: str, waits: bool) -> None:
         """As an operator does, of a page with all that follows it, or of everything."""
         top = self.space.nodes.get(key(name)) if name else self.space.root
         if top is None:
@@ -249,6 +274,9 @@ class LogMachine(RuleBasedStateMachine):
                 self.space.remove(write.node)
         self.durable -= names
         self.burials.append((self.graves.await_written(), names))
+        if waits:
+            self._go_on()
+            self.let_go_on(12)
 
     # ---- what goes on -------------------------------------------------------------------------
 
@@ -264,7 +292,16 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), fails=st.sampled_from((False, False, False, False, True)))
     def end_job(self, data: st.DataObject, fails: bool) -> None:
-        number = data.draw(st.sampled_from(sorted(self.jobs)))
+        self._end_job(data.draw(st.sampled_from(sorted(self.jobs))), fails=fails)
+
+    @rule(most=st.integers(1, 12))
+    def let_go_on(self, most: int) -> None:
+        """End the jobs that wait longest."""
+        for _ in range(most):
+            if self.jobs:
+                self._end_job(min(self.jobs), fails=False)
+
+    def _end_job(self, number: int, *, fails: bool) -> None:
         job = self.jobs.pop(number)
         error = ERROR if fails and isinstance(job, DiskCopy | DiskTombstone | DiskDrop) else None
         record = self.records.pop(number, None)
@@ -301,9 +338,11 @@ class LogMachine(RuleBasedStateMachine):
             if place in there and (not head or head in self.durable):
                 self.durable.add(name)
 
-    @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
+    @precondition(lambda self: len(self.used_numbers) >= self.cut_after)
+    @rule(data=st.data(), more=st.sampled_from((0, 2, 5)))
+    def cut(self, data: st.DataObject, more: int) -> None:
         """The power fails; what was not synced is there afterwards, or not."""
+        self.cut_after = len(self.used_numbers) + more
         chance = data.draw(st.randoms(use_true_random=False))
         for job in self.jobs.values():
             if isinstance(job, DiskDrop) and chance.random() < 0.5:
@@ -376,4 +415,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestLog.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
