@@ -4,15 +4,12 @@ import pytest
 
 from kvstore.state.diskjobs import SyncPolicy
 from kvstore.state.graves import Graves
-from kvstore.state.log import SegmentLog
 from kvstore.state.syncs import Syncs
-from kvstore.state.tree import Space
 from kvstore.testing.powercut import History, Toll
 
 SEEDS = 60
 CONTROL_SEEDS = 15
-EVICTION_SEEDS = 200
-PLACE_TOMBSTONE = SegmentLog.place_tombstone
+EVICTION_SEEDS = 180
 POLICIES = (SyncPolicy.INTERVAL, SyncPolicy.ALWAYS)
 
 
@@ -81,22 +78,6 @@ def test_an_eviction_that_writes_nothing_is_found_out(monkeypatch: pytest.Monkey
 
     with pytest.raises(AssertionError, match="evicted pages are back"):
         run_with_evictions(range(20))
-
-
-def test_a_segment_reclaimed_before_those_its_tombstones_wait_for_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(SegmentLog, "place_tombstone", place_and_wait_for_nothing)
-
-    with pytest.raises(AssertionError, match="evicted pages are back"):
-        run_with_evictions(range(EVICTION_SEEDS), cuts=3)
-
-
-def place_and_wait_for_nothing(log: SegmentLog, space: Space, shard: int, keys: int):
-    place = PLACE_TOMBSTONE(log, space, shard, keys)
-    if place is not None:
-        log.segments[place.segment].waits_for.clear()
-    return place
 
 
 def test_one_seed_is_one_history():

@@ -246,8 +246,8 @@ class LogMachine(RuleBasedStateMachine):
         if name in self._on_disk():
             self._lose(self.space.nodes[key(name)], 0)
 
-    @rule(name=st.sampled_from((*NAMES, *NAMES, "")), waits=st.booleans())
-    def evict(self, name: str, waits: bool) -> None:
+    @rule(name=st.sampled_from((*NAMES, *NAMES, "")), then=st.sampled_from(("wait", "put", "")))
+    def evict(self, name: str, then: str) -> None:
         """As an operator does, of a page with all that follows it, or of everything."""
         top = self.space.nodes.get(key(name)) if name else self.space.root
         if top is None:
@@ -256,15 +256,8 @@ class LogMachine(RuleBasedStateMachine):
         for at in below:
             below += at.children.values()
         names = {PATH_OF[at.key] for at in below if at is not self.space.root}
-        for at in reversed(below):
-            if at is self.space.root:
-                continue
-            if at.disk:
-                self.log.remove(at, 0)
-                at.forget_disk(0)
-            self.graves.bury(at, 0)
-            if is_live(at):
-                self.space.prune(at)
+        for at in reversed(below[not name :]):
+            self._bury(at)
         if not name:
             names = set(NAMES)
             self.graves.bury_all(self.space)
@@ -274,9 +267,21 @@ class LogMachine(RuleBasedStateMachine):
                 self.space.remove(write.node)
         self.durable -= names
         self.burials.append((self.graves.await_written(), names))
-        if waits:
+        if then == "put" and name:
+            self.put(name)
+            if self.writes:
+                self._end_write(self.writes.pop(), fails=False)
+        if then:
             self._go_on()
             self.let_go_on(12)
+
+    def _bury(self, node: Node) -> None:
+        if node.disk:
+            self.log.remove(node, 0)
+            node.forget_disk(0)
+        self.graves.bury(node, 0)
+        if is_live(node):
+            self.space.prune(node)
 
     # ---- what goes on -------------------------------------------------------------------------
 
@@ -388,9 +393,13 @@ class LogMachine(RuleBasedStateMachine):
     def the_log_accounts_for_every_byte(self) -> None:
         self.log.check()
         copies = sum(1 for job in self.jobs.values() if isinstance(job, DiskCopy))
+        tombstones = sum(1 for job in self.jobs.values() if isinstance(job, DiskTombstone))
+        segments = self.log.segments.values()
+        assert sum(one.writing for one in segments) == len(self.writes) + copies + tombstones
+        assert sum(one.readers for one in segments) == copies
         stats = self.log.stats()
         assert stats.live_bytes == RECORD * (len(self._on_disk()) + len(self.writes) + copies)
-        ends = sum(one.end for one in self.log.segments.values())
+        ends = sum(one.end for one in segments)
         assert stats.dead_bytes == ends - stats.live_bytes
         assert stats.segments == len(self.log.segments) <= SEGMENTS
         assert stats.used_bytes == stats.segments * SEGMENT_BYTES <= stats.capacity_bytes
@@ -415,4 +424,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestLog.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

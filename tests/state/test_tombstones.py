@@ -5,6 +5,7 @@ import pytest
 from kvstore.errors import CapacityError, TierUnavailable
 from kvstore.page import ALL_KEYS
 from kvstore.state import graves
+from kvstore.state.adopt import FoundSegment, adopt
 from kvstore.state.diskjobs import DiskSync, DiskTombstone, DiskWrite
 from kvstore.state.graves import ATTEMPTS_MAX, RECORD_KEYS_MAX
 from kvstore.state.log import SegmentLog, SegmentState
@@ -181,6 +182,36 @@ def test_more_keys_than_a_record_takes_are_written_as_several(monkeypatch):
 def page(world: World, name: str) -> Node:
     space = world.space(world.process(), [FULL])
     return space.node(key(name), key(""))
+
+
+def found(number: int, first_page: int, last_tombstone: int) -> FoundSegment:
+    nothing = (b"", b"", b"", [], [], [])
+    return FoundSegment(number, 1 << 20, True, 8192, 1, *nothing, first_page, last_tombstone)
+
+
+def test_a_start_finds_out_which_segments_a_tombstone_waits_for():
+    world = DiskWorld()
+    segments = [
+        found(1, 10, 0),
+        found(2, 20, 25),
+        found(3, 22, 0),
+        found(4, 30, 40),
+        found(5, 0, 7),
+    ]
+
+    adopt(world.table, segments, [], 6)
+
+    waits = {number: one.waits_for for number, one in world.disk.log.segments.items()}
+    assert waits == {1: set(), 2: {1, 3}, 3: set(), 4: {1, 2, 3}, 5: set()}
+
+
+def test_no_two_found_segments_wait_for_each_other():
+    world = DiskWorld()
+
+    adopt(world.table, [found(1, 10, 30), found(2, 20, 40)], [], 3)
+
+    waits = {number: one.waits_for for number, one in world.disk.log.segments.items()}
+    assert waits == {1: set(), 2: {1}}
 
 
 def test_a_segment_goes_only_after_those_that_its_tombstones_were_written_after():
