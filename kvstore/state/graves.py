@@ -103,6 +103,7 @@ class Graves:
                 f"more than {KEYS_MAX} removals waited for the SSDs: clear the space once they work"
             )
         if not durable.outstanding:
+            self._syncs.hurry()
             self._syncs.wait(durable)
         return durable
 
@@ -140,6 +141,8 @@ class Graves:
             self._syncs.wrote()
         else:
             self._counts["tombstone_keys_lost"] += len(grave.keys)
+        if grave.waiters:
+            self._syncs.hurry()  # somebody waits who does so once in a while
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
 

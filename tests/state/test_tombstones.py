@@ -84,6 +84,16 @@ def test_a_removal_is_acknowledged_after_the_sync_that_follows_its_tombstone():
     assert durable.error is None
 
 
+def test_nobody_waits_for_the_interval_of_the_syncs():
+    world = filled(DiskWorld(sync="interval"))
+    world.disk.advance(1_000)
+    world.end_all()
+    evict(world, "ab")
+    durable = world.disk.graves.await_written()
+    world.end_all()
+    assert durable.ended, "no time has passed"
+
+
 def test_where_nothing_is_synced_a_removal_is_acknowledged_when_it_is_written():
     world = filled(DiskWorld(sync="none"))
     evict(world, "ab")
