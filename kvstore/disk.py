@@ -27,6 +27,7 @@ from kvstore.state.diskjobs import (
     DiskRules,
     DiskSeal,
     DiskSync,
+    DiskTombstone,
     DiskWrite,
     PageName,
     SyncPolicy,
@@ -43,6 +44,7 @@ from kvstore.tier.base import (
     SealSegment,
     SyncAll,
     WritePage,
+    WriteTombstone,
 )
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
@@ -114,6 +116,8 @@ class DiskTier:
                 one.entries["offset"].tolist(),
                 one.entries["pair"].tolist(),
                 one.entries["payload_bytes"].tolist(),
+                one.first_page,
+                one.last_tombstone,
             )
             for one in found.segments
         ]
@@ -134,6 +138,7 @@ class DiskTier:
 
     def flush(self) -> None:
         """Hand the tier what the node decided."""
+        self.pages.go_on()
         jobs, self.pages.jobs = self.pages.jobs, []
         if not jobs:
             return
@@ -171,19 +176,23 @@ class DiskTier:
         self._node.disk_completed(job, error, now_ns)
 
     def _translate(self, job: DiskJob) -> Job:
+        made: Job
         match job:
             case DiskWrite(number, place, page, slot):
-                return WritePage(number, place, _record(page), self._address(slot))
+                made = WritePage(number, place, _record(page), self._address(slot))
             case DiskRead(number, place, page) | DiskCheck(number, place, page):
-                return ReadPage(number, place, _record(page), self._target(job))
+                made = ReadPage(number, place, _record(page), self._target(job))
             case DiskCopy(number, source, place, page):
-                return CopyPage(number, source, place, _record(page))
+                made = CopyPage(number, source, place, _record(page))
+            case DiskTombstone(number, place, space, shard, keys):
+                made = WriteTombstone(number, place, space, shard, keys)
             case DiskSync(number):
-                return SyncAll(number)
+                made = SyncAll(number)
             case DiskSeal(number, segment):
-                return SealSegment(number, segment)
+                made = SealSegment(number, segment)
             case DiskDrop(number, segment):
-                return DropSegment(number, segment)
+                made = DropSegment(number, segment)
+        return made
 
     def _target(self, job: DiskRead | DiskCheck) -> int:
         """The address to read a page to; one that nobody wants goes to memory of its own."""

@@ -1,7 +1,6 @@
 """Routes that change: pins, eviction, verification, limits, the policy, movements, jobs."""
 
 from collections.abc import Callable
-from functools import partial
 from time import monotonic_ns
 from typing import Annotated, Any, Final, Literal
 
@@ -13,11 +12,11 @@ from kvstore.page import PrefixKey
 from kvstore.server.api import ApiError, Movement, Movements, Turns, key_of
 from kvstore.server.auth import Auth
 from kvstore.server.jobs import Job, Jobs
+from kvstore.server.removals import drop
 from kvstore.server.verify import Verifier
 from kvstore.state.pages import PageTable
 from kvstore.state.pins import Pin, expiry
 from kvstore.state.tree import Node, Space
-from kvstore.state.walks import drop_below
 
 KEYS_MAX: Final = 10_000
 _POLL_S: Final = 0.05
@@ -154,7 +153,9 @@ class Operation:
         space = self._turns.space(body.space)
         top = self._node(space, key_of(body.key)) if body.key is not None else space.root
         subject = {"space": space.label, "key": body.key}
-        return self._jobs.start("evict", subject, lambda job: self._drop(job, [top], "operator"))
+        return self._jobs.start(
+            "evict", subject, lambda job: drop(self._turns, job, [top], "operator")
+        )
 
     def clear(self, body: ClearBody) -> dict[str, Any]:
         """Empty a space, or all spaces; what is pinned or being written stays."""
@@ -163,7 +164,9 @@ class Operation:
         spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
         tops = [space.root for space in spaces]
         subject = {"space": body.space, "all": body.all}
-        return self._jobs.start("clear", subject, lambda job: self._drop(job, tops, "cleared"))
+        return self._jobs.start(
+            "clear", subject, lambda job: drop(self._turns, job, tops, "cleared")
+        )
 
     def verify(self, body: VerifyBody) -> dict[str, Any]:
         """Read pages again and compare them with their digests; what fails is quarantined."""
@@ -256,16 +259,6 @@ class Operation:
             message = f"{key.hex()} is not stored in this space; ask /v1/explain why"
             raise ApiError(404, "not_found", message, "key")
         return node
-
-    def _drop(self, job: Job, tops: list[Node], cause: str) -> None:
-        job.result.update(dropped=0, kept=0)
-        for top in tops:
-            dropped = 1
-            while dropped and not job.cancelled:
-                dropped, kept = self._turns.operate(partial(drop_below, top=top, cause=cause))
-                job.done += dropped
-                job.result["dropped"] += dropped
-            job.result["kept"] += kept
 
     def _has_ssd(self) -> bool:
         return self._turns.ask(lambda: self._turns.observed.node.pages.disk is not None)

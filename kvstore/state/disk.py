@@ -16,7 +16,7 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
 
@@ -29,15 +29,18 @@ from kvstore.state.diskjobs import (
     DiskRead,
     DiskRules,
     DiskSync,
+    DiskTombstone,
     DiskWrite,
     Durable,
     Fetch,
     Memory,
     Verdict,
+    Write,
     WritePolicy,
     page_name,
 )
 from kvstore.state.disklimits import DiskLimits
+from kvstore.state.graves import Graves
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.loads import Loads
 from kvstore.state.log import Place, SegmentLog, record_bytes
@@ -46,17 +49,6 @@ from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
 BACKLOG_MAX: Final = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    job: DiskWrite
-    size: int
-    waiters: list[Durable] = field(default_factory=list)
-    followers: "list[_Write]" = field(default_factory=list)
-    """Writes that count only once this one does."""
-    finished: bool = False
-    error: KVStoreError | None = None
 
 
 class DiskPages:
@@ -70,7 +62,7 @@ class DiskPages:
 
     Attributes:
         jobs: to be carried out by the tier, in order.
-        acknowledged: durable puts that ended.
+        acknowledged: durable puts and removals that ended.
         fetched: fetches whose last load ended.
         in_flight_bytes: being written.
     """
@@ -90,7 +82,7 @@ class DiskPages:
         self._numbers = count(1)
         self._now_ns = 0
         self._retry_ns = 0
-        self._writes: dict[tuple[Node, int], _Write] = {}
+        self._writes: dict[tuple[Node, int], Write] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
@@ -106,13 +98,16 @@ class DiskPages:
         self._keeper = SegmentKeeper(
             log, self._number, self._submit, self._lose, self.limits.kept, memory.counts
         )
+        #: Pages that were taken out on purpose, until their tombstones are written.
+        self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
 
     # ---- towards the disk -------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
-        return bool(self._writes) or self._room_is_made
+        buries = self.graves.waiting_keys and not self.degraded
+        return bool(self._writes or buries) or self._room_is_made
 
     @property
     def _room_is_made(self) -> bool:
@@ -210,7 +205,8 @@ class DiskPages:
     @property
     def settled(self) -> bool:
         """Whether nothing waits to be written or synced."""
-        if self._writes or (self._backlog and not self.degraded):
+        pending = self._backlog or self.graves.waiting_keys
+        if self._writes or (pending and not self.degraded):
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
@@ -251,6 +247,7 @@ class DiskPages:
             and shard not in node.disk
             and not node.memory_only
             and (node, shard) not in self._writes
+            and not self.graves.holds(node, shard)
         )
 
     def _write_chain(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
@@ -292,7 +289,7 @@ class DiskPages:
         slot = node.slots[shard]
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
-        write = self._writes[node, shard] = _Write(job, size)
+        write = self._writes[node, shard] = Write(job, size)
         self._memory.slots.pin([slot], 0)
         self.in_flight_bytes += size
         node.space.disk_bytes += size
@@ -302,7 +299,7 @@ class DiskPages:
         if head is not None:
             head.followers.append(write)
 
-    def _await(self, write: _Write, durable: Durable | None) -> None:
+    def _await(self, write: Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
             write.waiters.append(durable)
             durable.outstanding += 1
@@ -314,11 +311,14 @@ class DiskPages:
             and not self.degraded
             and self.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
-            node, shard = self._backlog.popleft()
+            node, shard = self._backlog[0]
+            if self.graves.holds(node, shard):
+                return  # it was taken out before it was stored again, and that is not written yet
+            self._backlog.popleft()
             if is_live(node) and self._is_dirty(node, shard):
                 self._write_chain(node, shard)
 
-    def _wrote(self, write: _Write, error: KVStoreError | None) -> None:
+    def _wrote(self, write: Write, error: KVStoreError | None) -> None:
         """Count the page as written once its head is, then those that waited for it."""
         write.finished, write.error = True, error
         self.in_flight_bytes -= write.size
@@ -335,7 +335,7 @@ class DiskPages:
         head, window = node.parent, node.space.shards[shard].window_pages
         return not window and head is not None and (head, shard) in self._writes
 
-    def _settle(self, write: _Write) -> None:
+    def _settle(self, write: Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
         node, shard = write.job.page[:2]
         del self._writes[node, shard]
@@ -358,14 +358,11 @@ class DiskPages:
         self._memory.offer(node)
         self._answer(write)
 
-    def _answer(self, write: _Write) -> None:
+    def _answer(self, write: Write) -> None:
         if write.error is None:
             self._syncs.wrote()
         for durable in write.waiters:
-            durable.outstanding -= 1
-            durable.error = durable.error or write.error
-            if not durable.outstanding:
-                self._syncs.wait(durable)
+            self._syncs.part_ended(durable, write.error)
 
     def _end_durable(self, durable: Durable) -> None:
         for write in self._writes.values() if durable.outstanding else ():
@@ -420,6 +417,11 @@ class DiskPages:
             case DiskCheck():
                 self._checks.completed(ended, error)
                 self._keeper.tend(self._memory.tick)
+            case DiskTombstone():
+                if error is not None:
+                    self._fail(error)
+                    self.log.fail(ended.place.segment)
+                self.graves.completed(ended, error)
             case DiskSync() if not self._keeper.is_mine(job):
                 if error is not None:
                     self._fail(error)
@@ -427,6 +429,12 @@ class DiskPages:
                 self._syncs.ended(error)
             case _:
                 self._keeper.completed(ended, error, self._memory.tick)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Write and sync what waits, as far as that is possible now."""
+        if not self.degraded:
+            self.graves.write()
         self._pump()
         self._checks.go_on()
         self._syncs.advance(self._now_ns)
@@ -434,9 +442,8 @@ class DiskPages:
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._pump()
         self._keeper.tend(self._memory.tick)
-        self._syncs.advance(now_ns)
+        self.go_on()
 
     def stats(self) -> dict[str, Any]:
         """What is on disk and on its way, as plain values."""
@@ -449,6 +456,7 @@ class DiskPages:
             "checks": len(self._checks),
             "in_flight_bytes": self.in_flight_bytes,
             "backlog_pages": len(self._backlog),
+            "tombstone_keys_waiting": self.graves.waiting_keys,
             "degraded": self.degraded,
             **{name: getattr(log, name) for name in log.__slots__},
             "write_amplification": log.write_amplification,

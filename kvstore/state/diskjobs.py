@@ -6,7 +6,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKey
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
 from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotTable
@@ -116,6 +116,17 @@ class DiskCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTombstone:
+    """Write at ``place`` that the pages of these packed keys were taken out on purpose."""
+
+    job: int
+    place: Place
+    space: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DiskSync:
     """Make durable what was written by now."""
 
@@ -138,16 +149,18 @@ class DiskDrop:
     segment: int
 
 
-DiskJob = DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskSync | DiskSeal | DiskDrop
+DiskJob = (
+    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
+)
 
 
 @dataclass(slots=True, eq=False)
 class Durable:
-    """A durable put that has not been acknowledged.
+    """A durable put, or removal, that has not been acknowledged.
 
     Attributes:
         pinned: the pages in memory, pinned until its end.
-        outstanding: pages still to be written.
+        outstanding: pages, or tombstones, still to be written.
         error: why it failed; None = it did not.
         ended: it is acknowledged, or failed.
     """
@@ -156,6 +169,27 @@ class Durable:
     outstanding: int = 0
     error: KVStoreError | None = None
     ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page on its way to disk.
+
+    Attributes:
+        job: what the tier does.
+        size: bytes of its record.
+        waiters: durable puts of it.
+        followers: writes that count only once this one does.
+        finished: its job has ended.
+        error: why it failed.
+    """
+
+    job: DiskWrite
+    size: int
+    waiters: list[Durable] = field(default_factory=list)
+    followers: "list[Write]" = field(default_factory=list)
+    finished: bool = False
+    error: KVStoreError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +207,14 @@ class Fetch:
     outstanding: int = 0
     size_bytes: int = 0
     ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A page on its way from disk, and who waits for it."""
+
+    job: DiskRead
+    waiters: list[Fetch] = field(default_factory=list)
 
 
 class Memory(Protocol):

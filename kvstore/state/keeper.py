@@ -118,7 +118,8 @@ class SegmentKeeper:
             kept = self._kept(victim)
             size = sum(node.space.shards[shard].record_bytes for node, shard in kept)
             room = victim.size_bytes - footer_bytes(victim.records)
-            if victim.failed or size <= room * (1 - GAIN_MIN):
+            awaited = victim.number in self._barren  # by tombstones, or it would not be here again
+            if victim.failed or awaited or size <= room * (1 - GAIN_MIN):
                 self._victim = victim
                 self._counts["disk_kept_pages"] += len(kept)
                 self._begin(victim, self._log.plan(victim, kept), tick)

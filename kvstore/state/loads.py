@@ -1,19 +1,12 @@
 """Pages on their way from the SSD log to memory, and who waits for them. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.diskjobs import DiskJob, DiskRead, Fetch, Memory, page_name
+from kvstore.state.diskjobs import DiskJob, DiskRead, Fetch, Load, Memory, page_name
 from kvstore.state.log import SegmentLog
 from kvstore.state.slots import Slot
 from kvstore.state.tree import Node, is_live
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: DiskRead
-    waiters: list[Fetch] = field(default_factory=list)
 
 
 class Loads:
@@ -37,7 +30,7 @@ class Loads:
         self._number = number
         self._submit = submit
         self._fetched = fetched
-        self._loads: dict[tuple[Node, int], _Load] = {}
+        self._loads: dict[tuple[Node, int], Load] = {}
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -105,7 +98,7 @@ class Loads:
         self._memory.slots.pin([slot], 0)
         fetch.pinned.append((node, slot))
 
-    def _begin(self, node: Node, shard: int) -> _Load | None:
+    def _begin(self, node: Node, shard: int) -> Load | None:
         size = node.space.shards[shard].slot_bytes
         slot = self._memory.allocate(node, size)
         place = node.disk.get(shard)
@@ -115,6 +108,6 @@ class Loads:
             return None
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = _Load(job)
+        load = self._loads[node, shard] = Load(job)
         self._submit(job)
         return load

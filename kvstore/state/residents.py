@@ -12,6 +12,7 @@ from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Verdict
 from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
+from kvstore.state.graves import BURIED
 from kvstore.state.outcomes import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
@@ -171,6 +172,8 @@ class Residents:
         slot = self._forget(node, shard) if shard in node.slots else None
         if self.disk is not None:
             self.disk.forget(node, shard)
+            if cause in BURIED:
+                self.disk.graves.bury(node, shard)
         self.actions.append(Removed(node.space, shard, [node.key], cause, places))
         self.counts[f"removed_{cause}"] += 1
         self.ghosts.add(node, shard, cause, self.now_ns)

@@ -143,7 +143,7 @@ def test_pins_are_made_shown_and_ended(api, stored):
     assert 0 < pin["ends_in_s"] <= 60
 
     job = api.ended(api.post("/v1/evict", space=stored.label))
-    assert job["result"] == {"dropped": 1, "kept": 2}
+    assert job["result"] == {"dropped": 1, "kept": 2, "durable": True}
     assert api.send("DELETE", f"/v1/pins/{made['pin']}")[0] == 200
     assert api.refused("DELETE", f"/v1/pins/{made['pin']}") == (404, "not_found", "pin")
     assert api.ended(api.post("/v1/clear", space=stored.label[:12]))["result"]["dropped"] == 2

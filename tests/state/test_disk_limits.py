@@ -7,6 +7,7 @@ import pytest
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
+from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Space
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
@@ -332,3 +333,16 @@ def test_the_walks_contain_what_they_are_there_for():
     assert counts["disk_quota_pages"] > 0
     assert counts["disk_kept_pages"] > 0
     assert counts["reclaimed_pages"] > 0
+
+
+def test_a_segment_whose_pages_are_all_pinned_is_copied_when_tombstones_wait_for_it():
+    log = SegmentLog(12, SEGMENT)
+    barren, other = Segment(1, SEGMENT), Segment(2, SEGMENT)
+    for segment in (barren, other):
+        segment.state = SegmentState.SEALED
+        log.segments[segment.number] = segment
+        log.fail(segment.number)
+
+    assert log.victim({1, 2}) is None
+    other.waits_for.add(1)
+    assert log.victim({1}) is barren, "the tombstones go only after it"
