@@ -142,13 +142,16 @@ class SlabIndex:
         self.slots.unpin(held.slots)
         self._offer(held.nodes)
 
-    def reserve(self, pages: PageSet, keys: PrefixKeys, digests: bytes) -> Reservation | None:
+    def reserve(
+        self, pages: PageSet, keys: PrefixKeys, digests: bytes, *, always: bool = False
+    ) -> Reservation | None:
         """Slots for pages that follow the leading run; None when none is to be had.
 
         Args:
             pages: whose.
             keys: consecutive; what of them is READY already is passed over.
             digests: 16 bytes for each of ``keys``.
+            always: let others go for pages that are read for the first time, too.
         """
         assert len(digests) == len(keys) * DIGEST_BYTES
         ready = self._ready(pages, keys.packed)
@@ -164,7 +167,8 @@ class SlabIndex:
             known = space.nodes.get(keys[at])
             if known is not None and known.present:
                 break  # somebody else writes it, or it is there behind a gap
-            slot = self._allocate(pages, keys[at], last)
+            may_evict = always or (pages.name, bytes(keys[at])) in self._seen
+            slot = self._allocate(pages.slot_bytes, last, may_evict=may_evict)
             if slot is None:
                 break
             node = space.node(keys[at], PrefixKey(keys[at - 1] if at else keys.parent))
@@ -282,15 +286,13 @@ class SlabIndex:
         if space is not None and not space.nodes:
             del self._spaces[pages.name]
 
-    def _allocate(self, pages: PageSet, key: PrefixKey, last: Node | None) -> Slot | None:
+    def _allocate(self, slot_bytes: int, last: Node | None, *, may_evict: bool) -> Slot | None:
         """A WRITING slot; ``last``, which the page is to follow, does not go for it."""
-        slot_bytes = pages.slot_bytes
         if slot_bytes > self.slots.extent_bytes:
             return None
         slots = self.slots.allocate(1, _DOMAIN, slot_bytes)
-        if not slots and (pages.name, key) in self._seen:
-            while not slots and self._make_room(slot_bytes, last):
-                slots = self.slots.allocate(1, _DOMAIN, slot_bytes)
+        while not slots and may_evict and self._make_room(slot_bytes, last):
+            slots = self.slots.allocate(1, _DOMAIN, slot_bytes)
         return slots[0] if slots else None
 
     def _make_room(self, slot_bytes: int, last: Node | None) -> bool:
