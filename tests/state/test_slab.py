@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -130,6 +131,45 @@ def test_a_page_forgotten_while_it_is_written_never_becomes_ready() -> None:
     assert index.run(A, keys.packed) == 0
     assert promote(index, "b") == 1
     index.check()
+
+
+def test_a_page_that_is_read_is_not_evicted() -> None:
+    index = SlabIndex(PAGE, 1)
+    promote(index, "a")
+    held = index.pin(A, chain("a").packed)
+    assert promote(index, "b") + promote(index, "b") == 0
+    assert index.run(A, chain("a").packed) == 1
+    index.unpin(held)
+    assert promote(index, "b") == 1
+
+
+def test_every_field_of_space_and_shard_tells_sets_apart() -> None:
+    spaces = [A.identity] + [
+        msgspec.structs.replace(A.identity, **change)
+        for change in (
+            {"tenant": "t"}, {"model": "n"}, {"revision": "2"}, {"scope": "s"},
+            {"page_tokens": 2}, {"kv_dtype": "float8_e4m3"},
+        )
+    ]  # fmt: skip
+    shards = [A.spec] + [
+        msgspec.structs.replace(A.spec, **change)
+        for change in (
+            {"layers": (1, 2)}, {"heads": (1, 2)}, {"group": "g"}, {"window_pages": 1},
+            {"layout": CanonicalLayout(8)},
+        )
+    ]  # fmt: skip
+    names = {PageSet(space, shard).name for space in spaces for shard in shards}
+    assert len(names) == len(spaces) * len(shards)
+
+
+def test_a_page_for_which_others_must_go_comes_in_at_once_if_it_is_asked_for() -> None:
+    index = SlabIndex(PAGE, 1)
+    promote(index, "a")
+    keys = chain("b")
+    taken = index.reserve(A, keys, digests(A, keys), always=True)
+    assert taken is not None
+    index.commit(taken, 1)
+    assert index.run(A, keys.packed) == 1
 
 
 def test_an_extent_of_pages_nobody_reads_serves_another_size() -> None:
