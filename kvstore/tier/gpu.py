@@ -36,8 +36,10 @@ from kvstore.tier.registration import HostRegistration
 log = logging.getLogger(__name__)
 
 EXTENT_BYTES: Final = 64 << 20
+EXTENTS_MIN: Final = 8
 EXTENTS_MAX: Final = 64
-"""A large slab has larger extents: slots of two sizes share a slab by the extent."""
+"""Slots of two sizes share a slab by the extent, so there are some even in a small one; the larger
+they are, the larger a page may be."""
 STAGE_BYTES: Final = 64 << 20
 """Most bytes that are gathered at a time on a device, on their way to an engine's blocks."""
 _slabs: "weakref.WeakSet[DeviceSlab]" = weakref.WeakSet()
@@ -72,7 +74,10 @@ class DeviceSlab:
         if capacity_bytes < SLOT_ALIGNMENT:
             raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")
         chosen = _device(device)
-        extent = max(min(EXTENT_BYTES, capacity_bytes), capacity_bytes // EXTENTS_MAX)
+        extent = max(
+            min(EXTENT_BYTES, capacity_bytes // EXTENTS_MIN), capacity_bytes // EXTENTS_MAX,
+            SLOT_ALIGNMENT,
+        )  # fmt: skip
         self._extent_bytes = extent // SLOT_ALIGNMENT * SLOT_ALIGNMENT
         count = capacity_bytes // self._extent_bytes
         self.device = str(chosen)
@@ -92,9 +97,10 @@ class DeviceSlab:
         self._index = SlabIndex(self._extent_bytes, count)
         self._errors = 0
         self._broken = ""
+        self._too_large = 0
         self._users = 0
         self._open = True
-        #: Protects the index and the three above; signalled when a user has left.
+        #: Protects the index and what is above; signalled when a user has left.
         self._changed = threading.Condition()
         _slabs.add(self)
 
@@ -154,6 +160,13 @@ class DeviceSlab:
         with self._changed:
             if not self._usable:
                 raise CapacityError(f"the slab is {self._broken or 'closed'}")
+            if pages.slot_bytes > self._extent_bytes and not self._too_large:
+                self._too_large = pages.slot_bytes
+                log.warning(
+                    "pages of %d bytes do not fit the slab's extents of %d: none is promoted;"
+                    " device_slab.capacity_bytes must be %d or more",
+                    pages.page_bytes, self._extent_bytes, pages.slot_bytes * EXTENTS_MIN,
+                )  # fmt: skip
             taken = self._index.reserve(pages, keys, digests, always=always)
             if taken is None:
                 raise CapacityError("no slot of the slab is free, and none may be taken")

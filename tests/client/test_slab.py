@@ -13,7 +13,7 @@ from kvstore.client import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.errors import InvalidArgument, TierUnavailable
 from kvstore.kvpool import KVPool
-from kvstore.page import PrefixKeys, ShardSpec
+from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
 from kvstore.space import Space
 from tests.client.conftest import (
     CAPACITY_BYTES,
@@ -330,7 +330,7 @@ def device_pool(pool: Pool) -> KVPool:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("gap", "capacity"), [(0, 1 << 20), (3, 1 << 20), (64, 2 * SIZE)])
+@pytest.mark.parametrize(("gap", "capacity"), [(0, 1 << 20), (3, 1 << 20), (64, 8 * SIZE)])
 @pytest.mark.parametrize("keep", [{}, {"ttl_s": 60.0}])
 def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, capacity, keep):
     from kvstore.tier import gpu
@@ -341,16 +341,16 @@ def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, 
     store._services.promotion.slab = slab
     monkeypatch.setattr(gpu, "STAGE_BYTES", 2 * SIZE)
     space = open_space(store)
-    keys, pages = new_keys(space, 5), content(5, SIZE)
+    keys, pages = new_keys(space, 12), content(12, SIZE)
     space.put(keys, pages, **keep)
-    pool, blocks = Pool(4, BLOCK, 16, gap), np.array([9, 2, 3, 15, 0])
+    pool, blocks = Pool(4, BLOCK, 16, gap), np.array([9, 2, 3, 15, 0, 4, 5, 6, 12, 11, 10, 1])
     for order in ("page", "segment"):
         for plane in pool.planes:
             plane[:] = 0
         job = space.restore_to_kvpool(keys, device_pool(pool), blocks, order=order)
         assert job.wait_layer(1, 10.0)
-        assert job.result().pages == 5
-        assert job.verified_pages == 5
+        assert job.result().pages == 12
+        assert job.verified_pages == 12
         assert [pool.page(np.array([block])) for block in blocks] == [bytes(p) for p in pages]
         slab.check()
     assert store.slab_stats()["in_use_bytes"] == 0
@@ -403,6 +403,17 @@ def test_a_device_that_fails_while_pages_leave_the_slab_is_a_miss(store, device,
     pool = Pool(4, BLOCK, 16)
     assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
     assert store.slab_stats()["errors"] == 1
+
+
+def test_pages_too_large_for_the_slab_are_said_once(store, caplog):
+    large = ShardSpec(layout=CanonicalLayout(4096), layers=(0, 2), heads=(0, 2))
+    space = open_space(store, large)
+    keys = new_keys(space, 2)
+    space.put(keys, content(2, space.page_bytes[0]))
+    assert len(get(space, keys)) == len(get(space, keys)) == 2
+    (said,) = [one.getMessage() for one in caplog.records if "do not fit" in one.getMessage()]
+    assert str(8 * space.page_bytes[0]) in said
+    assert store.slab_stats()["pages"] == 0
 
 
 def test_a_cancelled_load_to_a_device_ends(store, device):
