@@ -145,3 +145,21 @@ def test_a_store_registers_the_extents_it_reads_and_unregisters_them_before_they
         wait_until(lambda: len(cudart.registered) > 1)
     store.close()
     assert cudart.registered == {}
+
+
+def test_a_client_shows_its_slab_as_prometheus_series():
+    from kvstore.server.metrics import render_slab
+
+    with KVStore.open(16 << 20, extent_bytes=4 << 20, device_slab=SLAB) as store:
+        space = open_space(store)
+        keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
+        space.put(keys, pages)
+        out = [np.zeros(space.page_bytes[0], dtype=np.uint8) for _ in range(2)]
+        store._services.promotion._worker.close()
+        assert space.get(keys, out) == space.get(keys, out) == 2
+        text = render_slab(store.slab_stats()).decode()
+    assert "kvstore_slab_pages_hit_total 2.0" in text
+    assert "kvstore_slab_pages_promoted_total 2.0" in text
+    assert f'kvstore_slab_bytes{{state="ready"}} {2.0 * space.page_bytes[0]}' in text
+    assert "kvstore_registration_registered_bytes 0.0" in text
+    assert "kvstore_slab_broken 0.0" in text
