@@ -185,6 +185,11 @@ class KVStore:
         promotion = self._services.promotion
         return None if promotion is None else promotion.stats()
 
+    def clear_slab(self) -> int:
+        """Empty our own device slab; returns how many pages were there. The node keeps its own."""
+        promotion = self._services.promotion
+        return 0 if promotion is None else promotion.slab.clear()
+
     def close(self) -> None:
         """Finish submitted jobs, then leave the node; nothing of it stays mapped."""
         self._services.loads.close()

@@ -228,6 +228,13 @@ class SlabIndex:
         self._drop_if_empty(pages)
         return count
 
+    def clear(self) -> int:
+        """Take every page out; returns how many there were."""
+        return sum(
+            self.forget(PageSet(space.identity, space.shards[_SHARD].spec), b"".join(space.nodes))
+            for space in list(self._spaces.values())
+        )
+
     def stats(self) -> dict[str, Any]:
         """Sizes and counts, as plain values."""
         slots = self.slots.stats()

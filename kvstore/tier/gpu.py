@@ -125,6 +125,11 @@ class DeviceSlab:
         with self._changed:
             return self._index.forget(pages, packed)
 
+    def clear(self) -> int:
+        """Take every page out; returns how many there were."""
+        with self._changed:
+            return self._index.clear()
+
     def stats(self) -> dict[str, Any]:
         """Sizes, counts, and how far registration is, as plain values."""
         with self._changed:

@@ -416,6 +416,15 @@ def test_pages_too_large_for_the_slab_are_said_once(store, caplog):
     assert store.slab_stats()["pages"] == 0
 
 
+def test_an_engine_may_empty_its_slab_and_reads_on_from_the_node(store, stored):
+    space, keys, pages = stored
+    assert store.clear_slab() == 6
+    assert store.clear_slab() == store.slab_stats()["pages"] == 0
+    assert get(space, keys) == pages
+    with KVStore.open(1 << 20, extent_bytes=1 << 20) as bare:
+        assert bare.clear_slab() == 0
+
+
 def test_a_cancelled_load_to_a_device_ends(store, device):
     space = open_space(store)
     keys, pages = new_keys(space, 2), content(2, SIZE)
