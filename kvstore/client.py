@@ -59,6 +59,7 @@ class KVStore:
         session: bytes = b"",
         timeout_s: float = TIMEOUT_S,
         device_slab: DeviceSlabConfig | None = None,
+        log_level: int = logging.WARNING,
     ) -> "KVStore":
         """Connect to the node at ``address``; with nobody there, everything misses until there is.
 
@@ -68,6 +69,8 @@ class KVStore:
             session: ``session_token`` of the engine's first process, to join its session.
             timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
             device_slab: keep copies of what is loaded in memory of our own; None = no slab.
+            log_level: at which it says that the node is away; lower it in an engine's further
+                processes, so that the engine says it once.
 
         Raises:
             InvalidArgument: the address is malformed, or no such device.
@@ -77,7 +80,7 @@ class KVStore:
         if scheme != "unix" or not path.startswith("/"):
             raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
         promotion = Promotion.open(device_slab)
-        return cls(Link(path, name, session), timeout_s, promotion)
+        return cls(Link(path, name, session, log_level), timeout_s, promotion)
 
     @classmethod
     def open(
@@ -215,7 +218,8 @@ class KVStore:
             return self._link
         link = self._waiting.get(purpose)
         if link is None:
-            link = Link(self._link.path, self._link.name, self._link.session)
+            main = self._link  # which says whatever there is to say
+            link = Link(main.path, main.name, main.session, logging.DEBUG)
             self._waiting[purpose] = link
         return link
 

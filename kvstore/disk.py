@@ -43,6 +43,7 @@ from kvstore.tier.base import (
     WritePage,
 )
 from kvstore.tier.directories import Directory
+from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
 from kvstore.tier.ssd import SSDLog
 
@@ -60,6 +61,7 @@ class DiskTier:
         node: its page table gets a disk side.
         memory: where slots are.
         wake: called from another thread when :meth:`poll` has something to do.
+        device: the disk that the directories are on; None = of this machine.
         tier: the log, not recovered yet; None = that of ``config``'s directories.
 
     Raises:
@@ -68,14 +70,14 @@ class DiskTier:
 
     def __init__(
         self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
-        tier: SSDLog | None = None,
+        tier: SSDLog | None = None, device: Disk | None = None,
     ) -> None:  # fmt: skip
         """Take the directories, and take over what is in them."""
         self._node = node
         self._memory = memory
         self._jobs: dict[int, DiskJob] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
-        self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake)
+        self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake, disk=device)
         count = config.capacity_bytes // config.segment_bytes * len(places)
         segments = SegmentLog(count, config.segment_bytes)
         rules = DiskRules(

@@ -97,11 +97,15 @@ class Link:
         path: the socket.
         name: what the node calls this engine in its statistics.
         session: the session to join; empty for a new one.
+        level: at which it logs that the node is away: once an engine is enough.
     """
 
-    def __init__(self, path: str, name: str, session: bytes = b"") -> None:
+    def __init__(
+        self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING
+    ) -> None:
         """Connect if the node is there; otherwise the background thread goes on trying."""
         self.path = path
+        self._level = level
         self.name = name
         self.session = session
         self.quota_bytes = 0
@@ -129,7 +133,7 @@ class Link:
             self._connect()
         except KVStoreError as error:
             self.why = self._refusal = str(error)
-            log.warning("%s: no node at %s (%s); all misses until there is", name, path, error)
+            log.log(level, "%s: no node at %s (%s); all misses until there is", name, path, error)
         self._start()
         _links.add(self)
 
@@ -187,11 +191,9 @@ class Link:
 
     def send(self, message: wire.Request) -> None:
         """See :class:`NodeLink`."""
+        frame = wire.encode(message)
         with self._lock:
-            if self._socket is None:
-                return
-            frame = wire.encode(message)
-            if send_now(self._socket, frame) != len(frame):
+            if self._socket is not None and send_now(self._socket, frame) != len(frame):
                 self._disconnect("it does not take our messages")
 
     def send_later(self, message: wire.Request) -> None:
@@ -214,10 +216,8 @@ class Link:
                 self._disconnect("it does not take our messages")
 
     def _take_later(self) -> bytes:
-        frames = []
-        while self._later:  # other threads may append meanwhile; none is lost
-            frames.append(self._later.popleft())
-        return b"".join(frames)
+        # Other threads may append meanwhile; none is lost.
+        return b"".join(self._later.popleft() for _ in range(len(self._later)))
 
     @contextmanager
     def moving(self) -> Iterator[Mapping]:
@@ -357,8 +357,8 @@ class Link:
         connection.close()
         self._wake.set()
         if not self._closing:
-            log.warning("%s: lost the node at %s (%s); misses until it is back",
-                        self.name, self.path, why)  # fmt: skip
+            log.log(self._level, "%s: lost the node at %s (%s); misses until it is back",
+                    self.name, self.path, why)  # fmt: skip
 
     def _maintain(self) -> None:
         attempt = 0
@@ -379,7 +379,7 @@ class Link:
                     self._drop_mapping()
                 elif isinstance(error, ProtocolError) and str(error) != self._refusal:
                     self._refusal = str(error)
-                    log.warning("%s: %s; all misses until that changes", self.name, error)
+                    log.log(self._level, "%s: %s; misses until that changes", self.name, error)
             else:
                 log.info("%s: connected to the node at %s again", self.name, self.path)
 

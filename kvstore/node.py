@@ -325,7 +325,12 @@ class Node:
             raise CapacityError(f"{count - len(run)} of {count} pages are not stored; put again")
         if not request.wait_ms or self.waiting.full:
             raise CapacityError("nothing more may wait for a sync now; try later")
-        return wire.Persisted(request.id), disk.make_durable(run, request.shard)
+        try:
+            return wire.Persisted(request.id), disk.make_durable(run, request.shard)
+        except CapacityError as error:
+            if not disk.busy:
+                raise
+            return wire.Failure(request.id, error.code, str(error)), _ROOM  # it is being made
 
     def _corrupt(self, process: Process, request: wire.Corrupt, _now_ns: int) -> None:
         space = self._space(process, request.space, [request.shard])
@@ -401,6 +406,8 @@ class Node:
             waiter.awaited = awaited
             self.waiting.add(waiter)
         elif answer is not None:
+            if awaited is not None and isinstance(answer, wire.Failure):
+                self.pages.counts[f"refused_{answer.code}"] += 1
             self.outbox.append((waiter.connection, answer))
 
     def _acquire_again(

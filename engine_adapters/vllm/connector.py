@@ -99,14 +99,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
         side = "scheduler" if on_scheduler else f"worker{get_tensor_model_parallel_rank()}"
+        level = logging.WARNING if on_scheduler else logging.DEBUG  # one warning an engine
         self._store = KVStore.connect(
             self._options.address,
             name=f"vllm-{transfer.engine_id}-{side}",
             timeout_s=self._options.lookup_timeout_ms / 1000 if on_scheduler else WORKER_TIMEOUT_S,
             # Lookups are the scheduler's, in another process: there a slab would never be filled.
             device_slab=None if on_scheduler else self._options.device_slab,
+            log_level=level,
         )
-        self._opening = Opening(self._store, self._identity, self._shards, monotonic)
+        self._opening = Opening(self._store, self._identity, self._shards, monotonic, level)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None

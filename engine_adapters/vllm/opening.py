@@ -35,12 +35,14 @@ class Opening:
         identity: SpaceIdentity,
         shards: Sequence[ShardSpec],
         clock: Callable[[], float],
+        log_level: int = logging.WARNING,
     ) -> None:
-        """Open nothing yet."""
+        """Open nothing yet; a refusal will be logged at ``log_level``."""
         self._store = store
         self._identity = identity
         self._shards = shards
         self._clock = clock
+        self._log_level = log_level
         self._space: Space | None = None
         self._attempts = 0
         self._next = 0.0
@@ -65,5 +67,8 @@ class Opening:
             self._attempts += 1
             if str(error) != self._said:
                 self._said = str(error)
-                log.warning("the node refuses this engine's pages, all of them miss: %s", error)
+                log.log(
+                    self._log_level,
+                    "the node refuses this engine's pages, all of them miss: %s", error,
+                )  # fmt: skip
         return self._space

@@ -30,6 +30,7 @@ from kvstore.server.socket import SocketServer
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
 from kvstore.state.slots import SlotTable
+from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory, stale_bytes
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,16 @@ class Daemon:
 
     Args:
         loaded: the whole tree, and where its values came from.
+        device: the disk that the SSD tier is on; None = of this machine.
 
     Attributes:
         movements: what moves pages between tiers; None while there is one tier only.
     """
 
-    def __init__(self, loaded: Loaded[ServerConfig]) -> None:
+    def __init__(self, loaded: Loaded[ServerConfig], device: Disk | None = None) -> None:
         """Make the memory and the node; nothing listens yet."""
         self.loaded = loaded
+        self._device = device
         self.config = config = loaded.config
         self.movements: Movements | None = None
         host = config.host
@@ -106,7 +109,7 @@ class Daemon:
                 def wake() -> None:
                     loop.call_soon_threadsafe(self._poll_disk)
 
-                disk = DiskTier(self.config.ssd, self.node, self.memory, wake)
+                disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
                 self.disk = self.socket.disk = disk
                 self.movements = DiskMovements(self.node.pages)
                 undo.callback(self.disk.close)
@@ -228,7 +231,7 @@ class Daemon:
         sys.stdout.flush()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> int:
     """Run the daemon; returns the process's exit status."""
     if not __debug__:
         sys.stderr.write("kvstore-server relies on assertions and does not run under python -O\n")
@@ -247,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             sys.stdout.write(show(loaded))
             return 0
-        return uvloop.run(Daemon(loaded).run())
+        return uvloop.run(Daemon(loaded, device).run())
     except KVStoreError as error:
         sys.stderr.write(f"kvstore-server: {error.code}: {error}\n")
         return 2

@@ -41,12 +41,14 @@ class Put:
         ended_s: since the flood began.
         seconds: it took.
         durable: it was acknowledged as durable.
+        room: memory could not have been full by then.
     """
 
     prompt: int
     ended_s: float
     seconds: float
     durable: bool
+    room: bool
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Flooded:
     Attributes:
         puts: in the order they ended.
         refused: puts that found no room, or no answer, in time and were done again.
+        capacity_bytes: of the node's memory.
         seconds: it lasted.
         memory_bytes_max: most memory in use: shared, and what the daemon grew by itself.
         stats: the daemon's, at the end.
@@ -68,6 +71,7 @@ class Flooded:
     memory_bytes_max: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
     begun: dict[str, Any] = field(default_factory=dict)
+    capacity_bytes: int = 0
 
     @property
     def written_bytes(self) -> int:
@@ -142,19 +146,23 @@ class Flood:
     Args:
         server: ready.
         say: told once a second: seconds, latencies of that second in seconds.
+        durable: the first writer puts durably.
     """
 
     def __init__(
-        self, server: Server, say: Callable[[int, list[float]], None] = lambda _at, _puts: None
-    ) -> None:
+        self, server: Server, say: Callable[[int, list[float]], None] = lambda _at, _puts: None,
+        *, durable: bool = True,
+    ) -> None:  # fmt: skip
         """Look at the memory in use before."""
         self._server = server
+        self._durable = durable
         self._say = say
         self._own_bytes = server.resident_bytes()[0]
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._failed: list[BaseException] = []
-        self.result = Flooded(begun=server.get("/v1/stats"))
+        begun = server.get("/v1/stats")
+        self.result = Flooded(begun=begun, capacity_bytes=begun["host"]["capacity_bytes"])
 
     def run(self, seconds: float) -> Flooded:
         """Flood for so long.
@@ -201,7 +209,7 @@ class Flood:
             space = open_space(store)
             number = 0
             while not self._over.is_set():
-                prompt, durable = index * _PROMPTS + number, index == 0
+                prompt, durable = index * _PROMPTS + number, self._durable and index == 0
                 keys = prompt_keys(space, prompt)
                 pages = pages_of(keys)
                 start = time.monotonic()
@@ -213,7 +221,9 @@ class Flood:
                     continue
                 now = time.monotonic()
                 with self._lock:
-                    self.result.puts.append(Put(prompt, now - begin, now - start, durable))
+                    puts = self.result.puts
+                    room = (len(puts) + WRITERS) * PUT_BYTES <= self.result.capacity_bytes
+                    puts.append(Put(prompt, now - begin, now - start, durable, room))
                 number += 1
 
 

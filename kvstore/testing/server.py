@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -42,14 +42,18 @@ class Server:
     Args:
         folder: for its output; exists.
         settings: dotted configuration key → value.
+        module: what is run, and its first arguments.
 
     Attributes:
         pid: its process id.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, object],
+        module: Sequence[str] = ("kvstore.server.daemon",),
+    ) -> None:  # fmt: skip
         """Start it; see :meth:`wait_ready`."""
-        command = [sys.executable, "-m", "kvstore.server.daemon", "--set", "http.port=0"]
+        command = [sys.executable, "-m", *module, "--set", "http.port=0"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         self._out, self._err = folder / "server.out", folder / "server.err"

@@ -1,0 +1,46 @@
+"""A ``kvstore-server`` whose disk writes no more than so many bytes a second.
+
+``python -m kvstore.testing.paced BYTES_PER_S [options of kvstore-server]``
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from time import monotonic
+
+from kvstore.server.daemon import main as serve
+from kvstore.tier.disk import Buffer, OSDisk
+
+
+class PacedDisk(OSDisk):
+    """The disk of this machine, slowed down: writes end one after the other at a fixed pace.
+
+    Args:
+        bytes_per_s: of all writes together, above 0.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """Start idle."""
+        self._bytes_per_s = bytes_per_s
+        self._never = threading.Event()
+        self._lock = threading.Lock()
+        #: When the writes so far will have ended; protected by the lock.
+        self._free_s = 0.0
+
+    def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """See :class:`~kvstore.tier.disk.Disk`; returns when it is this write's turn to end."""
+        written = super().write(descriptor, buffers, offset)
+        with self._lock:
+            self._free_s = max(self._free_s, monotonic()) + written / self._bytes_per_s
+            end_s = self._free_s
+        self._never.wait(max(0.0, end_s - monotonic()))
+        return written
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the daemon; returns the process's exit status."""
+    return serve(arguments[1:], PacedDisk(float(arguments[0])))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Goal: a durable put waits for room on disk while it is being made, and no longer."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore import wire
+from kvstore.node import Node, NodeLimits
+from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state.admission import Admission
+from kvstore.state.disk import DiskPages
+from kvstore.state.diskjobs import (
+    DiskDrop,
+    DiskJob,
+    DiskRules,
+    DiskSeal,
+    DiskSync,
+    DiskWrite,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.log import SegmentLog
+from kvstore.state.outcomes import PageStatus
+from kvstore.state.slots import SlotTable
+
+MS = 1_000_000
+IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=64)
+SHARD = ShardSpec(layout=CanonicalLayout(512), layers=(0, 1), heads=(0, 1))
+PAGE_BYTES = SHARD.page_bytes(IDENTITY)
+WAIT_MS = 1000
+
+
+class DurableWorld:
+    """A node whose log is nearly full of pages that were evicted long ago."""
+
+    def __init__(self) -> None:
+        tokens = (bytes([number]) * 16 for number in range(1, 9))
+        limits = NodeLimits(1 << 30, 1000)
+        self.node = Node("n", b"b" * 16, SlotTable(1 << 20, 4), limits, lambda: next(tokens))
+        rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30, retry_ns=1000 * MS)
+        self.disk = self.node.pages.disk = DiskPages(
+            self.node.pages, SegmentLog(6, 4 * PAGE_BYTES), Admission("all", 0), rules
+        )
+        self.now_ns = 1
+        self.node.connected(1, 1)
+        self._ask(wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine"))
+        self._ask(wire.OpenSpace(2, IDENTITY, [SHARD]))
+        self._puts = 0
+
+    def store(self, prompt: int, pages: int = 1) -> PrefixKeys:
+        """Put the pages of a prompt of its own."""
+        tokens = np.arange(pages * 64, dtype=np.uint32) + prompt * 1000
+        keys = page_keys(tokens, 64)
+        self._puts += 1
+        self._ask(wire.BeginPut(3, self._puts, 0, 0, keys.packed, keys.parent))
+        [committed] = self._ask(wire.CommitPut(4, self._puts, b"d" * 16 * pages))
+        assert set(committed.statuses) == {PageStatus.STORED}
+        return keys
+
+    def persist(self, keys: PrefixKeys) -> list[wire.Answer]:
+        """Answers that came at once."""
+        return self._ask(wire.Persist(5, 0, 0, keys.packed, WAIT_MS))
+
+    def end(self, *kinds: type[DiskJob], error: Exception | None = None) -> list[wire.Answer]:
+        """End all jobs of these kinds, and those that they bring about; the answers."""
+        while jobs := [job for job in self.disk.jobs if isinstance(job, kinds)]:
+            for job in jobs:
+                self.disk.jobs.remove(job)
+                self.node.disk_completed(job.job, error, self.now_ns)
+        self.node.pages.check()
+        return self.answers()
+
+    def answers(self) -> list[wire.Answer]:
+        found = [answer for _, answer in self.node.outbox]
+        self.node.outbox.clear()
+        return found
+
+    def fill(self) -> None:
+        """Persist prompts until one has to wait for a segment; no segment is sealed meanwhile."""
+        for prompt in range(100):
+            if self.persist(self.store(prompt, 2)) == [] and not self.end(DiskWrite, DiskSync):
+                return
+        raise AssertionError("the log never filled")
+
+    def _ask(self, message: wire.Request) -> Sequence[wire.Answer]:
+        self.node.receive(1, message, self.now_ns)
+        return self.answers()
+
+
+def test_a_durable_put_waits_for_a_segment_that_is_being_reclaimed():
+    world = DurableWorld()
+    world.fill()
+
+    assert world.end(DiskSeal, DiskSync, DiskDrop) == [], "it is being written"
+    assert world.end(DiskWrite) == []
+    assert world.end(DiskSync) == [wire.Persisted(5)]
+
+
+def test_a_durable_put_for_which_no_room_comes_is_refused_when_its_time_is_up():
+    world = DurableWorld()
+    world.fill()
+
+    world.now_ns += WAIT_MS * MS
+    world.node.advance(world.now_ns)
+    [answer] = world.answers()
+    assert isinstance(answer, wire.Failure)
+    assert (answer.id, answer.code) == (5, "capacity")
+    assert world.node.pages.counts["refused_capacity"] == 1
+    assert not len(world.node.waiting)
