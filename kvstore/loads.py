@@ -88,14 +88,14 @@ class Loads:
             order: what is ready first.
             at_once: pages leased at a time.
         """
-        loaded = 0
-        if self._services.promotion is not None:
-            loaded, final = self._from_slab(keys, target, shard, progress, order)
-            if final:
-                return loaded
-        first, start = loaded, perf_counter()
+        loaded, first, start = 0, 0, perf_counter()
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
+            if self._services.promotion is not None:
+                loaded, final = self._from_slab(keys, target, shard, progress, order)
+                if final:
+                    return loaded
+                first, start = loaded, perf_counter()
             while loaded < len(keys):
                 stop = min(loaded + at_once, len(keys))
                 part = target.pages(loaded, stop)

@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -270,6 +270,12 @@ class DeviceSlab:
             if held.slots:
                 self._copy_out(held, pages.page_bytes, pool, blocks, fence)
             return len(held.slots)
+        except torch.OutOfMemoryError as error:
+            self._finish()
+            with self._changed:
+                self._errors += 1
+            log.warning("no memory on %s to spread pages over blocks: %s", self.device, error)
+            return 0
         except RuntimeError as error:
             self._break(error)
             return 0
@@ -317,6 +323,8 @@ class DeviceSlab:
 
     def _break(self, error: Exception) -> None:
         """The device failed: copies may still be under way, so nothing here is used again."""
+        with suppress(RuntimeError):
+            self._finish()  # the blocks are the engine's again when we return
         with self._changed:
             self._errors += 1
             if self._broken:

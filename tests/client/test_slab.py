@@ -393,6 +393,27 @@ def test_a_device_that_fails_is_used_no_more_and_its_slots_go_to_nobody(store, d
     assert get(space, keys) == [bytes(page) for page in pages]
 
 
+def test_a_device_without_memory_for_the_moment_is_a_miss_and_used_again(
+    store, device, monkeypatch
+):
+    import torch
+
+    space = open_space(store)
+    keys, pages = new_keys(space, 2), content(2, SIZE)
+    space.put(keys, pages)
+    pool, stack = Pool(4, BLOCK, 16), torch.stack
+
+    def full(*arguments, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "stack", full)
+    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
+    monkeypatch.setattr(torch, "stack", stack)
+    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 2
+    stats = store.slab_stats()
+    assert (stats["broken"], stats["errors"], stats["in_use_bytes"]) == ("", 1, 0)
+
+
 def test_a_device_that_fails_while_pages_leave_the_slab_is_a_miss(store, device, monkeypatch):
     space = open_space(store)
     keys, pages = new_keys(space, 2), content(2, SIZE)
