@@ -98,11 +98,15 @@ class Space:
             request = wire.Lookup(0, opened.space, wanted, keys.packed, wait_ms)
             answer = link.request(request, services.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
-            found = answer
+            found: wire.Found | None = answer
         except KVStoreError as error:
             services.note_trouble(error)
-            found = wire.Found(0, 0, 0)
+            found = None
         on_device = self._on_device(keys, shards)
+        if found is None:
+            if not on_device:
+                return MISS
+            found = wire.Found(0, 0, 0)
         pages = max(found.pages, on_device)
         on_disk = min(found.on_disk, pages - on_device)
         tiers = {"host": pages - on_device - on_disk}

@@ -121,6 +121,8 @@ class SlabIndex:
         self._disowned: set[Slot] = set()
         self._tick = 0
         self._numbers = 0
+        #: READY pages.
+        self._pages = 0
 
     def run(self, pages: PageSet, packed: bytes) -> int:
         """How many of the keys, from the first on, are READY; nothing is touched."""
@@ -198,6 +200,7 @@ class SlabIndex:
                 self.slots.commit([slot], self._tick)
                 start = at * DIGEST_BYTES
                 node.commit(_SHARD, reservation.digests[start : start + DIGEST_BYTES])
+                self._pages += 1
                 self.counts["pages_promoted"] += 1
             else:
                 self._take_out(node)
@@ -243,7 +246,7 @@ class SlabIndex:
             "ready_bytes": slots.ready_bytes,
             "writing_bytes": slots.writing_bytes,
             "in_use_bytes": slots.pinned_bytes + slots.limbo_bytes,
-            "pages": sum(len(space.nodes) - len(space.writing) for space in self._spaces.values()),
+            "pages": self._pages,
             **{name: self.counts[name] for name in COUNTS},
         }
 
@@ -259,6 +262,8 @@ class SlabIndex:
                 if self._evictable(node):
                     assert node.queued, "a leaf that may go is not among those that can"
         assert len(set(held)) == len(held), "a slot has two pages"
+        nodes = [node for space in self._spaces.values() for node in space.nodes.values()]
+        assert self._pages == sum(1 for node in nodes if node.ready)
         in_use = [
             slot for at in range(len(self.slots.extents)) for slot in self.slots.slots_in_use(at)
         ]
@@ -356,6 +361,7 @@ class SlabIndex:
 
     def _take_out(self, node: Node) -> None:
         """Remove the page from the tree; its slot is the caller's."""
+        self._pages -= bool(node.ready)
         node.forget(_SHARD)
         self._offer([node.space.prune(node)])
 
