@@ -126,6 +126,18 @@ class SSDConfig(Section, frozen=True):
             raise ValueError("ssd.directories names a directory twice")
 
 
+class DeviceSlabConfig(Section, frozen=True):
+    """L1: a cache of whole pages that belongs to one client, on the device of its engine.
+
+    Attributes:
+        capacity_bytes: taken at once, and kept.
+        device: ``cpu``, or ``cuda:0``, …
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=4096)]
+    device: str = "cpu"
+
+
 class HttpConfig(Section, frozen=True):
     """Health, metrics and the admin API over HTTP.
 

@@ -88,6 +88,14 @@ def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():
         assert_keeps_the_contract(result)
 
 
+def test_slab_measures_restores_of_what_it_has():
+    results = measured("slab", "--layers", "1", "--cases", "slab/1$")
+
+    assert [result["case"] for result in results] == ["slab/1"]
+    for result in results:
+        assert_keeps_the_contract(result)
+
+
 def test_keys_measures_lists_arrays_and_a_grown_prompt():
     results = measured("keys", "--tokens", "8192")
 
@@ -110,7 +118,7 @@ def test_ssd_measures_every_case_that_has_a_floor_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("group", ["host", "kvpool", "ssd"])
+@pytest.mark.parametrize("group", ["host", "kvpool", "slab", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],

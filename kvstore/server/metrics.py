@@ -75,6 +75,35 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     yield errors
 
 
+class _Slab:
+    """A collector that gives the series of one client's slab."""
+
+    def __init__(self, slab: Mapping[str, Any]) -> None:
+        self._slab = slab
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        slab, registration = self._slab, self._slab["registration"]
+        room = GaugeMetricFamily("kvstore_slab_bytes", "Slab bytes by state.", labels=["state"])
+        for state in ("capacity", "ready", "writing", "in_use", "pending"):
+            room.add_metric([state], slab[f"{state}_bytes"])
+        yield room
+        yield _gauge("kvstore_slab_broken", "1 = its device failed.", float(bool(slab["broken"])))
+        for name, help_text in (
+            ("pages_hit", "Pages loaded from the slab."),
+            ("pages_promoted", "Pages copied to the slab."),
+            ("pages_evicted", "Pages that left the slab for others."),
+            ("pages_refused", "Pages not let in: no room, and read for the first time."),
+            ("pages_forgotten", "Pages taken out because they were wrong or may not stay."),
+            ("pages_failed", "Pages whose copy did not verify or was given up."),
+            ("errors", "Pages that failed in the slab, and failures of its device."),
+        ):
+            yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
+        for name in ("mapped_bytes", "registered_bytes", "failed_extents"):
+            value = registration.get(name, 0)
+            yield _gauge(f"kvstore_registration_{name}", "Memory of the node, with CUDA.", value)
+
+
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     """The page table's counters; removals and refusals carry their cause as a label."""
     for prefix, help_text, label in (
@@ -118,6 +147,13 @@ def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
 
 def _counter(name: str, help_text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(name, help_text, value=value)
+
+
+def render_slab(slab: Mapping[str, Any]) -> bytes:
+    """A client's :meth:`~kvstore.client.KVStore.slab_stats` in the Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(_Slab(slab))
+    return generate_latest(registry)
 
 
 def render(stats: Mapping[str, Any]) -> bytes:

@@ -119,6 +119,7 @@ class Life:
         self.evicted = history.evicted
         #: Evictions that are not acknowledged, and their pages that were not stored again since.
         self.evictions: list[tuple[Durable, set[Page]]] = []
+        self._overtaken: set[int] = set()
         self._now_ns = 1_000_000_000
         boot = self._random.randbytes(16)
         slots = SlotTable(EXTENT_BYTES, EXTENTS)
@@ -192,6 +193,8 @@ class Life:
             pages |= {(shard, name) for shard in range(len(_SHARDS)) for name in self._known}
         durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(), self._now_ns)
         self.evictions.append((durable, pages))
+        # What these asked for is gone; that they are acknowledged says nothing of what comes after.
+        self._overtaken |= {at for at, ask in self._asked.items() if isinstance(ask[0], wire.Persist)}
         self._note_removed()
 
     def _ready(self) -> set[Page]:
@@ -255,7 +258,7 @@ class Life:
                 self._compare(answer, shard, keys)
                 if answer.digests:
                     self._leases.append(request.lease)
-            case wire.Persisted():
+            case wire.Persisted() if answer.id not in self._overtaken:
                 self._note_durable(shard, keys)
             case _:
                 pass  # a refusal is an answer too

@@ -122,9 +122,9 @@ class Engine:
 
 
 def _no_verification() -> None:
-    import kvstore.space
+    import kvstore.loads
 
-    kvstore.space.VERIFY = False
+    kvstore.loads.VERIFY = False
 
 
 def _failing_loads() -> None:
