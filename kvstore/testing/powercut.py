@@ -193,8 +193,8 @@ class Life:
             pages |= {(shard, name) for shard in range(len(_SHARDS)) for name in self._known}
         durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(), self._now_ns)
         self.evictions.append((durable, pages))
-        # What these asked for is gone; that they are acknowledged says nothing of what comes after.
-        self._overtaken |= {at for at, ask in self._asked.items() if isinstance(ask[0], wire.Persist)}
+        # What was asked for so far is gone; its acknowledgement says nothing of what is put now.
+        self._overtaken |= self._asked.keys()
         self._note_removed()
 
     def _ready(self) -> set[Page]:
@@ -205,11 +205,9 @@ class Life:
         }
 
     def _note_evicted(self) -> None:
-        for durable, pages in list(self.evictions):
-            if durable.ended:
-                self.evictions.remove((durable, pages))
-            synced = self.disk.pages.rules.sync is not SyncPolicy.NONE
-            if durable.ended and durable.error is None and synced:
+        for durable, pages in [one for one in self.evictions if one[0].ended]:
+            self.evictions.remove((durable, pages))
+            if durable.error is None and self.disk.pages.rules.sync is not SyncPolicy.NONE:
                 self.evicted |= pages
                 self.toll.evicted += len(pages)
 
