@@ -16,12 +16,12 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
-from kvstore.state.admission import Admission
+from kvstore.state.admission import Admission, ask_later
 from kvstore.state.diskjobs import (
     DiskJob,
     DiskRead,
@@ -30,8 +30,10 @@ from kvstore.state.diskjobs import (
     DiskWrite,
     Durable,
     Fetch,
+    Load,
     Memory,
     Verdict,
+    Write,
     WritePolicy,
     page_name,
 )
@@ -42,23 +44,6 @@ from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
 BACKLOG_MAX: Final = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    job: DiskWrite
-    size: int
-    waiters: list[Durable] = field(default_factory=list)
-    followers: "list[_Write]" = field(default_factory=list)
-    """Writes that count only once this one does."""
-    finished: bool = False
-    error: KVStoreError | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: DiskRead
-    waiters: list[Fetch] = field(default_factory=list)
 
 
 class DiskPages:
@@ -92,15 +77,17 @@ class DiskPages:
         self._numbers = count(1)
         self._now_ns = 0
         self._retry_ns = 0
-        self._writes: dict[tuple[Node, int], _Write] = {}
-        self._loads: dict[tuple[Node, int], _Load] = {}
+        self._writes: dict[tuple[Node, int], Write] = {}
+        self._loads: dict[tuple[Node, int], Load] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
-        self._keeper = SegmentKeeper(log, self._number, self._submit, self._lose, memory.counts)
+        self._keeper = SegmentKeeper(
+            log, admission, self._number, self._submit, self._lose, memory.counts
+        )
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -134,8 +121,15 @@ class DiskPages:
     def before_eviction(self, node: Node) -> Verdict:
         """The memory of this node is needed."""
         verdict = Verdict.EVICT
+        refused = node.depth > node.ask_depth > 0
+        if not node.slots.keys() - node.disk.keys():
+            self.admission.leaves(node, 0, self._memory.tick)
         for shard in list(node.slots):
             if not self._is_dirty(node, shard):
+                continue
+            if refused:
+                self.admission.refuse()
+                self._memory.counts["not_admitted_pages"] += 1
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
@@ -235,16 +229,18 @@ class DiskPages:
                 self._await(under_way, durable)
                 break
             if not self._is_dirty(at, shard):
+                ask_later(chain[::-1])
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
             at = None if window else at.parent
         chain.reverse()
         wanted = len(chain)
+        size = record_bytes(node.space.shards[shard].page_bytes)
         if durable is None:
-            size = record_bytes(node.space.shards[shard].page_bytes)
             pairs = [(one, shard) for one in chain]
-            del chain[self.admission.admit(pairs, size, self._now_ns) :]
-            self._memory.counts["not_admitted_pages"] += len(chain) < wanted
+            admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
+            del chain[admitted:]
+            self._memory.counts["not_admitted_pages"] += admitted < wanted
         begun = 0
         for one in chain:
             place = self.log.place(one, shard, self._memory.tick)
@@ -253,6 +249,8 @@ class DiskPages:
                 break
             begun += 1
             self._begin_write(one, shard, place, durable)
+        if durable is None and begun < len(chain):
+            self.admission.take_back(len(chain) - begun, size)
         self._keeper.tend(self._memory.tick)
         return begun == wanted
 
@@ -260,7 +258,7 @@ class DiskPages:
         slot = node.slots[shard]
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
-        write = self._writes[node, shard] = _Write(job, size)
+        write = self._writes[node, shard] = Write(job, size)
         self._memory.slots.pin([slot], 0)
         self.in_flight_bytes += size
         self._submit(job)
@@ -269,7 +267,7 @@ class DiskPages:
         if head is not None:
             head.followers.append(write)
 
-    def _await(self, write: _Write, durable: Durable | None) -> None:
+    def _await(self, write: Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
             write.waiters.append(durable)
             durable.outstanding += 1
@@ -285,7 +283,7 @@ class DiskPages:
             if is_live(node) and self._is_dirty(node, shard):
                 self._write_chain(node, shard)
 
-    def _wrote(self, write: _Write, error: KVStoreError | None) -> None:
+    def _wrote(self, write: Write, error: KVStoreError | None) -> None:
         """Count the page as written once its head is, then those that waited for it."""
         write.finished, write.error = True, error
         self.in_flight_bytes -= write.size
@@ -302,7 +300,7 @@ class DiskPages:
         head, window = node.parent, node.space.shards[shard].window_pages
         return not window and head is not None and (head, shard) in self._writes
 
-    def _settle(self, write: _Write) -> None:
+    def _settle(self, write: Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
         node, shard = write.job.page[:2]
         del self._writes[node, shard]
@@ -321,7 +319,7 @@ class DiskPages:
         self._memory.offer(node)
         self._answer(write)
 
-    def _answer(self, write: _Write) -> None:
+    def _answer(self, write: Write) -> None:
         if write.error is None:
             self._syncs.wrote()
         for durable in write.waiters:
@@ -378,7 +376,7 @@ class DiskPages:
         self._memory.slots.pin([slot], 0)
         fetch.pinned.append((node, slot))
 
-    def _begin_load(self, node: Node, shard: int) -> _Load | None:
+    def _begin_load(self, node: Node, shard: int) -> Load | None:
         size = node.space.shards[shard].slot_bytes
         slot = self._memory.allocate(node, size)
         place = node.disk.get(shard)
@@ -388,7 +386,7 @@ class DiskPages:
             return None
         self.log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = _Load(job)
+        load = self._loads[node, shard] = Load(job)
         self._submit(job)
         return load
 

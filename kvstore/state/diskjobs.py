@@ -165,6 +165,35 @@ class Fetch:
     ended: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page on its way to disk.
+
+    Attributes:
+        job: what the tier does.
+        size: of its record, bytes.
+        waiters: durable puts that it holds up.
+        followers: writes that count only once this one does.
+        finished: the tier is done.
+        error: why it failed; None = it did not.
+    """
+
+    job: DiskWrite
+    size: int
+    waiters: list[Durable] = field(default_factory=list)
+    followers: "list[Write]" = field(default_factory=list)
+    finished: bool = False
+    error: KVStoreError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A page on its way from disk, and who waits for it."""
+
+    job: DiskRead
+    waiters: list[Fetch] = field(default_factory=list)
+
+
 class Memory(Protocol):
     """What this needs of the page table: the pages in memory and the index."""
 

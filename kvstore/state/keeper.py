@@ -10,8 +10,9 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvstore.errors import KVStoreError
+from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
-from kvstore.state.log import Segment, SegmentLog, SegmentState
+from kvstore.state.log import Segment, SegmentLog, SegmentState, record_bytes
 from kvstore.state.tree import Node, is_live
 
 
@@ -28,6 +29,7 @@ class SegmentKeeper:
 
     Args:
         log: which record lies where.
+        admission: which used pages are worth being carried over, at whose charge.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`completed` is told of its end.
         lose: takes a page off the disk for good: ``lose(node, shard)``.
@@ -35,11 +37,12 @@ class SegmentKeeper:
     """
 
     def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
-        lose: Callable[[Node, int], None], counts: Counter[str],
+        self, log: SegmentLog, admission: Admission, number: Callable[[], int],
+        submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None], counts: Counter[str],
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
+        self._admission = admission
         self._number = number
         self._submit = submit
         self._lose = lose
@@ -97,7 +100,7 @@ class SegmentKeeper:
         return job == self._sync
 
     def _begin(self, victim: Segment, tick: int) -> None:
-        plan = self._log.plan(victim)
+        plan = self._log.plan(victim, self._admission.keeps)
         victim.state, self._stage = SegmentState.DRAINING, _Drain.COPYING
         self._counts["reclaimed_pages"] += len(plan.drop)
         for node, shard in plan.drop:
@@ -113,6 +116,7 @@ class SegmentKeeper:
             source = node.disk[shard]
             self._log.pin_segment(source.segment)
             self._copies += 1
+            self._admission.charge(record_bytes(node.space.shards[shard].page_bytes))
             self._submit(DiskCopy(self._number(), source, place, page_name(node, shard)))
 
     def _go_on(self, victim: Segment) -> None:

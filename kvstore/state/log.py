@@ -9,6 +9,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.state.tree import Node, Space
 
 BLOCK_BYTES: Final = 4096
@@ -272,16 +274,17 @@ class SegmentLog:
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
-    def plan(self, victim: Segment) -> Reclaim:
+    def plan(self, victim: Segment, keeps: "Callable[[Node], bool]") -> Reclaim:
         """What of a segment is worth carrying over.
 
-        Pages that were used since they were written get another turn, the last used ones first, up
-        to :data:`CARRY_SHARE` of the segment; with them what precedes them in the same segment.
+        Pages that were used since they were written get another turn if admission ``keeps`` them,
+        the last used ones first, up to :data:`CARRY_SHARE` of the segment; with them what precedes
+        them in the same segment.
         """
         used = [
             (-node.access, node.depth, at, node, shard)
             for at, ((node, shard), written) in enumerate(victim.pages.items())
-            if node.access > written
+            if node.access > written and keeps(node)
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
         chosen: dict[tuple[Node, int], None] = {}

@@ -33,7 +33,9 @@ class SimulatedTier:
         self._simulation = simulation
         pages = simulation.node.pages
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(pages, log, Admission("all", 0), rules)
+        self.pages = pages.disk = DiskPages(
+            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        )
 
     def take_jobs(self) -> None:
         """Begin what the node asked for."""
