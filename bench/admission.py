@@ -101,7 +101,7 @@ class _Measurement:
         wanted = self._all.written * percent / 100
         elapsed_ns = 1_000_000 * (self._requests[-1].timestamp - self._requests[0].timestamp)
         days = max(1, elapsed_ns) / DAY_NS
-        bucket = self._sizes[1] * record_bytes(PAGE_BYTES) / BUCKET_DISK_SHARE
+        bucket = a_log(self._sizes[1]).capacity_bytes / BUCKET_DISK_SHARE
         budget = wanted / (1 / BURST_SHARE + days)
         if budget / BURST_SHARE > bucket:
             budget = max(0.0, wanted - bucket) / days
@@ -129,6 +129,13 @@ class _Measurement:
         return found
 
 
+def a_log(blocks: int) -> SegmentLog:
+    """A log for so many blocks."""
+    records = blocks // SEGMENTS
+    size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
+    return SegmentLog(SEGMENTS, -(-size // 4096) * 4096)
+
+
 @dataclass
 class Cache:
     """Memory and disk of so many blocks."""
@@ -147,9 +154,7 @@ class Cache:
         self.process = Process(1, 0, session)
         identity = SpaceIdentity(model="trace", kv_dtype="uint8", page_tokens=1)
         self.space, _ = self.table.spaces.open(session, identity, [_SHARD])
-        records = self.disk_blocks // SEGMENTS
-        size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
-        log = SegmentLog(SEGMENTS, -(-size // 4096) * 4096)
+        log = a_log(self.disk_blocks)
         admission = Admission(self.admission, self.budget_bytes_per_day, log.capacity_bytes)
         self.disk = self.table.disk = DiskPages(self.table, log, admission, _RULES)
         self.names = 0

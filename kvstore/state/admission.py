@@ -27,6 +27,9 @@ EVIDENCE_MAX: Final = 4
 """Uses and turns that are asked for at most, when the bucket is nearly empty."""
 WRITE_SHARE: Final = 0.25
 """What ``learned`` writes without a budget, carried over included: this part of what is offered."""
+LEARNED_CARRY_FROM: Final = 0.5
+"""``learned`` carries over what was used in the later half of its time on disk: where little is
+written that time is long, and a use at its beginning says little of what comes next."""
 BUCKET_DISK_SHARE: Final = 4
 """The bucket of ``learned`` holds at most this part of the disk: a quarter."""
 NAMES: Final = ("all", "none", "evidence", "learned")
@@ -138,9 +141,10 @@ class Admission:
         self._admitted -= pages
         self.charge(-pages * size_bytes)
 
-    def keeps(self, node: Node) -> bool:
-        """Whether a page that was used since it was written is worth being carried over."""
-        return self.name != "learned" or self.returns.rate(node) >= self._shortage()
+    @property
+    def carry_from(self) -> float:
+        """From which part of its time on disk on a page must be used to be carried over, 0 to 1."""
+        return LEARNED_CARRY_FROM if self.name == "learned" else 0.0
 
     def charge(self, size_bytes: int) -> None:
         """So much is written, or carried over."""

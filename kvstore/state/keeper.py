@@ -29,7 +29,7 @@ class SegmentKeeper:
 
     Args:
         log: which record lies where.
-        admission: which used pages are worth being carried over, at whose charge.
+        admission: what is worth being carried over, and who is charged for it.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`completed` is told of its end.
         lose: takes a page off the disk for good: ``lose(node, shard)``.
@@ -100,7 +100,7 @@ class SegmentKeeper:
         return job == self._sync
 
     def _begin(self, victim: Segment, tick: int) -> None:
-        plan = self._log.plan(victim, self._admission.keeps)
+        plan = self._log.plan(victim, tick, self._admission.carry_from)
         victim.state, self._stage = SegmentState.DRAINING, _Drain.COPYING
         self._counts["reclaimed_pages"] += len(plan.drop)
         for node, shard in plan.drop:

@@ -9,8 +9,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvstore.state.tree import Node, Space
 
 BLOCK_BYTES: Final = 4096
@@ -274,17 +272,21 @@ class SegmentLog:
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
-    def plan(self, victim: Segment, keeps: "Callable[[Node], bool]") -> Reclaim:
+    def plan(self, victim: Segment, tick: int, carry_from: float) -> Reclaim:
         """What of a segment is worth carrying over.
 
-        Pages that were used since they were written get another turn if admission ``keeps`` them,
-        the last used ones first, up to :data:`CARRY_SHARE` of the segment; with them what precedes
-        them in the same segment.
+        Pages that were used since they were written get another turn, the last used ones first, up
+        to :data:`CARRY_SHARE` of the segment; with them what precedes them in the same segment.
+
+        Args:
+            victim: the segment.
+            tick: now.
+            carry_from: from which part of its time on disk on a page must be used, 0 to 1.
         """
         used = [
             (-node.access, node.depth, at, node, shard)
             for at, ((node, shard), written) in enumerate(victim.pages.items())
-            if node.access > written and keeps(node)
+            if node.access > written + carry_from * (tick - written)
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
         chosen: dict[tuple[Node, int], None] = {}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.admission import DAY_NS, WRITE_SHARE, Admission
+from kvstore.state.log import SegmentLog
 from kvstore.state.returns import Returns
 from kvstore.state.tree import Node, Shard, Space
 
@@ -171,11 +172,22 @@ def test_a_smaller_budget_writes_less():
     assert written[0] > written[1] > written[2] > 0
 
 
-def test_used_pages_are_carried_over_only_while_their_like_is_worth_the_price():
-    admission = Admission("learned", 0, 400 * SIZE)
-    prompts = Prompts(admission)
-    for name in range(200):
-        prompts.leave(name, 40)  # nothing ever returns, and the bucket is empty
-    chain = a_chain([1])
-    assert not admission.keeps(chain[0][0])
-    assert Admission("all", 0, 400 * SIZE).keeps(chain[0][0])
+@pytest.mark.parametrize(("name", "carried"), [("all", [2, 3]), ("learned", [3])])
+def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_disk(name, carried):
+    log, chain = SegmentLog(8, 1 << 20), a_chain([0] * 4)
+    for node, shard in chain:
+        place = log.place(node, shard, 100)
+        assert place is not None
+        node.adopt(shard, place, bytes(16))
+        node.access = 100
+    last_uses = {1: 100, 2: 140, 3: 160}
+    for at, tick in last_uses.items():
+        chain[at][0].access = tick
+    chain[0][0].parent = None  # the head stands alone: nothing is carried for another's sake
+    for (node, _), (above, _) in zip(chain[2:], chain[1:], strict=False):
+        node.parent = above.space.root
+
+    plan = log.plan(log.segments[1], 200, Admission(name, 0, 1 << 20).carry_from)
+
+    assert [at for at, page in enumerate(chain) if page in plan.carry] == carried
+    assert len(plan.carry) + len(plan.drop) == 4
