@@ -99,6 +99,38 @@ def conversations(turns: int, others: int) -> list[list[int]]:
     return requests
 
 
+def test_s3_fifo_keeps_the_shared_head_of_prompts_and_lets_their_tails_go_together():
+    """A use marks the deepest page only: the head must not look unused when its turn comes."""
+    head = list(range(10))
+    requests: list[list[int]] = []
+    for at in range(200):
+        requests.append([*head, *range(1000 + 20 * at, 1010 + 20 * at)])
+        for one_shot in range(3):
+            first = 50_000 + 10 * (3 * at + one_shot)
+            requests.append(list(range(first, first + 10)))
+    policy = new_policy("s3-fifo", SLOT_BYTES)
+    simulation = Simulation(40, policy)
+    hits = [simulation.request(ids) for ids in requests]
+
+    assert all(found == 10 for found in hits[40::4]), "the head is never lost once it was used"
+    assert sum(hits[1::4]) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_leaf_whose_turn_was_not_taken_comes_again(name):
+    simulation = Simulation(100, new_policy(name, SLOT_BYTES))
+    for at in range(5):
+        simulation.request([10 * at, 10 * at + 1])
+    policy = simulation.policy
+    for _ in range(20):
+        first = policy.pop(simulation.tick)
+        assert first is not None
+        policy.offer(first, simulation.tick)
+    found = [policy.pop(simulation.tick) for _ in range(5)]
+    assert None not in found
+    assert len(set(found)) == 5
+
+
 def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
     requests = conversations(turns=120, others=4)
     ours = simulate(requests, 100, new_policy("kvstore", SLOT_BYTES)).hits
