@@ -1,7 +1,7 @@
 """Answers of a node as tables."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -97,9 +97,8 @@ def tiers(answer: Any, console: Console) -> None:
     """Tiers."""
     for tier in answer["tiers"]:
         table = Table(title=f"tier {tier['tier']}", show_header=False)
-        for name, value in tier.items():
-            if name != "tier":
-                table.add_row(name, mib(value) if name.endswith("_bytes") else str(value))
+        for name, text in _flat({k: v for k, v in tier.items() if k != "tier"}):
+            table.add_row(name, text)
         console.print(table)
 
 
@@ -170,8 +169,8 @@ def explanation(answer: Any, console: Console) -> None:
 def anything(answer: Any, console: Console) -> None:
     """Names and values."""
     table = Table(show_header=False)
-    for name, value in answer.items():
-        table.add_row(name, str(value))
+    for name, text in _flat(answer):
+        table.add_row(name, text)
     console.print(table)
 
 
@@ -183,6 +182,24 @@ def mib(size: float) -> str:
 def seconds(value: float | None) -> str:
     """A time span for people; empty when there is none."""
     return "" if value is None else f"{value:,.1f} s"
+
+
+def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for people, those of nested objects under dotted names."""
+    for name, value in values.items():
+        label = f"{within}{name}"
+        parts = value if isinstance(value, list) else [value]
+        if value and all(isinstance(part, dict) for part in parts):
+            for at, part in enumerate(parts):
+                yield from _flat(part, f"{label}.{at}." if isinstance(value, list) else f"{label}.")
+        elif value is None:
+            yield label, ""
+        elif name.endswith("_bytes"):
+            yield label, mib(value)
+        elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
+            yield label, seconds(value)
+        else:
+            yield label, str(value)
 
 
 def _limit(size: int) -> str:

@@ -7,6 +7,7 @@ output is vLLM's. The first command makes the engine, the others use it.
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +31,20 @@ class Engine:
         return {}
 
     def generate(self, prompts: list[Answer], max_tokens: int, **sampling: Any) -> Answer:
-        """Answer requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
+        """Answer requests at once: ``tokens``, perhaps ``salt``, ``transfer``, ``adapter``."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        inputs, parameters = [], []
+        inputs, parameters, adapters = [], [], []
         for prompt in prompts:
             one: Answer = {"prompt_token_ids": prompt["tokens"]}
             if prompt.get("salt"):
                 one["cache_salt"] = prompt["salt"]
             inputs.append(one)
+            folder = prompt.get("adapter")
+            adapters.append(
+                LoRARequest(folder, 1 + hash(folder) % 1000, folder) if folder else None
+            )
             extra = {"kv_transfer_params": prompt["transfer"]} if prompt.get("transfer") else None
             parameters.append(
                 SamplingParams(
@@ -46,7 +52,9 @@ class Engine:
                     **{"temperature": 0.0, **sampling},
                 )
             )  # fmt: skip
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        outputs = self.llm.generate(
+            inputs, parameters, use_tqdm=False, lora_request=adapters if any(adapters) else None
+        )
         return {
             "answers": [
                 {
@@ -76,6 +84,11 @@ class Engine:
             name = " ".join([sample.name.removesuffix("_total"), *labels])
             found[name] = found.get(name, 0) + sample.value
         return found
+
+    def let_go(self) -> Answer:
+        """End stuck loads."""
+        _let_go.set()
+        return {}
 
     def free_blocks(self) -> Answer:
         """How many of the engine's blocks nobody holds."""
@@ -128,25 +141,33 @@ def _failing_loads() -> None:
     kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
-def _stuck_loads() -> None:
-    """Loads take so long that nobody waits for them."""
-    import threading
+_let_go = threading.Event()
+"""Ends stuck loads."""
 
+
+def _stuck_loads() -> None:
+    """Loads take until they are let go."""
     import kvstore.space
 
     real = kvstore.space.Space.load_pieces
 
     def load(self: Any, *arguments: Any) -> int:
-        threading.Event().wait(1.5)
+        assert _let_go.wait(60.0), "nobody let it go"
         return real(self, *arguments)
 
     kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+
+
+def _two_ranks() -> None:
+    """Two ranks share the cores instead of wanting all of them each."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 
 HOOKS: dict[str, Callable[[], None]] = {
     "no verification": _no_verification,
     "failing loads": _failing_loads,
     "stuck loads": _stuck_loads,
+    "two ranks": _two_ranks,
 }
 
 

@@ -154,6 +154,7 @@ def test_nobody_waits_for_a_load_longer_than_it_may_take(node, start, plain):
     assert engine.metric("kvstore:load_timeouts") > 0
     blocks = engine.ask("free_blocks")
     assert blocks["free"] < blocks["all"] - 1, "the jobs are still at it, and hold their blocks"
+    engine.ask("let_go")
     engine.ask("settle")
     blocks = engine.ask("free_blocks")
     assert blocks["free"] == blocks["all"] - 1

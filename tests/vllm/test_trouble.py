@@ -110,7 +110,7 @@ def test_a_node_that_cannot_serve_this_engine_is_named_once(
 
     assert engine.metric(HITS) == 0
     lines = engine.log.read_text().splitlines()
-    assert sum(named in line for line in lines) == 2, "one for each side of the connector"
+    assert sum(named in line for line in lines) == 1, "one warning an engine"
     wrong.process.kill()
     Node(spawn, socket)
 
