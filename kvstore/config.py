@@ -99,9 +99,9 @@ class SSDConfig(Section, frozen=True):
         sync_interval_s: between two syncs of ``interval``.
         admission: which ordinary pages are worth writing: ``all``, ``none``, by the ``evidence``
             that they will be used again (which only the eviction policy ``kvstore`` gathers), or if
-            it was ``learned`` that prompts of their kind return.
+            it was ``learned`` that pages of their kind return.
         bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
-            0 = no limit.
+            0 = no limit, and ``learned`` then writes a quarter of what leaves memory.
     """
 
     directories: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ class DiskTier:
             WritePolicy(config.write), SyncPolicy(config.sync),
             int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
-        admission = Admission(config.admission, config.bytes_per_day_max)
+        admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
         self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
         self.recovery_s = 0.0
         self._recover()

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
-from kvstore.state.admission import Admission
+from kvstore.state.admission import Admission, ask_later
 from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
     DiskCheck,
@@ -64,6 +64,7 @@ class DiskPages:
         jobs: to be carried out by the tier, in order.
         acknowledged: durable puts and removals that ended.
         fetched: fetches whose last load ended.
+        loads: pages on their way from disk.
         in_flight_bytes: being written.
     """
 
@@ -80,8 +81,8 @@ class DiskPages:
         self.in_flight_bytes = 0
         self._memory = memory
         self._numbers = count(1)
-        self._now_ns = 0
-        self._retry_ns = 0
+        self._sync_failed = False
+        self._now_ns = self._retry_ns = 0
         self._writes: dict[tuple[Node, int], Write] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
@@ -89,14 +90,14 @@ class DiskPages:
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
-        self._loads = Loads(memory, log, self._number, self._submit, self.fetched)
+        self.loads = Loads(memory, log, self._number, self._submit, self.fetched)
         self._checks = DiskChecks(
-            log, self._number, self._submit, self._quarantine, memory.counts, self._loads.__len__
+            log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
         )
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, self.forget, self._writes)
         self._keeper = SegmentKeeper(
-            log, self._number, self._submit, self._lose, self.limits.kept, memory.counts
+            log, admission, self._number, self._submit, self._lose, self.limits.kept, memory.counts
         )
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
@@ -119,6 +120,11 @@ class DiskPages:
         """Whether a write failed a moment ago: nothing is written for a while."""
         return self._now_ns < self._retry_ns
 
+    @property
+    def troubled(self) -> bool:
+        """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
+        return self.degraded or self._sync_failed
+
     def stored(self, nodes: Iterable[Node], shard: int) -> None:
         """Pages became READY in memory."""
         if self.rules.write is WritePolicy.THROUGH:
@@ -134,8 +140,15 @@ class DiskPages:
     def before_eviction(self, node: Node) -> Verdict:
         """The memory of this node is needed."""
         verdict = Verdict.EVICT
+        refused = node.depth > node.ask_depth > 0
+        if not node.slots.keys() - node.disk.keys():
+            self.admission.leaves(node, 0, self._memory.tick)
         for shard in list(node.slots):
             if not self._is_dirty(node, shard):
+                continue
+            if refused:
+                self.admission.refuse()
+                self._memory.counts["not_admitted_pages"] += 1
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
@@ -261,16 +274,18 @@ class DiskPages:
                 self._await(under_way, durable)
                 break
             if not self._is_dirty(at, shard):
+                ask_later(chain[::-1])
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
             at = None if window else at.parent
         chain.reverse()
         wanted = len(chain)
+        size = record_bytes(node.space.shards[shard].page_bytes)
         if durable is None:
-            size = record_bytes(node.space.shards[shard].page_bytes)
             pairs = [(one, shard) for one in chain]
-            del chain[self.admission.admit(pairs, size, self._now_ns) :]
-            self._memory.counts["not_admitted_pages"] += len(chain) < wanted
+            admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
+            del chain[admitted:]
+            self._memory.counts["not_admitted_pages"] += admitted < wanted
         begun = 0
         for one in chain:
             if not self.limits.make_room(one, shard):
@@ -282,6 +297,8 @@ class DiskPages:
                 break
             begun += 1
             self._begin_write(one, shard, place, durable)
+        if durable is None and begun < len(chain):
+            self.admission.take_back(len(chain) - begun, size)
         self._keeper.tend(self._memory.tick)
         return begun == wanted
 
@@ -368,22 +385,11 @@ class DiskPages:
         for write in self._writes.values() if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
-        self._loads.unpin(durable.pinned)
+        self.loads.unpin(durable.pinned)
         durable.ended = True
         self.acknowledged.append(durable)
 
     # ---- from the disk ----------------------------------------------------------------------
-
-    def fetch(self, nodes: Sequence[Node], shard: int) -> Fetch:
-        """Load what is on disk only of a run of READY pages, and keep all of it in memory.
-
-        The run may come back shorter: when memory has no room for more, or a page cannot be read.
-        """
-        return self._loads.fetch(nodes, shard)
-
-    def end_fetch(self, fetch: Fetch) -> None:
-        """Whoever waited has what it wanted, or has given up."""
-        self._loads.end_fetch(fetch)
 
     def check(self, pages: Iterable[tuple[Node, int]]) -> CheckRun:
         """Read pages again where they lie on disk; what fails is quarantined."""
@@ -403,24 +409,24 @@ class DiskPages:
     def completed(self, job: int, error: KVStoreError | None) -> None:
         """A job has ended; ``error`` None = all of it was done."""
         ended = self._under_way.pop(job)
+        if isinstance(ended, DiskSync):
+            self._sync_failed = error is not None
         match ended:
             case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
-                    self._fail(error)
-                    self.log.fail(ended.place.segment)
+                    self._fail(error, ended.place)
                 self._wrote(self._writes[node, shard], error)
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
-                self._loads.loaded(ended, error)
+                self.loads.loaded(ended, error)
                 self._keeper.tend(self._memory.tick)
             case DiskCheck():
                 self._checks.completed(ended, error)
                 self._keeper.tend(self._memory.tick)
             case DiskTombstone():
                 if error is not None:
-                    self._fail(error)
-                    self.log.fail(ended.place.segment)
+                    self._fail(error, ended.place)
                 self.graves.completed(ended, error)
             case DiskSync() if not self._keeper.is_mine(job):
                 if error is not None:
@@ -452,12 +458,12 @@ class DiskPages:
             "write": self.rules.write,
             "sync": self.rules.sync,
             "writes": len(self._writes),
-            "loads": len(self._loads),
+            "loads": len(self.loads),
             "checks": len(self._checks),
             "in_flight_bytes": self.in_flight_bytes,
             "backlog_pages": len(self._backlog),
             "tombstone_keys_waiting": self.graves.waiting_keys,
-            "degraded": self.degraded,
+            "degraded": self.troubled,
             **{name: getattr(log, name) for name in log.__slots__},
             "write_amplification": log.write_amplification,
             "admission": self.admission.name,
@@ -468,7 +474,9 @@ class DiskPages:
         """When :meth:`advance` has something to do; 0 = never."""
         return self._syncs.next_deadline_ns()
 
-    def _fail(self, error: KVStoreError) -> None:
+    def _fail(self, error: KVStoreError, place: Place | None = None) -> None:
+        if place is not None:
+            self.log.fail(place.segment)
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 

@@ -197,7 +197,7 @@ class Fetch:
     """Somebody waits for pages to come from disk.
 
     Attributes:
-        pinned: pages that are in memory, pinned until :meth:`DiskPages.end_fetch`.
+        pinned: pages that are in memory, pinned until :meth:`~kvstore.state.loads.Loads.end_fetch`.
         outstanding: loads it waits for.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         ended: nobody waits any more.

@@ -67,6 +67,7 @@ class Eviction:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick
         node.uses += 1
+        node.ask_depth = 0
         name = self.quotas.queue_name(node.space)
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Final
 
 from kvstore.errors import KVStoreError
+from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.log import Reclaim, Segment, SegmentLog, SegmentState, footer_bytes
 from kvstore.state.tree import Node, is_live
@@ -33,6 +34,7 @@ class SegmentKeeper:
 
     Args:
         log: which record lies where.
+        admission: what is worth being carried over, and who is charged for it.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`completed` is told of its end.
         lose: takes a page off the disk for good: ``lose(node, shard)``.
@@ -41,12 +43,13 @@ class SegmentKeeper:
     """
 
     def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
-        lose: Callable[[Node, int], None], kept: Callable[[Segment], set[tuple[Node, int]]],
-        counts: Counter[str],
+        self, log: SegmentLog, admission: Admission, number: Callable[[], int],
+        submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None],
+        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str],
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
+        self._admission = admission
         self._number = number
         self._submit = submit
         self._lose = lose
@@ -122,7 +125,8 @@ class SegmentKeeper:
             if victim.failed or awaited or size <= room * (1 - GAIN_MIN):
                 self._victim = victim
                 self._counts["disk_kept_pages"] += len(kept)
-                self._begin(victim, self._log.plan(victim, kept), tick)
+                plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
+                self._begin(victim, plan, tick)
                 return
             self._barren[victim.number] = len(victim.pages)
 
@@ -142,6 +146,7 @@ class SegmentKeeper:
             source = node.disk[shard]
             self._log.pin_segment(source.segment)
             self._copies += 1
+            self._admission.charge(node.space.shards[shard].record_bytes)
             self._submit(DiskCopy(self._number(), source, place, page_name(node, shard)))
 
     def _go_on(self, victim: Segment) -> None:

@@ -304,17 +304,26 @@ class SegmentLog:
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
-    def plan(self, victim: Segment, kept: "Collection[tuple[Node, int]]" = ()) -> Reclaim:
+    def plan(
+        self, victim: Segment, tick: int, carry_from: float,
+        kept: "Collection[tuple[Node, int]]" = (),
+    ) -> Reclaim:  # fmt: skip
         """What of a segment is worth carrying over.
 
-        All of ``kept``, which is closed towards heads. Pages that were used since they were written
-        get another turn, the last used ones first, up to :data:`CARRY_SHARE` of the segment with
-        those; and with them what precedes them in the same segment.
+        Pages that were used since they were written get another turn, the last used ones first, up
+        to :data:`CARRY_SHARE` of the segment with all of ``kept``; with them what precedes them in
+        the same segment.
+
+        Args:
+            victim: the segment.
+            tick: now.
+            carry_from: from which part of its time on disk on a page must be used, 0 to 1.
+            kept: pages of it that must not go, closed towards heads.
         """
         used = [
             (-node.access, node.depth, at, node, shard)
             for at, ((node, shard), written) in enumerate(victim.pages.items())
-            if node.access > written
+            if node.access > written + carry_from * (tick - written)
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
         chosen: dict[tuple[Node, int], None] = dict.fromkeys(kept)

@@ -135,7 +135,7 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         self._hold(process, size)
-        fetch = self.disk.fetch(run, shard)
+        fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)
         return fetch
@@ -145,7 +145,7 @@ class PageTable(Residents):
         assert self.disk is not None
         process.fetches.remove(fetch)
         self._hold(process, -fetch.size_bytes)
-        self.disk.end_fetch(fetch)
+        self.disk.loads.end_fetch(fetch)
 
     # ---- writing ----------------------------------------------------------------------------
 

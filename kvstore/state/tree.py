@@ -36,6 +36,7 @@ class Node:
         branches: nodes that ever continued this one.
         pause: fewest ticks between two requests of which one extended the other; 0 = not known.
         added: nodes up to this one that the request which stored it had to store.
+        ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
         reach: its depth, or that of the descendants that eviction took before it.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
@@ -50,8 +51,9 @@ class Node:
     """
 
     __slots__ = (
-        "access", "added", "branches", "children", "children_in_memory", "depth", "digests", "disk",
-        "disk_pins", "expires_ns", "hits", "key", "memory_only", "memory_pins", "parent", "pause",
+        "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
+        "digests", "disk", "disk_pins", "expires_ns", "hits", "key", "memory_only", "memory_pins",
+        "parent", "pause",
         "present", "queued", "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns",
         "turns", "used_ns", "uses",
     )  # fmt: skip
@@ -76,7 +78,7 @@ class Node:
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0
-        self.uses = self.turns = self.branches = self.pause = self.added = 0
+        self.uses = self.turns = self.branches = self.pause = self.added = self.ask_depth = 0
         self.reach = self.depth
         if parent is not None:
             parent.children[key] = self

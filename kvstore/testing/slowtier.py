@@ -37,7 +37,9 @@ class SimulatedTier:
         pages = simulation.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(pages, log, Admission("all", 0), rules)
+        self.pages = pages.disk = DiskPages(
+            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        )
 
     def take_jobs(self) -> None:
         """Begin what the node asked for."""

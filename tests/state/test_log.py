@@ -94,7 +94,8 @@ class LogMachine(RuleBasedStateMachine):
     def _start(self, found: list[FoundSegment]) -> None:
         world = World()
         self.log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        world.table.disk = DiskPages(world.table, self.log, Admission("all", 0), RULES)
+        admission = Admission("all", 0, self.log.capacity_bytes)
+        world.table.disk = DiskPages(world.table, self.log, admission, RULES)
         self.space: Space = world.table.spaces.adopt(identity(), [FULL])[0]
         adopt(world.table, found, [(identity(), FULL)], max(self.used_numbers, default=0) + 1)
         numbers, self.jobs = count(1), dict[int, DiskJob]()
@@ -105,8 +106,9 @@ class LogMachine(RuleBasedStateMachine):
         self.burials: list[tuple[Durable, set[str]]] = []
         self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
         self.keeper = SegmentKeeper(
-            self.log, lambda: next(numbers), self._submit, self._lose, lambda _: set(), counts
-        )
+            self.log, admission, lambda: next(numbers), self._submit, self._lose,
+            lambda _: set(), counts,
+        )  # fmt: skip
         self.graves = Graves(self.log, lambda: next(numbers), self._submit, self.syncs, counts)
 
     # ---- the disk -----------------------------------------------------------------------------
@@ -419,7 +421,7 @@ class LogMachine(RuleBasedStateMachine):
     def a_reclaim_frees_at_least_what_it_may_not_carry(self) -> None:
         for segment in self.log.segments.values():
             if segment.state is SegmentState.SEALED:
-                carried = len(self.log.plan(segment).carry) * RECORD
+                carried = len(self.log.plan(segment, self.tick, 0.0).carry) * RECORD
                 assert carried <= SEGMENT_BYTES * CARRY_SHARE + 2 * RECORD
 
 
