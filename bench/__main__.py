@@ -23,6 +23,7 @@ GROUPS: Final = {
     "policy": "bench.policy",
     "reclaim": "bench.reclaim",
     "replay": "bench.replay",
+    "slab": "bench.slab",
     "ssd": "bench.ssd",
     "vllm": "bench.vllm",
 }

@@ -4,9 +4,9 @@ Drives the real page table, log and admission, without bytes, over a request tra
 clock: pages are stored in memory, written back to disk when they leave it if admission says so,
 and loaded again when asked for. Every job ends at once. Bytes count carried records too.
 
-``bytes/L3`` and ``hits/L3`` are those of ``learned`` without a budget; ``curve/L3/SETTING/...`` of
-other settings: ``learned-N`` asks for N percent of returns; ``budget-N`` has the budget
-that would let N percent of the bytes of ``all`` be written by the end of the trace.
+``bytes/L3`` and ``hits/L3`` are those of ``learned`` without a budget; ``curve/L3/budget-N/...`` of
+``learned`` with the budget that lets N percent of the bytes of ``all`` be written by the end of the
+trace.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from bench import trace
 from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.admission import BURST_SHARE, DAY_NS, Admission
+from kvstore.state.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.log import SegmentLog, footer_bytes, record_bytes
@@ -28,8 +28,8 @@ from kvstore.state.sessions import Lease, Process, Session
 from kvstore.state.slots import SlotTable
 
 SEGMENTS: Final = 64
-FULL_CURVE: Final = ("learned-20", "learned-30", "learned-40", "budget-25", "budget-50")
-SHORT_CURVE: Final = ("learned-20", "learned-30")
+FULL_CURVE: Final = (10, 20, 30, 50, 75)
+SHORT_CURVE: Final = (25, 50, 75)
 NEVER_NS: Final = 1 << 62
 TRIES_MAX: Final = 10_000
 _SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     requests = trace.blocks(options.trace)
     sizes = [int(size) for size in options.capacity_blocks.split(",")]
-    curves: list[tuple[str, ...]] = [FULL_CURVE] + [SHORT_CURVE] * (len(sizes) - 1)
+    curves: list[tuple[int, ...]] = [FULL_CURVE] + [SHORT_CURVE] * (len(sizes) - 1)
     if options.quick:
         sizes, curves = sizes[:1], [()]
     steps = sum(2 + len(curve) for curve in curves)
@@ -87,36 +87,39 @@ class _Measurement:
         self._sizes = sizes
         self._all: Outcome | None = None
 
-    def run(self, curve: tuple[str, ...]) -> None:
+    def run(self, curve: tuple[int, ...]) -> None:
         blocks = self._sizes[1]
-        self._all = self._outcome("all", Admission("all", 0))
-        self._compare("learned", Admission("learned", 0), f"{{}}/{blocks}")
-        for setting in curve:
-            kind, percent = setting.split("-")
-            admission = Admission("learned", 0, int(percent) / 100)
-            if kind == "budget":
-                admission = Admission("learned", self._budget(int(percent)))
-            self._compare(setting, admission, f"curve/{blocks}/{setting}/{{}}")
+        self._all = self._outcome("all", 0)
+        self._compare("learned", 0, f"{{}}/{blocks}")
+        for percent in curve:
+            name = f"budget-{percent}"
+            self._compare(name, self._budget(percent), f"curve/{blocks}/{name}/{{}}")
 
     def _budget(self, percent: int) -> int:
         """Bytes a day: a full bucket at first, and what flows in while the trace lasts."""
         assert self._all is not None
+        wanted = self._all.written * percent / 100
         elapsed_ns = 1_000_000 * (self._requests[-1].timestamp - self._requests[0].timestamp)
-        days = 1 / BURST_SHARE + elapsed_ns / DAY_NS
-        return int(self._all.written * percent / 100 / days)
+        days = max(1, elapsed_ns) / DAY_NS
+        bucket = a_log(self._sizes[1]).capacity_bytes / BUCKET_DISK_SHARE
+        budget = wanted / (1 / BURST_SHARE + days)
+        if budget / BURST_SHARE > bucket:
+            budget = max(0.0, wanted - bucket) / days
+        return max(1, int(budget))
 
-    def _compare(self, name: str, admission: Admission, case: str) -> None:
+    def _compare(self, name: str, budget: int, case: str) -> None:
         assert self._all is not None
-        found, every = self._outcome(name, admission), self._all
+        found, every = self._outcome(name, budget), self._all
         share = 100 * found.written / every.written
         self._report.add(Result(case.format("bytes"), share, "%", "asked for", 25.0, 25 / share))
         ratio = found.percent / every.percent
         hits = Result(case.format("hits"), found.percent, "%", "all", every.percent, ratio)
         self._report.add(hits)
 
-    def _outcome(self, name: str, admission: Admission) -> Outcome:
+    def _outcome(self, name: str, budget: int) -> Outcome:
         self._progress.step(f"{name}, {self._sizes[1]} blocks")
-        found = Cache(*self._sizes, admission).replay(self._requests)
+        kind = name if name == "all" else "learned"
+        found = Cache(*self._sizes, kind, budget).replay(self._requests)
         share = 100 * found.written / self._all.written if self._all else 100.0
         self._progress.note(
             f"{name}, {self._sizes[1]} blocks: {share:.1f} % of the bytes, {found.percent:.2f} %"
@@ -126,13 +129,21 @@ class _Measurement:
         return found
 
 
+def a_log(blocks: int) -> SegmentLog:
+    """A log for so many blocks."""
+    records = blocks // SEGMENTS
+    size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
+    return SegmentLog(SEGMENTS, -(-size // 4096) * 4096)
+
+
 @dataclass
 class Cache:
     """Memory and disk of so many blocks."""
 
     memory_blocks: int
     disk_blocks: int
-    admission: Admission
+    admission: str
+    budget_bytes_per_day: int
     hits: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -143,10 +154,9 @@ class Cache:
         self.process = Process(1, 0, session)
         identity = SpaceIdentity(model="trace", kv_dtype="uint8", page_tokens=1)
         self.space, _ = self.table.spaces.open(session, identity, [_SHARD])
-        records = self.disk_blocks // SEGMENTS
-        size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
-        log = SegmentLog(SEGMENTS, -(-size // 4096) * 4096)
-        self.disk = self.table.disk = DiskPages(self.table, log, self.admission, _RULES)
+        log = a_log(self.disk_blocks)
+        admission = Admission(self.admission, self.budget_bytes_per_day, log.capacity_bytes)
+        self.disk = self.table.disk = DiskPages(self.table, log, admission, _RULES)
         self.names = 0
 
     def replay(self, requests: list[trace.Request]) -> Outcome:
@@ -156,7 +166,7 @@ class Cache:
             self.disk.advance(self.table.now_ns)
             self._serve([block_key(block) for block in request.hash_ids])
         self.table.check()
-        log, wear = self.disk.log.stats(), self.admission.wear()
+        log, wear = self.disk.log.stats(), self.disk.admission.wear()
         asked = sum(len(request.hash_ids) for request in requests)
         written = log.written_bytes + log.carried_bytes
         percent = 100 * self.hits / asked

@@ -95,7 +95,9 @@ class Cache:
             records = self.disk_blocks // self.segments
             size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
             log = SegmentLog(self.segments, -(-size // 4096) * 4096)
-            self.table.disk = DiskPages(self.table, log, Admission("all", 0), _RULES)
+            self.table.disk = DiskPages(
+                self.table, log, Admission("all", 0, log.capacity_bytes), _RULES
+            )
 
     def replay(self, requests: list[list[int]]) -> float:
         """Ask for and store every request; the share of blocks that were prefix hits, percent."""

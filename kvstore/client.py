@@ -17,10 +17,11 @@ from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
 from kvstore import wire
-from kvstore.config import HostConfig, SSDConfig
-from kvstore.errors import InvalidArgument, TransferError
+from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
+from kvstore.errors import InvalidArgument, KVStoreError, TransferError
 from kvstore.link import Link, NodeLink
 from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.promotion import Promotion
 from kvstore.services import Services
 from kvstore.space import Space
 
@@ -35,12 +36,14 @@ _SEGMENT_BYTES_MAX: Final = 256 << 20
 class KVStore:
     """A node as an engine uses it. Make one with :meth:`connect` or :meth:`open`; thread-safe."""
 
-    def __init__(self, link: NodeLink, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, link: NodeLink, timeout_s: float = TIMEOUT_S, promotion: Promotion | None = None
+    ) -> None:
         """Use :meth:`connect` or :meth:`open`."""
         self._link = link
         self._waiting: dict[str, Link] = {}
         self._timeout_s = timeout_s
-        self._services = Services(link, self._waiting_link, timeout_s)
+        self._services = Services(link, self._waiting_link, timeout_s, promotion)
 
     @property
     def troubles(self) -> Counter[str]:
@@ -55,6 +58,7 @@ class KVStore:
         name: str = "client",
         session: bytes = b"",
         timeout_s: float = TIMEOUT_S,
+        device_slab: DeviceSlabConfig | None = None,
         log_level: int = logging.WARNING,
     ) -> "KVStore":
         """Connect to the node at ``address``; with nobody there, everything misses until there is.
@@ -64,22 +68,25 @@ class KVStore:
             name: what the node calls this engine in its statistics.
             session: ``session_token`` of the engine's first process, to join its session.
             timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
+            device_slab: keep copies of what is loaded in memory of our own; None = no slab.
             log_level: at which it says that the node is away; lower it in an engine's further
                 processes, so that the engine says it once.
 
         Raises:
-            InvalidArgument: the address is malformed.
+            InvalidArgument: the address is malformed, or no such device.
+            TierUnavailable: the device, its memory or torch is not there.
         """
         scheme, _, path = address.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
-        return cls(Link(path, name, session, log_level), timeout_s)
+        promotion = Promotion.open(device_slab)
+        return cls(Link(path, name, session, log_level), timeout_s, promotion)
 
     @classmethod
     def open(
         cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False,
         ssd_directories: Sequence[str | Path] = (), ssd_capacity_bytes: int = 64 << 30,
-        sync: SyncName = "interval",
+        sync: SyncName = "interval", device_slab: DeviceSlabConfig | None = None,
     ) -> "KVStore":  # fmt: skip
         """Run a node of ``capacity_bytes`` in this process, for it alone.
 
@@ -92,10 +99,11 @@ class KVStore:
             ssd_capacity_bytes: of each directory, never exceeded.
             sync: when what is written there survives a power cut; with ``none``, nothing can be
                 put durably.
+            device_slab: keep copies of what is loaded on the engine's device; None = no slab.
 
         Raises:
             InvalidArgument: a value that cannot be; names it.
-            ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+            ConfigError, TierUnavailable: a directory or a device cannot be used; names it and why.
         """
         for field, size in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
             if size < 1 << 16:
@@ -110,7 +118,13 @@ class KVStore:
             prefault=prefault,
         )
         ssd = _ssd_config(ssd_directories, ssd_capacity_bytes, sync)
-        return cls(Embedded(host, "embedded", ssd))
+        promotion = Promotion.open(device_slab)
+        try:
+            return cls(Embedded(host, "embedded", ssd), promotion=promotion)
+        except KVStoreError:
+            if promotion is not None:
+                promotion.close()
+            raise
 
     @property
     def connected(self) -> bool:
@@ -156,21 +170,35 @@ class KVStore:
         return perf_counter() - start
 
     def stats(self) -> dict[str, Any]:
-        """The node's statistics.
+        """The node's statistics, and under ``slab`` those of our own device slab, if there is one.
 
         Raises:
             TransferTimeout, PeerUnreachable: it does not answer.
         """
+        mine = self.slab_stats()
+        own = {} if mine is None else {"slab": mine}
         if not isinstance(self._link, Link):
-            return self._link.stats()  # type: ignore[attr-defined,no-any-return]
+            return {**self._link.stats(), **own}  # type: ignore[attr-defined]
         answer = self._link.request(wire.Stats(0), self._timeout_s)
         assert isinstance(answer, wire.StatsReply)
-        return json.loads(answer.json)  # type: ignore[no-any-return]
+        return {**json.loads(answer.json), **own}
+
+    def slab_stats(self) -> dict[str, Any] | None:
+        """Statistics of our own device slab, whether the node is there or not; None without one."""
+        promotion = self._services.promotion
+        return None if promotion is None else promotion.stats()
+
+    def clear_slab(self) -> int:
+        """Empty our own device slab; returns how many pages were there. The node keeps its own."""
+        promotion = self._services.promotion
+        return 0 if promotion is None else promotion.slab.clear()
 
     def close(self) -> None:
         """Finish submitted jobs, then leave the node; nothing of it stays mapped."""
         self._services.loads.close()
         self._services.stores.close()
+        if self._services.promotion is not None:
+            self._services.promotion.close()
         for link in self._waiting.values():
             link.close()
         self._link.close()

@@ -99,9 +99,9 @@ class SSDConfig(Section, frozen=True):
         sync_interval_s: between two syncs of ``interval``.
         admission: which ordinary pages are worth writing: ``all``, ``none``, by the ``evidence``
             that they will be used again (which only the eviction policy ``kvstore`` gathers), or if
-            it was ``learned`` that prompts of their kind return.
+            it was ``learned`` that pages of their kind return.
         bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
-            0 = no limit.
+            0 = no limit, and ``learned`` then writes a quarter of what leaves memory.
     """
 
     directories: tuple[str, ...] = ()
@@ -124,6 +124,18 @@ class SSDConfig(Section, frozen=True):
             )
         if len(set(self.directories)) < len(self.directories):
             raise ValueError("ssd.directories names a directory twice")
+
+
+class DeviceSlabConfig(Section, frozen=True):
+    """L1: a cache of whole pages that belongs to one client, on the device of its engine.
+
+    Attributes:
+        capacity_bytes: taken at once, and kept.
+        device: ``cpu``, or ``cuda:0``, …
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=4096)]
+    device: str = "cpu"
 
 
 class HttpConfig(Section, frozen=True):
@@ -162,11 +174,14 @@ class AdminConfig(Section, frozen=True):
     """What operators may hold, and what is remembered for them.
 
     Attributes:
-        pin_budget_bytes: what operator pins may cover together; 0 = a quarter of the host tier.
+        pin_budget_bytes: what operator pins in memory may cover together; 0 = a quarter of the
+            host tier.
+        pin_ssd_budget_bytes: the same of pins on the SSDs; 0 = a quarter of the SSD tier.
         ghosts_max: pages that left the index and that ``explain`` still knows.
     """
 
     pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pin_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
 
 

@@ -4,6 +4,7 @@ The state says which page goes where in terms of slots and places; the tier move
 addresses and files. This is the one object that knows both, and what a start found on disk.
 """
 
+import ctypes
 import gc
 import logging
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from kvstore.state.admission import Admission
 from kvstore.state.adopt import FoundSegment, adopt
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import (
+    DiskCheck,
     DiskCopy,
     DiskDrop,
     DiskJob,
@@ -25,12 +27,13 @@ from kvstore.state.diskjobs import (
     DiskRules,
     DiskSeal,
     DiskSync,
+    DiskTombstone,
     DiskWrite,
     PageName,
     SyncPolicy,
     WritePolicy,
 )
-from kvstore.state.log import SegmentLog
+from kvstore.state.log import HEADER_BYTES, SegmentLog, record_bytes
 from kvstore.state.slots import Slot
 from kvstore.tier.base import (
     CopyPage,
@@ -41,11 +44,13 @@ from kvstore.tier.base import (
     SealSegment,
     SyncAll,
     WritePage,
+    WriteTombstone,
 )
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
 from kvstore.tier.ssd import SSDLog
+from kvstore.tier.vectored import aligned
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +81,8 @@ class DiskTier:
         self._node = node
         self._memory = memory
         self._jobs: dict[int, DiskJob] = {}
+        #: Check's job → where its page is read to, for as long as the disk may write there.
+        self._scratch: dict[int, memoryview] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
         self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake, disk=device)
         count = config.capacity_bytes // config.segment_bytes * len(places)
@@ -84,7 +91,7 @@ class DiskTier:
             WritePolicy(config.write), SyncPolicy(config.sync),
             int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
-        admission = Admission(config.admission, config.bytes_per_day_max)
+        admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
         self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
         self.recovery_s = 0.0
         self._recover()
@@ -109,6 +116,8 @@ class DiskTier:
                 one.entries["offset"].tolist(),
                 one.entries["pair"].tolist(),
                 one.entries["payload_bytes"].tolist(),
+                one.first_page,
+                one.last_tombstone,
             )
             for one in found.segments
         ]
@@ -129,6 +138,7 @@ class DiskTier:
 
     def flush(self) -> None:
         """Hand the tier what the node decided."""
+        self.pages.go_on()
         jobs, self.pages.jobs = self.pages.jobs, []
         if not jobs:
             return
@@ -159,25 +169,38 @@ class DiskTier:
 
     def _end(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         del self._jobs[job]
+        self._scratch.pop(job, None)
         if error is not None:  # said once while it lasts; every one is counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
         self._node.disk_completed(job, error, now_ns)
 
     def _translate(self, job: DiskJob) -> Job:
+        made: Job
         match job:
             case DiskWrite(number, place, page, slot):
-                return WritePage(number, place, _record(page), self._address(slot))
-            case DiskRead(number, place, page, slot):
-                return ReadPage(number, place, _record(page), self._address(slot))
+                made = WritePage(number, place, _record(page), self._address(slot))
+            case DiskRead(number, place, page) | DiskCheck(number, place, page):
+                made = ReadPage(number, place, _record(page), self._target(job))
             case DiskCopy(number, source, place, page):
-                return CopyPage(number, source, place, _record(page))
+                made = CopyPage(number, source, place, _record(page))
+            case DiskTombstone(number, place, space, shard, keys):
+                made = WriteTombstone(number, place, space, shard, keys)
             case DiskSync(number):
-                return SyncAll(number)
+                made = SyncAll(number)
             case DiskSeal(number, segment):
-                return SealSegment(number, segment)
+                made = SealSegment(number, segment)
             case DiskDrop(number, segment):
-                return DropSegment(number, segment)
+                made = DropSegment(number, segment)
+        return made
+
+    def _target(self, job: DiskRead | DiskCheck) -> int:
+        """The address to read a page to; one that nobody wants goes to memory of its own."""
+        if isinstance(job, DiskRead):
+            return self._address(job.slot)
+        page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+        memory = self._scratch[job.job] = aligned(record_bytes(page_bytes) - HEADER_BYTES)
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def _address(self, slot: Slot) -> int:
         extent, _, offset = self._node.pages.slots.address(slot)

@@ -41,10 +41,14 @@ class ConfigError(KVStoreError):
 
 
 class CapacityError(KVStoreError):
-    """There is no room now: every slot is pinned, or a session's quota is used up."""
+    """There is no room now, or a budget or quota is used up; ``field`` says which, if one is."""
 
     code = "capacity"
     retryable = True
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InvalidArgument(KVStoreError):

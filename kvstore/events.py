@@ -67,7 +67,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
         parent_block_hash: key of the page before the first; None when the first starts its chain.
         token_ids: the tokens of exactly these pages; empty when the writer gave none.
         block_size: tokens in a page.
-        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they are in.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they are in, perhaps besides others.
         lora_id: always None: a LoRA seeds the chain instead. Engines' readers require the field.
         lora_name: as ``lora_id``.
         space: hex digest of the space; ours, left out by engines.
@@ -92,7 +92,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
     Attributes:
         block_hashes: their keys, in any order.
-        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; they may be in another one.
         space: hex digest of the space; ours, left out by engines.
         shard: index of the shard in its space; ours.
         boot: hex id of this life of the publisher; ours.

@@ -69,11 +69,18 @@ class Job(Generic[T]):
         self._ended = threading.Event()
         self._value: T | None = None
         self._error: KVStoreError | None = None
+        self._refused = False
         try:
             worker.submit(self)  # type: ignore[arg-type]
         except CapacityError as error:
             self._error = error
+            self._refused = True
             self._ended.set()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the worker did not take it: nobody but the caller will run it."""
+        return self._refused
 
     @property
     def done(self) -> bool:

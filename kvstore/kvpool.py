@@ -27,6 +27,7 @@ class KVPool:
         block_stride_bytes: distance from block to block in a plane, ``block_bytes`` or more.
         block_count: blocks in the pool.
         planes_per_layer: 2 when K and V are apart, 1 when they are one.
+        device: where the memory is: ``cpu``, or ``cuda:0``, …, which needs a device slab there.
     """
 
     planes: tuple[int, ...]
@@ -34,6 +35,7 @@ class KVPool:
     block_stride_bytes: int
     block_count: int
     planes_per_layer: int = 2
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse a pool whose numbers cannot describe memory."""

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,16 @@ log = logging.getLogger(__name__)
 
 #: Mappings inherited through a fork: never unmapped, because their addresses may be re-used.
 _inherited: Final[list["Mapping"]] = []
+
+
+class Observer(Protocol):
+    """Whoever must know which of the node's memory is readable in this process."""
+
+    def mapped(self, address: int, size: int) -> None:
+        """An extent can be read from now on."""
+
+    def unmapping(self, address: int) -> None:
+        """An extent is about to go; it goes when this returns."""
 
 
 class Mapping:
@@ -42,10 +52,20 @@ class Mapping:
         self._read_starts: dict[int, int] = {}
         self._write_starts: dict[int, int] = {}
         self._memories: list[mmap.mmap] = []
-        #: Protects the five above.
+        #: Protects the five above and ``_observer``.
         self._lock = threading.Lock()
         self._populating: list[threading.Thread] = []
         self._closing = False
+        self._observer: Observer | None = None
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of every extent that is or will be mapped to be read; cheap if told."""
+        if self._observer is observer:
+            return
+        with self._lock:
+            self._observer = observer
+            for number, array in self._read.items():
+                observer.mapped(self._read_starts[number], len(array))
 
     def locate(self, addresses: bytes, *, write: bool) -> npt.NDArray[np.uint64]:
         """Where the slots at these :data:`~kvstore.wire.ADDRESS` es are in this process.
@@ -76,6 +96,9 @@ class Mapping:
         for thread in self._populating:
             thread.join()
         with self._lock:
+            if self._observer is not None:
+                for start in self._read_starts.values():
+                    self._observer.unmapping(start)
             for known in (self._read, self._write, self._read_starts, self._write_starts):
                 known.clear()
             for memory in self._memories:
@@ -102,6 +125,8 @@ class Mapping:
                     array = self._map(descriptor, write=write)
                     starts[number] = array.ctypes.data  # before `known`: who finds that needs it
                     known[number] = array
+                    if self._observer is not None and not write:
+                        self._observer.mapped(starts[number], len(array))
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)

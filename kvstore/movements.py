@@ -61,13 +61,13 @@ class Prefetch:
             if not fetch.outstanding:
                 self._fetches.remove((fetch, pages))
                 self._done += pages
-                disk.end_fetch(fetch)
+                disk.loads.end_fetch(fetch)
         if self._table.now_ns >= self._deadline_ns:
             self._missing.clear()
         while self._missing and len(self._fetches) < AT_ONCE:
             node, shard = self._missing.pop(0)
             if is_live(node) and node.ready >> shard & 1:
-                self._fetches.append((disk.fetch([node], shard), 1))
+                self._fetches.append((disk.loads.fetch([node], shard), 1))
             else:
                 self._done += 1
 

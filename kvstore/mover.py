@@ -96,14 +96,16 @@ class Progress:
         words: shape (16,), uint32: one word for each :class:`Word`.
         address: of ``words``.
         changed: what waiters of the fallback wait on.
+        before: verified pages that precede those the mover was given.
     """
 
-    __slots__ = ("address", "changed", "words")
+    __slots__ = ("address", "before", "changed", "words")
 
     def __init__(self) -> None:
         self.words: npt.NDArray[np.uint32] = np.zeros(16, dtype=np.uint32)
         self.address: int = self.words.ctypes.data
         self.changed = threading.Condition()
+        self.before = 0
 
     def cancel(self) -> None:
         """Ask the job to end at its next step; it has ended when its call returns."""
@@ -140,7 +142,7 @@ class Progress:
     @property
     def good_pages(self) -> int:
         """Pages before the first that did not verify; known once a segment is done."""
-        return int(self.words[Word.GOOD])
+        return self.before + int(self.words[Word.GOOD])
 
     @property
     def cancelled(self) -> bool:

@@ -270,6 +270,7 @@ class Node:
             b"".join(wire.pack_address(*self.pages.slots.address(at)) for at in lease.slots),
             b"".join(node.digests[shard] for node, shard, _ in lease.pages),
             max(0, ready - len(lease.pages)),
+            lease.lasting,
         )
 
     def _release(self, process: Process, request: wire.Release, _now_ns: int) -> None:

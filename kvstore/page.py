@@ -26,6 +26,8 @@ PrefixKey = NewType("PrefixKey", bytes)
 """32 bytes: the chain hash of all tokens up to the end of a page."""
 
 KEY_BYTES: Final = 32
+ALL_KEYS: Final = bytes(KEY_BYTES)
+"""No page's key; in a tombstone it stands for every page of the space and shard."""
 DIGEST_BYTES: Final = 16
 PAGE_TOKENS_MIN_DEFAULT: Final = 64
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from kvstore.errors import KVStoreError, PeerUnreachable
 from kvstore.jobs import Worker
 from kvstore.link import NodeLink
+from kvstore.promotion import Promotion
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +27,19 @@ class Services:
         loads: runs restores.
         stores: runs extracts.
         troubles: error code → how often a read became a miss because of it.
-        load_bytes_per_s: how fast loads have been.
+        load_bytes_per_s: how fast loads from the node have been.
+        promotion: the device slab; None for none.
     """
 
     def __init__(
-        self, link: NodeLink, waiting_link: Callable[[str], NodeLink], timeout_s: float
-    ) -> None:
+        self, link: NodeLink, waiting_link: Callable[[str], NodeLink], timeout_s: float,
+        promotion: Promotion | None = None,
+    ) -> None:  # fmt: skip
         """Start the workers (their threads start with their first job)."""
         self.link = link
         self.waiting_link = waiting_link
         self.timeout_s = timeout_s
+        self.promotion = promotion
         self.loads = Worker("kvstore-load")
         self.stores = Worker("kvstore-store")
         self.troubles: Counter[str] = Counter()

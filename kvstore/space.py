@@ -1,9 +1,7 @@
 """A space as one engine uses it: lookups, puts, gets, and moves between pages and its KV pool."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from itertools import count
+from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Final, NamedTuple, overload
 
@@ -15,38 +13,29 @@ from kvstore.buffers import Buffer, addresses, same_length
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError
 from kvstore.jobs import RestoreJob, StoreJob
 from kvstore.kvpool import KVPool
+from kvstore.leases import DISK_WAIT_S, names
 from kvstore.link import NodeLink
+from kvstore.loads import Loads
 from kvstore.mapping import Mapping
 from kvstore.page import (
-    DIGEST_BYTES,
-    KEY_BYTES,
     PrefixKeys,
     ShardSpec,
     SpaceIdentity,
     Tokens,
-    digest_seed,
     page_keys,
     page_seeds,
 )
 from kvstore.results import MISS, Hit, PageViews, PutResult, RestoreResult
 from kvstore.services import Opened, Services
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.slab import PageSet
 
 log = logging.getLogger(__name__)
 
-LEASE_S: Final = 30.0
 BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
-DISK_WAIT_S: Final = 2.0
-"""How long a load waits for pages to come from disk, and a put for room, at a time."""
 SYNC_WAIT_S: Final = 30.0
 """How long a durable put waits until its pages survive a crash."""
-
-VERIFY = True
-"""A test switches it off, to show that without the check wrong bytes would reach an engine."""
-
-_names: Final = count(1)
-"""Names leases and puts; never repeats in a process."""
 
 
 class Keep(NamedTuple):
@@ -64,6 +53,7 @@ class Space:
         identity: what decides, besides tokens, whether KV may be shared.
         shards: the engine's shards; the ``shard`` arguments below index them.
         page_bytes: bytes of a page of each shard.
+        pages: what the pages of each shard are to a device slab.
     """
 
     def __init__(
@@ -75,9 +65,10 @@ class Space:
         self._services = services
         self.identity = identity
         self.shards = tuple(shards)
-        self.page_bytes = tuple(spec.page_bytes(identity) for spec in shards)
-        self._seeds = tuple(digest_seed(identity, spec) for spec in shards)
+        self.pages = tuple(PageSet(identity, spec) for spec in shards)
+        self.page_bytes = tuple(pages.page_bytes for pages in self.pages)
         self._opened: dict[int, Opened] = {}
+        self._loads = Loads(services, self.pages, self.numbers)
 
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""
@@ -88,7 +79,7 @@ class Space:
     def lookup(
         self, keys: PrefixKeys, shards: Sequence[int] | None = None, wait_s: float = 0.0
     ) -> Hit:
-        """How long a prefix of ``keys`` is there for every shard.
+        """How long a prefix of ``keys`` is there for every shard, at the node or in our own slab.
 
         Args:
             keys: from the start of the chain.
@@ -105,17 +96,23 @@ class Space:
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
             wait_ms = min(int(wait_s * 1000), 60_000)
             request = wire.Lookup(0, opened.space, wanted, keys.packed, wait_ms)
-            found = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+            answer = link.request(request, services.timeout_s + wait_s, opened.epoch)
+            assert isinstance(answer, wire.Found)
+            found: wire.Found | None = answer
         except KVStoreError as error:
-            self._services.note_trouble(error)
-            return MISS
-        assert isinstance(found, wire.Found)
-        size = found.pages * sum(self.page_bytes)
-        seconds = size / self._services.load_bytes_per_s
-        tiers = {"host": found.pages - found.on_disk}
-        if found.on_disk:
-            tiers["ssd"] = found.on_disk
-        return Hit(found.pages, found.pending, tiers, seconds)
+            services.note_trouble(error)
+            found = None
+        on_device = self._on_device(keys, shards)
+        if found is None:
+            if not on_device:
+                return MISS
+            found = wire.Found(0, 0, 0)
+        pages = max(found.pages, on_device)
+        on_disk = min(found.on_disk, pages - on_device)
+        tiers = {"host": pages - on_device - on_disk}
+        tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
+        size = (pages - on_device) * sum(self.page_bytes)
+        return Hit(pages, found.pending, tiers, size / services.load_bytes_per_s)
 
     def put(
         self,
@@ -223,7 +220,7 @@ class Space:
             how many pages were copied, or views of them (empty on any trouble).
         """
         if out is None:
-            return self._view(keys, shard) if len(keys) else PageViews([], lambda: None)
+            return self._loads.view(keys, shard) if len(keys) else PageViews([], lambda: None)
         size = self._size(shard)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
@@ -245,21 +242,31 @@ class Space:
             blocks: block numbers, in page order.
             shard: whose pages.
             order: ``page``: fastest. ``segment``: all pages are verified first, then layer after
-                layer is copied, and ``wait_layer(i)`` returns when layer i is there.
+                layer is copied, and ``wait_layer(i)`` returns when layer i is there (of a pool on
+                a device: when all are).
+
+        Raises:
+            InvalidArgument: what was passed cannot be these pages, or the pool is on a device
+                where this store has no slab.
         """
         size = self._size(shard)
         target = pool.pieces(blocks, size, by_layer=order == "segment")
         same_length(keys, blocks, pool.blocks_per_page(size))
-        progress = mover.Progress()
+        progress, load = mover.Progress(), None
+        if pool.device != "cpu":
+            at_once = self._batch_pages(shard)
+            load = self._loads.device_load(keys, pool, blocks, shard, progress, at_once)
 
         def run() -> RestoreResult:
             start = perf_counter()
-            pages = self.load_pieces(keys, target, shard, progress, order)
-            seconds = perf_counter() - start
-            self._services.note_load(pages * size, seconds)
-            return RestoreResult(pages, pages * size, seconds)
+            if load is not None:
+                pages = load()
+            else:
+                pages = self.load_pieces(keys, target, shard, progress, order)
+            return RestoreResult(pages, pages * size, perf_counter() - start)
 
-        return RestoreJob(self._services.loads, run, progress, layered=order == "segment")
+        layered = order == "segment" and load is None
+        return RestoreJob(self._services.loads, run, progress, layered=layered)
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
@@ -270,6 +277,8 @@ class Space:
         The blocks must not change until the job has ended. Arguments as for :meth:`put`.
         """
         size = self._size(shard)
+        if pool.device != "cpu":
+            raise InvalidArgument("pool", f"is on {pool.device}; pages are stored from host memory")
         source = pool.pieces(blocks, size)
         same_length(keys, blocks, pool.blocks_per_page(size))
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
@@ -284,7 +293,7 @@ class Space:
         def run() -> int:
             there = 0
             for start, stop in self._batches(len(keys), shard):
-                count = self._warm(keys[start:stop], shard, lambda: None)
+                count = self._loads.leases.warm(keys[start:stop], shard, lambda: None)
                 there += count
                 if count < stop - start:
                     break
@@ -311,19 +320,17 @@ class Space:
         progress: mover.Progress | None, order: mover.Order,
     ) -> int:  # fmt: skip
         """Copy and verify the leading run of pages that is there; returns its length."""
-        loaded = 0
-        at_once = order == "segment" and len(keys)
-        whole = [(0, len(keys))] if at_once else self._batches(len(keys), shard)
-        try:
-            for start, stop in whole:
-                part = target.pages(start, stop)
-                count = self._load_batch(keys[start:stop], part, shard, progress, order)
-                loaded += count
-                if count < stop - start:
-                    break
-        except KVStoreError as error:
-            self._services.note_trouble(error)
-        return loaded
+        at_once = self._batch_pages(shard)
+        return self._loads.load(keys, target, shard, progress, order, at_once)
+
+    def _on_device(self, keys: PrefixKeys, shards: Sequence[int] | None) -> int:
+        """How long a prefix of ``keys`` our slab has of every shard."""
+        promotion = self._services.promotion
+        if promotion is None:
+            return 0
+        wanted = range(len(self.pages)) if shards is None else shards
+        runs = (promotion.slab.run(self.pages[shard], keys.packed) for shard in wanted)
+        return min(runs, default=0)
 
     def _size(self, shard: int) -> int:
         """Bytes of a page of ``shard``.
@@ -335,10 +342,14 @@ class Space:
             raise InvalidArgument("shard", f"{shard} is none of {len(self.page_bytes)}")
         return self.page_bytes[shard]
 
-    def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
+    def _batch_pages(self, shard: int) -> int:
+        """Pages that one message may pin or reserve."""
         quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
         most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit side by side
-        each = max(1, min(wire.BATCH_KEYS_MAX, most // self.page_bytes[shard]))
+        return max(1, min(wire.BATCH_KEYS_MAX, most // self.page_bytes[shard]))
+
+    def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
+        each = self._batch_pages(shard)
         return [(start, min(start + each, count)) for start in range(0, count, each)]
 
     def _put_batch(
@@ -347,7 +358,7 @@ class Space:
     ) -> tuple[PutResult, bool]:  # fmt: skip
         """Put pages on one connection; also tells whether room for those refused is being made."""
         opened = self.numbers(link)  # before the memory: a request of its epoch is of its memory
-        put = next(_names)
+        put = next(names)
         tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
         with link.moving() as memory:
             number = opened.shards[shard]
@@ -383,115 +394,10 @@ class Space:
         shard: int,
     ) -> bytes:  # fmt: skip
         targets = memory.locate(granted.addresses, write=True)
-        seeds = page_seeds(keys.packed, self._seeds[shard])
+        seeds = page_seeds(keys.packed, self.pages[shard].seed)
         if len(targets) < len(keys):
             chosen = np.flatnonzero(
                 np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED
             )
             source, seeds = source.choose(chosen), seeds[chosen]
         return mover.gather(targets, self.page_bytes[shard], source, seeds).tobytes()
-
-    def _load_batch(
-        self, keys: PrefixKeys, target: mover.Pieces, shard: int,
-        progress: mover.Progress | None, order: mover.Order,
-    ) -> int:  # fmt: skip
-        link = self._services.link
-        lease = next(_names)
-        opened = self.numbers()  # before the memory, as in _put_batch
-        with link.moving() as memory:
-            leased = self._acquire_all(opened, keys, shard, lease)
-            count = len(leased.digests) // DIGEST_BYTES
-            if not count:
-                return 0
-            try:
-                good = mover.scatter(
-                    memory.locate(leased.addresses, write=False),
-                    self.page_bytes[shard],
-                    np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-                    page_seeds(keys.packed[: count * KEY_BYTES], self._seeds[shard]),
-                    target if count == len(keys) else target.pages(0, count),
-                    progress,
-                    order,
-                )
-                return self._verified(opened, keys, shard, leased, good, progress)
-            finally:
-                link.send_later(wire.Release(lease))
-
-    def _view(self, keys: PrefixKeys, shard: int) -> PageViews:
-        link = self._services.link
-        with ExitStack() as undo:
-            try:
-                opened = self.numbers()  # before the memory, as in _put_batch
-                memory = undo.enter_context(link.moving())
-                lease = next(_names)
-                undo.callback(link.send_later, wire.Release(lease))
-                leased = self._acquire_all(opened, keys, shard, lease)
-                size = self._size(shard)
-                expected = np.frombuffer(leased.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-                seeds = page_seeds(keys.packed[: len(expected) * KEY_BYTES], self._seeds[shard])
-                found = mover.digest(memory.locate(leased.addresses, write=False), size, seeds)
-                good = (found == expected).all(axis=1)
-                count = self._verified(opened, keys, shard, leased, good)
-                views = memory.views(leased.addresses, size)[:count]
-            except KVStoreError as error:
-                self._services.note_trouble(error)
-                return PageViews([], lambda: None)
-            return PageViews(views, undo.pop_all().close)
-
-    def _acquire_all(
-        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int
-    ) -> wire.Acquired:
-        """Lease the run, bringing to memory what of it is on disk."""
-        link = self._services.link
-        leased = self._acquire(opened, keys, shard, lease)
-        if not leased.more:
-            return leased
-        link.send(wire.Release(lease))  # or it would count against the quota a second time
-
-        def again() -> None:
-            nonlocal leased
-            leased = self._acquire(opened, keys, shard, lease)
-
-        self._warm(keys, shard, again)
-        return leased
-
-    def _warm(self, keys: PrefixKeys, shard: int, then: Callable[[], None]) -> int:
-        """Bring a run to memory, do ``then`` while it is pinned there; how many pages are there."""
-        link, lease = self._services.waiting_link("load"), next(_names)
-        opened = self.numbers(link)
-        try:
-            leased = self._acquire(opened, keys, shard, lease, link, DISK_WAIT_S)
-            then()
-        finally:
-            link.send_later(wire.Release(lease))
-        return len(leased.digests) // DIGEST_BYTES
-
-    def _acquire(
-        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int,
-        link: NodeLink | None = None, wait_s: float = 0.0,
-    ) -> wire.Acquired:  # fmt: skip
-        number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
-        wait_ms, link = int(wait_s * 1000), link or self._services.link
-        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms, wait_ms)
-        leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
-        assert isinstance(leased, wire.Acquired)
-        return leased
-
-    def _verified(
-        self, opened: Opened, keys: PrefixKeys, shard: int, leased: wire.Acquired,
-        good: npt.NDArray[np.bool_], progress: mover.Progress | None = None,
-    ) -> int:  # fmt: skip
-        """Length of the verified run; reports the first page that failed (unless cancelled)."""
-        if bool(good.all()) or not VERIFY:
-            return len(good)
-        first = int(np.argmin(good))
-        if progress is None or not progress.cancelled:
-            slot = np.frombuffer(leased.addresses, dtype=wire.ADDRESS)[first]
-            number, generation = opened.shards[shard], int(slot["generation"])
-            if self._services.link.epoch == opened.epoch:
-                self._services.link.send(
-                    wire.Corrupt(opened.space, number, keys[first], generation)
-                )
-            self._services.troubles["corrupt"] += 1
-            log.error("page %s failed its digest: quarantined, a miss", keys[first].hex()[:16])
-        return first

@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 1
+PROTOCOL_MINOR: Final = 2
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 
@@ -105,13 +105,15 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
 class Acquired(msgspec.Struct, array_like=True, tag=8):
     """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased.
 
-    ``more`` READY pages right behind them are on disk.
+    ``more`` READY pages right behind them are on disk. The first ``lasting`` neither expire nor are
+    read once: only they may be kept elsewhere.
     """
 
     id: int
     addresses: bytes
     digests: bytes
     more: int = 0
+    lasting: int = 0
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):

@@ -17,9 +17,14 @@ HIGHER_IS_BETTER = {"GB/s": True, "us": False, "ms": False, "s": False}
 
 
 def measured(*arguments: str) -> list[dict[str, object]]:
+    """Run a group that takes time as a user does, as shortly as it can; its results."""
+    return printed(*arguments, "--seconds", "0.01")
+
+
+def printed(*arguments: str) -> list[dict[str, object]]:
     """Run a group as a user does; its results."""
     run = subprocess.run(
-        [sys.executable, "-m", "bench", *arguments, "--json", "--seconds", "0.01"],
+        [sys.executable, "-m", "bench", *arguments, "--json"],
         capture_output=True,
         text=True,
         timeout=50,
@@ -88,6 +93,14 @@ def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():
         assert_keeps_the_contract(result)
 
 
+def test_slab_measures_restores_of_what_it_has():
+    results = measured("slab", "--layers", "1", "--cases", "slab/1$")
+
+    assert [result["case"] for result in results] == ["slab/1"]
+    for result in results:
+        assert_keeps_the_contract(result)
+
+
 def test_keys_measures_lists_arrays_and_a_grown_prompt():
     results = measured("keys", "--tokens", "8192")
 
@@ -110,7 +123,68 @@ def test_ssd_measures_every_case_that_has_a_floor_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("group", ["host", "kvpool", "ssd"])
+def a_trace(path: Path) -> Path:
+    """Eight documents asked about in turn, each time at another end, among prompts asked once."""
+    lines = []
+    for at in range(96):
+        document = 100 * (at % 8)
+        lines += [[document + page for page in range(8)] + [10_000 + at]]
+        lines += [[100_000 + 10 * at + page for page in range(8)]]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": 1000 * at, "hash_ids": ids}) + "\n"
+            for at, ids in enumerate(lines)
+        )
+    )
+    return path
+
+
+def test_admission_compares_bytes_and_hits_with_what_admitting_all_does(tmp_path):
+    results = printed(
+        "admission", "--trace", str(a_trace(tmp_path / "trace.jsonl")),
+        "--memory-blocks", "32", "--capacity-blocks", "256,512",
+    )  # fmt: skip
+
+    curve = {256: (10, 20, 30, 50, 75), 512: (25, 50, 75)}
+    names = []
+    for size, budgets in curve.items():
+        names += [f"bytes/{size}", f"hits/{size}"]
+        for budget in budgets:
+            names += [f"curve/{size}/budget-{budget}/{what}" for what in ("bytes", "hits")]
+    assert [result["case"] for result in results] == names
+    value = {result["case"]: float(result["value"]) for result in results}
+    every = next(float(one["bound_value"]) for one in results if one["case"] == "hits/256")
+    assert every == pytest.approx(100 * 8 * (96 - 8) / (96 * 17), rel=0.15), "documents return"
+    assert value["bytes/256"] < 40, "what is asked once needs not be written"
+    assert value["hits/256"] > 0.9 * every
+    for size, budgets in curve.items():
+        bytes_of = [value[f"curve/{size}/budget-{one}/bytes"] for one in budgets]
+        assert bytes_of == sorted(bytes_of), "a larger budget writes no less"
+        assert all(written <= one for written, one in zip(bytes_of, budgets, strict=True))
+    for result in results:
+        assert list(result) == FIELDS
+        better = float(result["value"]) / float(result["bound_value"])
+        if result["bound"] == "asked for":
+            better = 1 / better
+        assert result["ratio"] == pytest.approx(better, rel=2e-3)
+
+
+def test_admission_without_a_trace_says_so_and_measures_nothing(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", "admission", "--trace", str(tmp_path / "none"), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=ROOT,
+        check=False,
+    )
+
+    assert run.returncode == 0
+    assert "there is no trace" in run.stderr
+    assert not run.stdout
+
+
+@pytest.mark.parametrize("group", ["host", "kvpool", "slab", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],

@@ -27,6 +27,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--host-port", "--port", dest="port", type=int, default=0, help="0: any free port")
     add("--id", default=f"engine-{uuid.uuid4().hex[:8]}", help="name of this engine")
     add("--store", metavar="URL", help="unix:///path of the node's socket; none: no store")
+    add("--device-slab", type=int, default=0, metavar="BYTES",
+        help="copies of pages loaded from the store in this process; 0: none")  # fmt: skip
     add("--node", metavar="NAME", help="id of the node behind --store, told to the Conductor")
     add("--conductor", metavar="URL", help="register there, again and again")
     add("--prefix-cache", choices=("on", "off"), default="on")
@@ -63,7 +65,8 @@ async def run(args: argparse.Namespace) -> int:
             waiting_max=args.max_waiting,
         ),
     )
-    engine = Engine(options, _connect(args.store, args.id) if args.store else None)
+    store = _connect(args.store, args.id, args.device_slab) if args.store else None
+    engine = Engine(options, store)
     events: EngineEvents | None = None
     if args.events:
         events = EngineEvents(args.id, engine.identity, args.events, args.events_replay)
@@ -93,10 +96,12 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
-def _connect(url: str, name: str) -> Store:
+def _connect(url: str, name: str, slab_bytes: int) -> Store:
     from kvstore.client import KVStore
+    from kvstore.config import DeviceSlabConfig
 
-    return KVStore.connect(url, name=name)
+    slab = DeviceSlabConfig(capacity_bytes=slab_bytes) if slab_bytes else None
+    return KVStore.connect(url, name=name, device_slab=slab)
 
 
 def _announce(url: str) -> None:

@@ -104,6 +104,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._options.address,
             name=f"vllm-{transfer.engine_id}-{side}",
             timeout_s=self._options.lookup_timeout_ms / 1000 if on_scheduler else WORKER_TIMEOUT_S,
+            # Lookups are the scheduler's, in another process: there a slab would never be filled.
+            device_slab=None if on_scheduler else self._options.device_slab,
             log_level=level,
         )
         self._opening = Opening(self._store, self._identity, self._shards, monotonic, level)
@@ -169,6 +171,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if side is None:
             return None
         side.counts.note_troubles(self._store.troubles)
+        side.counts.note_slab(self._store.slab_stats() or {})
         return StoreStats(data=side.counts.take())
 
     @classmethod

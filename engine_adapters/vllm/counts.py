@@ -1,7 +1,8 @@
 """What the connector counts, as plain sums that can be added over steps and ranks. Pure."""
 
 from collections import Counter
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
@@ -23,9 +24,18 @@ SERIES: Final = {
     "store_seconds": "Time from a store's submission to its end.",
     "store_failures": "Stores that were refused or lost, wholly or in part.",
     "corrupt_pages": "Pages that failed their digest and were computed instead.",
+    "slab_pages": "Pages that were loaded from the worker's own slab.",
+    "slab_promoted_pages": "Pages that were copied to the slab after a load.",
+    "slab_evicted_pages": "Pages that left the slab for others.",
+    "slab_errors": "Pages that failed their digest in the slab, and failures of its device.",
     "troubles": "Reads that became misses because the node was away, slow or refused.",
 }
 """Series name → what it counts."""
+_SLAB: Final = {
+    "slab_pages": "pages_hit", "slab_promoted_pages": "pages_promoted",
+    "slab_evicted_pages": "pages_evicted", "slab_errors": "errors",
+}  # fmt: skip
+"""Series → what the slab calls it."""
 
 
 class Counts:
@@ -48,6 +58,14 @@ class Counts:
             new = count - self._seen[code]
             self._seen[code] = count
             self.add("corrupt_pages" if code == "corrupt" else "troubles", new)
+
+    def note_slab(self, stats: Mapping[str, Any]) -> None:
+        """Take over what a slab counted since this was last called."""
+        for series, name in _SLAB.items():
+            count = stats.get(name, 0)
+            new = count - self._seen[series]
+            self._seen[series] = count
+            self.add(series, new)
 
     def take(self) -> dict[str, float]:
         """The sums, which start anew."""

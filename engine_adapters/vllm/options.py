@@ -7,10 +7,12 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvstore.config import DeviceSlabConfig
 from kvstore.errors import ConfigError
 from kvstore.page import PAGE_TOKENS_MIN_DEFAULT
 
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
+SLAB_BYTES_MIN: Final = 1 << 20
 _WHERE: Final = "kv_connector_extra_config"
 
 
@@ -38,6 +40,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         load: ``async``: requests wait outside of the engine's step; ``layerwise``: inside, each
             layer until its own pages are there.
         store_output: whether pages with output tokens are stored too.
+        device_slab_bytes: memory of each worker for copies of pages it has loaded, so that the next
+            load of them reads nothing of the node; 0 = none.
     """
 
     address: str = "unix:///run/kvstore/kvstore.sock"
@@ -49,12 +53,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     load_timeout_ms_min: Milliseconds = 20.0
     load: LoadOrder = LoadOrder.ASYNC
     store_output: bool = True
+    device_slab_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse an address that is none."""
+        """Refuse an address that is none, and a slab that holds nothing."""
         scheme, _, path = self.address.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise ValueError(f"address: {self.address!r} is not unix:///absolute/path")
+        if 0 < self.device_slab_bytes < SLAB_BYTES_MIN:
+            raise ValueError(
+                f"device_slab_bytes: {self.device_slab_bytes} is less than {SLAB_BYTES_MIN}"
+            )
+
+    @property
+    def device_slab(self) -> DeviceSlabConfig | None:
+        """A worker's slab: where its KV tensors are, which is host memory."""
+        if not self.device_slab_bytes:
+            return None
+        return DeviceSlabConfig(device="cpu", capacity_bytes=self.device_slab_bytes)
 
     def page_tokens_for(self, block_tokens: int) -> int:
         """Tokens in a page for an engine whose blocks have ``block_tokens``.

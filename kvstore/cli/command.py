@@ -119,6 +119,7 @@ def _add_changes(verb: _Add) -> None:
     pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
     _names_page(pin)
     pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS", help="0 = no end")
+    pin.add_argument("--tier", choices=["host", "ssd"], default="host", help="where it stays")
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
     unpin.add_argument("pin", type=int)
@@ -126,6 +127,7 @@ def _add_changes(verb: _Add) -> None:
     quota.add_argument("space", nargs="?")
     quota.add_argument("--quota-bytes", type=int, default=0, help="0 = no quota")
     quota.add_argument("--reserved-bytes", type=int, default=0, help="0 = no reservation")
+    quota.add_argument("--tier", choices=["host", "ssd"], default="host", help="of which tier")
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
     policy.add_argument("name", nargs="?")
 
@@ -140,6 +142,9 @@ def _add_jobs(verb: _Add) -> None:
         made.add_argument("space", nargs="?" if name == "verify" else None)
         made.add_argument("key", nargs="?")
         _waits(made)
+        if name == "verify":
+            made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
+            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS")
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
     clear.add_argument("space", nargs="?")
     clear.add_argument("--all", action="store_true", help="every space")
@@ -207,12 +212,14 @@ def _tokens(text: str) -> Any:
 
 
 def _pin(node: Remote, at: argparse.Namespace) -> Any:
-    return node.send("POST", "/v1/pins", {"space": at.space, "key": at.key, "ttl_s": at.ttl})
+    body = {"space": at.space, "key": at.key, "ttl_s": at.ttl, "tier": at.tier}
+    return node.send("POST", "/v1/pins", body)
 
 
 def _quota(node: Remote, at: argparse.Namespace) -> Any:
     if at.space is not None:
-        body = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
+        limits = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
+        body = {**limits, "tier": at.tier}
         job = node.finished(node.send("PUT", f"/v1/quotas/{at.space}", body), _JOB_WAIT_S)
         if job["state"] != "done":
             return job
@@ -227,6 +234,8 @@ def _policy(node: Remote, at: argparse.Namespace) -> Any:
 
 def _bulk(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "key": at.key}
+    if at.verb == "verify":
+        body |= {"tier": at.tier, "deadline_s": at.deadline}
     return _job(node, at, {k: v for k, v in body.items() if v is not None})
 
 

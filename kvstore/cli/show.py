@@ -1,7 +1,7 @@
 """Answers of a node as tables."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -35,12 +35,14 @@ def spaces(answer: Any, console: Console) -> None:
         [
             one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
             one["tenant"], one["scope"], len(one["shards"]), one["pages"], mib(one["host_bytes"]),
-            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]),
+            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), mib(one["ssd_bytes"]),
+            _limit(one["ssd_quota_bytes"]), _limit(one["ssd_reserved_bytes"]),
         ]
         for one in answer["spaces"]
     )  # fmt: skip
     columns = ("space", "model", "revision", "dtype", "page tokens", "tenant", "scope", "shards",
-               "pages", "in memory", "quota", "reserved")  # fmt: skip
+               "pages", "in memory", "quota", "reserved", "on SSD", "SSD quota",
+               "SSD reserved")  # fmt: skip
     _table(console, "spaces", columns, rows)
 
 
@@ -97,9 +99,8 @@ def tiers(answer: Any, console: Console) -> None:
     """Tiers."""
     for tier in answer["tiers"]:
         table = Table(title=f"tier {tier['tier']}", show_header=False)
-        for name, value in tier.items():
-            if name != "tier":
-                table.add_row(name, mib(value) if name.endswith("_bytes") else str(value))
+        for name, text in _flat({k: v for k, v in tier.items() if k != "tier"}):
+            table.add_row(name, text)
         console.print(table)
 
 
@@ -112,12 +113,13 @@ def config(answer: Any, console: Console) -> None:
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
+        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
          seconds(one["ends_in_s"])]
         for one in answer["pins"]
     )  # fmt: skip
     title = f"pins: {mib(answer['used_bytes'])} of {mib(answer['budget_bytes'])}"
-    _table(console, title, ("pin", "space", "key", "pages", "bytes", "ends in"), rows)
+    title += f"; on SSD: {mib(answer['ssd_used_bytes'])} of {mib(answer['ssd_budget_bytes'])}"
+    _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
 def quotas(answer: Any, console: Console) -> None:
@@ -126,11 +128,11 @@ def quotas(answer: Any, console: Console) -> None:
         job(answer, console)
         return
     rows = (
-        [one["space"], mib(one["host_bytes"]), _limit(one["quota_bytes"]),
+        [one["space"], one["tier"], mib(one["used_bytes"]), _limit(one["quota_bytes"]),
          _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
-    _table(console, "limits", ("space", "in memory", "quota", "reserved"), rows)
+    _table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
 
 
 def job(answer: Any, console: Console) -> None:
@@ -170,8 +172,8 @@ def explanation(answer: Any, console: Console) -> None:
 def anything(answer: Any, console: Console) -> None:
     """Names and values."""
     table = Table(show_header=False)
-    for name, value in answer.items():
-        table.add_row(name, str(value))
+    for name, text in _flat(answer):
+        table.add_row(name, text)
     console.print(table)
 
 
@@ -183,6 +185,24 @@ def mib(size: float) -> str:
 def seconds(value: float | None) -> str:
     """A time span for people; empty when there is none."""
     return "" if value is None else f"{value:,.1f} s"
+
+
+def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for people, those of nested objects under dotted names."""
+    for name, value in values.items():
+        label = f"{within}{name}"
+        parts = value if isinstance(value, list) else [value]
+        if value and all(isinstance(part, dict) for part in parts):
+            for at, part in enumerate(parts):
+                yield from _flat(part, f"{label}.{at}." if isinstance(value, list) else f"{label}.")
+        elif value is None:
+            yield label, ""
+        elif name.endswith("_bytes"):
+            yield label, mib(value)
+        elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
+            yield label, seconds(value)
+        else:
+            yield label, str(value)
 
 
 def _limit(size: int) -> str:

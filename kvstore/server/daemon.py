@@ -27,6 +27,7 @@ from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
+from kvstore.state.announce import Announcement
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
 from kvstore.state.slots import SlotTable
@@ -87,6 +88,7 @@ class Daemon:
             config.socket, self.node, self.memory, self._publish, self._stats_json
         )
         self.disk: DiskTier | None = None
+        self._announcement = Announcement(self.node.pages)
         self.loop_lag_s = 0.0
         self._failed = False
 
@@ -111,7 +113,11 @@ class Daemon:
 
                 disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
                 self.disk = self.socket.disk = disk
+                self._announcement = Announcement(self.node.pages)
                 self.movements = DiskMovements(self.node.pages)
+                self.node.pages.pins.disk_budget_bytes = (
+                    self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
+                )
                 undo.callback(self.disk.close)
             self.socket.listen()
             undo.callback(self.socket.close)
@@ -208,6 +214,8 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             self.loop_lag_s = max(0.0, loop.time() - before - TICK_S)
             self.node.advance(monotonic_ns())
+            if not self._announcement.done:
+                self.node.operate(self._announcement.step, monotonic_ns())
             self.socket.flush()
             ticks += 1
             if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:

@@ -93,7 +93,7 @@ class HttpServer:
         if not host.capacity_bytes:
             message = "all memory is held by clients of the previous boot"
             raise ApiError(503, "tier_unavailable", message)
-        ssd = "off" if disk is None else "degraded" if disk.degraded else "ready"
+        ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         return {"status": "ready", "withheld_bytes": host.withheld_bytes, "ssd": ssd}
 
     def _metrics(self) -> Response:

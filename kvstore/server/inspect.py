@@ -97,6 +97,7 @@ class Inspection:
             shown = []
             for space in every[cursor : cursor + limit]:
                 limits = pages.quotas.get(space)
+                ssd = pages.disk.limits.quotas.get(space) if pages.disk is not None else None
                 shown.append(
                     {
                         "space": space.label,
@@ -105,6 +106,9 @@ class Inspection:
                         "host_bytes": space.host_bytes,
                         "quota_bytes": limits.quota_bytes,
                         "reserved_bytes": limits.reserved_bytes,
+                        "ssd_bytes": space.disk_bytes,
+                        "ssd_quota_bytes": ssd.quota_bytes if ssd is not None else 0,
+                        "ssd_reserved_bytes": ssd.reserved_bytes if ssd is not None else 0,
                         "shards": [
                             {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
                             for one in space.shards
@@ -231,6 +235,7 @@ class Inspection:
                         "pin": pin.number,
                         "space": pin.space.label,
                         "key": pin.key.hex(),
+                        "tier": pin.tier,
                         "pages": len(pin.nodes),
                         "bytes": pin.size_bytes,
                         "ends_in_s": (pin.expires_ns - now) / _NS_PER_S if pin.expires_ns else None,
@@ -239,22 +244,30 @@ class Inspection:
                 ],
                 "used_bytes": pins.used_bytes,
                 "budget_bytes": pins.budget_bytes,
+                "ssd_used_bytes": pins.disk_used_bytes,
+                "ssd_budget_bytes": pins.disk_budget_bytes,
             }
 
         return self._turns.ask(rows)
 
     def quotas(self) -> dict[str, Any]:
-        """The spaces that have limits."""
+        """The spaces that have limits, once for each tier."""
 
         def rows() -> list[dict[str, Any]]:
+            pages = self._turns.observed.node.pages
+            tiers = {"host": pages.quotas}
+            if pages.disk is not None:
+                tiers["ssd"] = pages.disk.limits.quotas
             return [
                 {
                     "space": one.space.label,
+                    "tier": tier,
                     "quota_bytes": one.quota_bytes,
                     "reserved_bytes": one.reserved_bytes,
-                    "host_bytes": one.space.host_bytes,
+                    "used_bytes": quotas.used(one.space),
                 }
-                for one in self._turns.observed.node.pages.quotas.all()
+                for tier, quotas in tiers.items()
+                for one in quotas.all()
             ]
 
         return {"quotas": self._turns.ask(rows)}

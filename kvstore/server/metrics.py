@@ -38,14 +38,14 @@ class _Snapshot:
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
         yield from _counters(stats["counts"])
         if ssd := stats.get("ssd"):
-            yield from _ssd(ssd)
+            yield from _ssd(ssd, stats["counts"])
         events = stats["events"]
         if events:
             yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])
             yield _counter("kvstore_event_batches_dropped", "Lost.", events["batches_dropped"])
 
 
-def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
+def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     """The SSD tier: room, traffic, wear, trouble."""
     room = GaugeMetricFamily("kvstore_ssd_bytes", "Room on the SSDs, by use.", labels=["use"])
     for use in ("capacity", "used", "live", "dead", "in_flight"):
@@ -58,6 +58,14 @@ def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
         ("syncs", "Segment files synced."),
     ):
         yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
+    for name in ("checked", "corrupt"):
+        found = counts.get(f"disk_{name}_records", 0)
+        yield _counter(f"kvstore_ssd_{name}_records", f"Read again on request: {name}.", found)
+    refused = CounterMetricFamily(
+        "kvstore_ssd_refused_pages", "Pages not written to the SSDs.", labels=["reason"]
+    )
+    refused.add_metric(["quota"], counts.get("disk_refused_quota", 0))
+    yield refused
     yield _gauge("kvstore_ssd_segments", "Segment files.", ssd["segments"])
     yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
     yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
@@ -65,6 +73,35 @@ def _ssd(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     for code, value in sorted(ssd["errors"].items()):
         errors.add_metric([code], value)
     yield errors
+
+
+class _Slab:
+    """A collector that gives the series of one client's slab."""
+
+    def __init__(self, slab: Mapping[str, Any]) -> None:
+        self._slab = slab
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        slab, registration = self._slab, self._slab["registration"]
+        room = GaugeMetricFamily("kvstore_slab_bytes", "Slab bytes by state.", labels=["state"])
+        for state in ("capacity", "ready", "writing", "in_use", "pending"):
+            room.add_metric([state], slab[f"{state}_bytes"])
+        yield room
+        yield _gauge("kvstore_slab_broken", "1 = its device failed.", float(bool(slab["broken"])))
+        for name, help_text in (
+            ("pages_hit", "Pages loaded from the slab."),
+            ("pages_promoted", "Pages copied to the slab."),
+            ("pages_evicted", "Pages that left the slab for others."),
+            ("pages_refused", "Pages not let in: no room, and read for the first time."),
+            ("pages_forgotten", "Pages taken out because they were wrong or may not stay."),
+            ("pages_failed", "Pages whose copy did not verify or was given up."),
+            ("errors", "Pages that failed in the slab, and failures of its device."),
+        ):
+            yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
+        for name in ("mapped_bytes", "registered_bytes", "failed_extents"):
+            value = registration.get(name, 0)
+            yield _gauge(f"kvstore_registration_{name}", "Memory of the node, with CUDA.", value)
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
@@ -94,7 +131,11 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("demotions_failed", "Evictions that could not write first: the SSDs failed."),
         ("disk_full_pages", "Pages that found no room on the SSDs."),
         ("reclaimed_pages", "Pages that left the SSDs with their segment."),
+        ("disk_kept_pages", "Pages carried over for a pin or a reservation."),
+        ("disk_quota_pages", "Pages taken off the SSDs for their own space's quota."),
         ("carried_pages", "Pages that were written again when their segment was reclaimed."),
+        ("tombstone_keys", "Pages whose removal was written to the SSDs."),
+        ("tombstone_keys_lost", "Pages whose removal could not be: a restart may find them."),
         ("expired_leases", "Leases that ran out before they were given back."),
     ):
         yield _counter(f"kvstore_{name}", help_text, counts.get(name, 0))
@@ -106,6 +147,13 @@ def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
 
 def _counter(name: str, help_text: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(name, help_text, value=value)
+
+
+def render_slab(slab: Mapping[str, Any]) -> bytes:
+    """A client's :meth:`~kvstore.client.KVStore.slab_stats` in the Prometheus text format."""
+    registry = CollectorRegistry()
+    registry.register(_Slab(slab))
+    return generate_latest(registry)
 
 
 def render(stats: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,6 @@
 """Routes that change: pins, eviction, verification, limits, the policy, movements, jobs."""
 
 from collections.abc import Callable
-from functools import partial
 from time import monotonic_ns
 from typing import Annotated, Any, Final, Literal
 
@@ -13,16 +12,17 @@ from kvstore.page import PrefixKey
 from kvstore.server.api import ApiError, Movement, Movements, Turns, key_of
 from kvstore.server.auth import Auth
 from kvstore.server.jobs import Job, Jobs
+from kvstore.server.removals import drop
 from kvstore.server.verify import Verifier
 from kvstore.state.pages import PageTable
 from kvstore.state.pins import Pin, expiry
 from kvstore.state.tree import Node, Space
-from kvstore.state.walks import drop_below
 
 KEYS_MAX: Final = 10_000
 _POLL_S: Final = 0.05
 _SHRINK_PAGES: Final = 64
 
+Tier = Literal["host", "ssd"]
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
@@ -33,11 +33,12 @@ class Body(BaseModel):
 
 
 class PinBody(Body):
-    """A prefix to pin; ``ttl_s`` 0 = until it is unpinned."""
+    """A prefix to pin in a tier; ``ttl_s`` 0 = until it is unpinned."""
 
     space: str
     key: str
     ttl_s: float = 3600.0
+    tier: Tier = "host"
 
 
 class EvictBody(Body):
@@ -55,11 +56,12 @@ class ClearBody(Body):
 
 
 class VerifyBody(Body):
-    """A page (space and key), a space, or with neither the whole tier."""
+    """A page (space and key), a space, or with neither all pages; in one tier, or in all."""
 
     space: str | None = None
     key: str | None = None
-    tier: Literal["host", "ssd"] = "host"
+    tier: Tier | None = None
+    deadline_s: Annotated[float, Field(gt=0, le=7 * 86_400)] = 3600.0
 
 
 class MoveBody(Body):
@@ -67,7 +69,7 @@ class MoveBody(Body):
 
     space: str
     keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_MAX)]
-    to: Literal["host", "ssd"] = "ssd"
+    to: Tier = "ssd"
     deadline_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
 
 
@@ -80,10 +82,11 @@ class PrefetchBody(Body):
 
 
 class LimitsBody(Body):
-    """Limits of a space on the host tier; 0 = none."""
+    """Limits of a space in a tier; 0 = none."""
 
     quota_bytes: Bytes = 0
     reserved_bytes: Bytes = 0
+    tier: Tier = "host"
 
 
 class PolicyBody(Body):
@@ -129,24 +132,20 @@ class Operation:
         self.router.add_api_route("/jobs/{job}", self.job, methods=["GET"], dependencies=read)
 
     def pin(self, body: PinBody) -> dict[str, Any]:
-        """Pin the pages of a key and of all keys before it: no policy evicts them."""
+        """Pin the pages of a key and of all keys before it: they stay in a tier."""
+        self._refuse_without(body.tier)
         space, key = self._turns.space(body.space), key_of(body.key)
 
         def change(table: PageTable) -> Pin:
-            return table.pins.add(space, key, expiry(body.ttl_s, table.now_ns))
+            return table.pin(space, key, expiry(body.ttl_s, table.now_ns), body.tier)
 
         pin = self._turns.operate(change)
-        return {"pin": pin.number, "pages": len(pin.nodes), "bytes": pin.size_bytes}
+        told = {"pin": pin.number, "pages": len(pin.nodes), "bytes": pin.size_bytes}
+        return {**told, "tier": pin.tier}
 
     def unpin(self, pin: int) -> dict[str, Any]:
         """End a pin."""
-
-        def change(table: PageTable) -> Pin:
-            ended = table.pins.remove(pin)
-            table.eviction.offer_all(ended.nodes)
-            return ended
-
-        ended = self._turns.operate(change)
+        ended = self._turns.operate(lambda table: table.unpin(pin))
         return {"pin": pin, "pages": len(ended.nodes), "bytes": ended.size_bytes}
 
     def evict(self, body: EvictBody) -> dict[str, Any]:
@@ -154,7 +153,9 @@ class Operation:
         space = self._turns.space(body.space)
         top = self._node(space, key_of(body.key)) if body.key is not None else space.root
         subject = {"space": space.label, "key": body.key}
-        return self._jobs.start("evict", subject, lambda job: self._drop(job, [top], "operator"))
+        return self._jobs.start(
+            "evict", subject, lambda job: drop(self._turns, job, [top], "operator")
+        )
 
     def clear(self, body: ClearBody) -> dict[str, Any]:
         """Empty a space, or all spaces; what is pinned or being written stays."""
@@ -163,24 +164,26 @@ class Operation:
         spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
         tops = [space.root for space in spaces]
         subject = {"space": body.space, "all": body.all}
-        return self._jobs.start("clear", subject, lambda job: self._drop(job, tops, "cleared"))
+        return self._jobs.start(
+            "clear", subject, lambda job: drop(self._turns, job, tops, "cleared")
+        )
 
     def verify(self, body: VerifyBody) -> dict[str, Any]:
         """Read pages again and compare them with their digests; what fails is quarantined."""
-        if body.tier != "host":
-            raise ApiError(
-                409, "tier_unavailable", "this node has no SSD tier that can be verified", "tier"
-            )
+        self._refuse_without(body.tier)
+        every = ["host", "ssd"] if self._has_ssd() else ["host"]
+        tiers = [body.tier] if body.tier is not None else every
+        deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
         subject = {"tier": body.tier, "space": body.space, "key": body.key}
-        if body.space is None:
-            if body.key is not None:
-                raise InvalidArgument("space", "a key is one of a space; name it too")
-            return self._jobs.start("verify", subject, self._verifier.spaces(self._spaces()))
-        space = self._turns.space(body.space)
-        if body.key is None:
-            return self._jobs.start("verify", subject, self._verifier.spaces([space]))
-        node = self._node(space, key_of(body.key))
-        return self._jobs.start("verify", subject, self._verifier.page(space, node))
+        if body.space is None and body.key is not None:
+            raise InvalidArgument("space", "a key is one of a space; name it too")
+        spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
+        if body.key is not None:
+            node = self._node(spaces[0], key_of(body.key))
+            work = self._verifier.page(node, tiers, deadline_ns)
+        else:
+            work = self._verifier.spaces(spaces, tiers, deadline_ns)
+        return self._jobs.start("verify", subject, work)
 
     def prefetch(self, body: PrefetchBody) -> dict[str, Any]:
         """Bring pages from the SSD into host memory, by a deadline."""
@@ -193,19 +196,24 @@ class Operation:
         return self._moved("move", begin, body)
 
     def limit(self, space: str, body: LimitsBody) -> dict[str, Any]:
-        """Limit what a space may have, and what the others must leave it, on the host tier.
+        """Limit what a space may have, and what the others must leave it, in a tier.
 
         A job puts the space's pages into queues of their own and brings it within its quota.
         """
         of = self._turns.space(space)
+        self._refuse_without(body.tier)
 
         def change(table: PageTable) -> None:
+            if body.tier == "ssd":
+                assert table.disk is not None
+                table.disk.limit(of, body.quota_bytes, body.reserved_bytes)
+                return
             capacity = table.slots.capacity_bytes
             table.quotas.set(of, body.quota_bytes, body.reserved_bytes, capacity)
 
         self._turns.operate(change)
         subject = {"space": of.label, **body.model_dump()}
-        return self._jobs.start("limit", subject, lambda job: self._limit(job, of))
+        return self._jobs.start("limit", subject, lambda job: self._limit(job, of, body.tier))
 
     def set_policy(self, body: PolicyBody) -> dict[str, Any]:
         """Change the eviction policy; when that fails the one before it stays."""
@@ -252,28 +260,36 @@ class Operation:
             raise ApiError(404, "not_found", message, "key")
         return node
 
-    def _drop(self, job: Job, tops: list[Node], cause: str) -> None:
-        job.result.update(dropped=0, kept=0)
-        for top in tops:
-            dropped = 1
-            while dropped and not job.cancelled:
-                dropped, kept = self._turns.operate(partial(drop_below, top=top, cause=cause))
-                job.done += dropped
-                job.result["dropped"] += dropped
-            job.result["kept"] += kept
+    def _has_ssd(self) -> bool:
+        return self._turns.ask(lambda: self._turns.observed.node.pages.disk is not None)
 
-    def _limit(self, job: Job, space: Space) -> None:
+    def _refuse_without(self, tier: str | None) -> None:
+        """Refuse what is asked of a tier that this node does not have."""
+        if tier == "ssd" and not self._has_ssd():
+            message = "this node has no SSD tier: give it ssd.directories"
+            raise ApiError(409, "tier_unavailable", message, "tier")
+
+    def _limit(self, job: Job, space: Space, tier: str) -> None:
         """Offer every page anew, then evict until the quota is kept."""
         for number in self._turns.ask(lambda: space.shelves.numbers(0)):
 
             def seed(table: PageTable, shelf: int = number) -> None:
-                table.eviction.offer_all(space.shelves.nodes(shelf), anew=True)
+                nodes = space.shelves.nodes(shelf)
+                if tier == "host":
+                    table.eviction.offer_all(nodes, anew=True)
+                for node in nodes:
+                    table.offer(node)
 
             self._turns.operate(seed)
             if job.cancelled:
                 return
 
         def shrink(table: PageTable) -> int:
+            if tier == "ssd":
+                assert table.disk is not None
+                before = space.disk_bytes
+                table.disk.limits.shrink(space, _SHRINK_PAGES)
+                return before - space.disk_bytes
             before = space.host_bytes
             table.shrink(space, _SHRINK_PAGES)
             return before - space.host_bytes

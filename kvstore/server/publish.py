@@ -1,6 +1,8 @@
 """What the node did, as KV events for whoever indexes pages."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -8,9 +10,18 @@ import numpy as np
 from kvstore.config import EventsConfig
 from kvstore.events import Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import PrefixKey
-from kvstore.state.outcomes import Action, Removed, Stored
+from kvstore.state.outcomes import (
+    Abandoned,
+    Action,
+    Removed,
+    Stored,
+    TierRemoved,
+    TierStored,
+)
 
-MEDIUM = "CPU"
+MEDIA: Final = {"host": "CPU", "ssd": "STORAGE"}
+"""What events call a tier; the words are vLLM's."""
+_OTHER: Final = {"host": "ssd", "ssd": "host"}
 
 
 class Publication:
@@ -54,35 +65,79 @@ class Publication:
 
 
 def events_of(actions: Sequence[Action]) -> list[Event]:
-    """The events that tell what ``actions`` did; removals that follow each other become one."""
+    """The events that tell what ``actions`` did, in order; neighbours of one kind become one.
+
+    A page that left one medium and stays in another is told of as removed from the one and stored
+    in the other again: whoever follows events without looking at media ends right too.
+    """
     events: list[Event] = []
-    gone: list[PrefixKey] = []
-    last: Removed | None = None
-    for action in [*actions, None]:
-        if last is not None and not (
-            isinstance(action, Removed) and (action.space, action.shard) == (last.space, last.shard)
-        ):
-            events.append(
-                RemovedEvent(
-                    block_hashes=gone, medium=MEDIUM, space=last.space.label, shard=last.shard
-                )
-            )
-            gone, last = [], None
-        match action:
+    told = [action for action in actions if not isinstance(action, Abandoned)]
+    for _, same in groupby(told, key=_kind):
+        members = list(same)
+        match members[0]:
             case Removed():
-                gone, last = gone + action.keys, action
-            case Stored():
-                events.append(
-                    StoredEvent(
-                        block_hashes=action.keys,
-                        parent_block_hash=action.parent or None,
-                        token_ids=np.frombuffer(action.tokens, dtype="<u4").tolist(),
-                        block_size=action.space.identity.page_tokens,
-                        medium=MEDIUM,
-                        space=action.space.label,
-                        shard=action.shard,
-                    )
-                )
+                gone = [one for one in members if isinstance(one, Removed)]
+                for tier in gone[0].tiers:
+                    keys = [key for one in gone for key in one.keys]
+                    events.append(_removed(gone[0], keys, tier))
+            case TierRemoved(tier=tier):
+                moved = [one for one in members if isinstance(one, TierRemoved)]
+                events.append(_removed(moved[0], [key for one in moved for key in one.keys], tier))
+                events += _stored(moved[::-1], _OTHER[tier])  # leaves leave first
+            case TierStored(tier=tier):
+                events += _stored([one for one in members if isinstance(one, TierStored)], tier)
             case _:
-                pass
+                events += [_event(one) for one in members if isinstance(one, Stored)]
     return events
+
+
+def _kind(action: Action) -> tuple[object, ...]:
+    """Equal for actions that may become one event if they follow each other."""
+    where = (type(action), action.space.number, action.shard) if hasattr(action, "shard") else ()
+    match action:
+        case Removed(tiers=tiers):
+            return (*where, tiers)
+        case TierStored(tier=tier) | TierRemoved(tier=tier):
+            return (*where, tier)
+        case _:
+            return where
+
+
+def _event(action: Stored) -> StoredEvent:
+    return StoredEvent(
+        block_hashes=action.keys,
+        parent_block_hash=action.parent or None,
+        token_ids=np.frombuffer(action.tokens, dtype="<u4").tolist(),
+        block_size=action.space.identity.page_tokens,
+        medium=MEDIA["host"],
+        space=action.space.label,
+        shard=action.shard,
+    )
+
+
+def _stored(pages: Sequence[TierStored | TierRemoved], tier: str) -> list[Event]:
+    """One event for each run in which page follows page; their tokens are not known any more."""
+    runs: list[list[TierStored | TierRemoved]] = []
+    for page in pages:
+        if runs and page.parent == runs[-1][-1].keys[-1]:
+            runs[-1].append(page)
+        else:
+            runs.append([page])
+    return [
+        StoredEvent(
+            block_hashes=[key for page in run for key in page.keys],
+            parent_block_hash=run[0].parent or None,
+            token_ids=[],
+            block_size=run[0].space.identity.page_tokens,
+            medium=MEDIA[tier],
+            space=run[0].space.label,
+            shard=run[0].shard,
+        )
+        for run in runs
+    ]
+
+
+def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> RemovedEvent:
+    return RemovedEvent(
+        block_hashes=keys, medium=MEDIA[tier], space=first.space.label, shard=first.shard
+    )

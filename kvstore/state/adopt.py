@@ -29,6 +29,8 @@ class FoundSegment:
         offsets: where each record begins.
         pairs: index of each page's (space, shard).
         page_bytes: of each page.
+        first_page: lowest sequence number of a page's record in it, dead ones too; 0 = none.
+        last_tombstone: highest sequence number of a tombstone in it; 0 = none.
     """
 
     number: int
@@ -42,6 +44,8 @@ class FoundSegment:
     offsets: list[int]
     pairs: list[int]
     page_bytes: list[int]
+    first_page: int = 0
+    last_tombstone: int = 0
 
 
 def adopt(
@@ -69,12 +73,27 @@ def adopt(
     log = table.disk.log
     for segment in segments:
         log.adopt(
-            segment.number, segment.size_bytes, segment.end, segment.records, sealed=segment.sealed
-        )
+            segment.number, segment.size_bytes, segment.end, segment.records,
+            sealed=segment.sealed, waits_for=_waits_for(segment, segments),
+        )  # fmt: skip
     for space in spaces:
         log.adopt_pages(space)
     log.next_segment = next_segment
     return sum(len(node.disk) for space in spaces for node in space.nodes.values())
+
+
+def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]:
+    """Segments with a record that is older than a tombstone of this one.
+
+    Of two that would wait for each other only the younger one does.
+    """
+    return [
+        other.number
+        for other in segments
+        if 0 < other.first_page < segment.last_tombstone
+        and other is not segment
+        and not (other.last_tombstone and 0 < segment.first_page < other.first_page)
+    ]
 
 
 class _Doubts(NamedTuple):

@@ -20,6 +20,7 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
                 "pages": len(space.nodes),
                 "shards": len(space.shards),
                 "host_bytes": space.host_bytes,
+                "ssd_bytes": space.disk_bytes,
             }
             for space in pages.spaces
         ],

@@ -16,49 +16,39 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
-from kvstore.state.admission import Admission
+from kvstore.state.admission import Admission, ask_later
+from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
+    DiskCheck,
     DiskJob,
     DiskRead,
     DiskRules,
     DiskSync,
+    DiskTombstone,
     DiskWrite,
     Durable,
     Fetch,
     Memory,
     Verdict,
+    Write,
     WritePolicy,
     page_name,
 )
+from kvstore.state.disklimits import DiskLimits
+from kvstore.state.graves import Graves
 from kvstore.state.keeper import SegmentKeeper
+from kvstore.state.loads import Loads
 from kvstore.state.log import Place, SegmentLog, record_bytes
-from kvstore.state.slots import Slot
+from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 
 BACKLOG_MAX: Final = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    job: DiskWrite
-    size: int
-    waiters: list[Durable] = field(default_factory=list)
-    followers: "list[_Write]" = field(default_factory=list)
-    """Writes that count only once this one does."""
-    finished: bool = False
-    error: KVStoreError | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    job: DiskRead
-    waiters: list[Fetch] = field(default_factory=list)
 
 
 class DiskPages:
@@ -72,8 +62,9 @@ class DiskPages:
 
     Attributes:
         jobs: to be carried out by the tier, in order.
-        acknowledged: durable puts that ended.
+        acknowledged: durable puts and removals that ended.
         fetched: fetches whose last load ended.
+        loads: pages on their way from disk.
         in_flight_bytes: being written.
     """
 
@@ -90,24 +81,34 @@ class DiskPages:
         self.in_flight_bytes = 0
         self._memory = memory
         self._numbers = count(1)
-        self._now_ns = 0
-        self._retry_ns = 0
-        self._writes: dict[tuple[Node, int], _Write] = {}
-        self._loads: dict[tuple[Node, int], _Load] = {}
+        self._sync_failed = False
+        self._now_ns = self._retry_ns = 0
+        self._writes: dict[tuple[Node, int], Write] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
-        self._keeper = SegmentKeeper(log, self._number, self._submit, self._lose, memory.counts)
+        self.loads = Loads(memory, log, self._number, self._submit, self.fetched)
+        self._checks = DiskChecks(
+            log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
+        )
+        #: What spaces may and must have on disk.
+        self.limits = DiskLimits(memory, self.forget, self._writes)
+        self._keeper = SegmentKeeper(
+            log, admission, self._number, self._submit, self._lose, self.limits.kept, memory.counts
+        )
+        #: Pages that were taken out on purpose, until their tombstones are written.
+        self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
 
     # ---- towards the disk -------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
-        return bool(self._writes) or self._room_is_made
+        buries = self.graves.waiting_keys and not self.degraded
+        return bool(self._writes or buries) or self._room_is_made
 
     @property
     def _room_is_made(self) -> bool:
@@ -118,6 +119,11 @@ class DiskPages:
     def degraded(self) -> bool:
         """Whether a write failed a moment ago: nothing is written for a while."""
         return self._now_ns < self._retry_ns
+
+    @property
+    def troubled(self) -> bool:
+        """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
+        return self.degraded or self._sync_failed
 
     def stored(self, nodes: Iterable[Node], shard: int) -> None:
         """Pages became READY in memory."""
@@ -134,8 +140,15 @@ class DiskPages:
     def before_eviction(self, node: Node) -> Verdict:
         """The memory of this node is needed."""
         verdict = Verdict.EVICT
+        refused = node.depth > node.ask_depth > 0
+        if not node.slots.keys() - node.disk.keys():
+            self.admission.leaves(node, 0, self._memory.tick)
         for shard in list(node.slots):
             if not self._is_dirty(node, shard):
+                continue
+            if refused:
+                self.admission.refuse()
+                self._memory.counts["not_admitted_pages"] += 1
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
@@ -171,7 +184,10 @@ class DiskPages:
             if not there and (self.degraded or not self._write_chain(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
-                raise CapacityError("the SSD tier has no room for a durable page now; try later")
+                raise CapacityError(
+                    "the SSD tier, or the quota of the space there, has no room for a durable page"
+                    " now; try later"
+                )
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
@@ -202,17 +218,39 @@ class DiskPages:
     @property
     def settled(self) -> bool:
         """Whether nothing waits to be written or synced."""
-        if self._writes or (self._backlog and not self.degraded):
+        pending = self._backlog or self.graves.waiting_keys
+        if self._writes or (pending and not self.degraded):
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
         return self._syncs.idle or self.degraded
+
+    def limit(self, space: Space, quota_bytes: int, reserved_bytes: int) -> None:
+        """Limit a space on disk; its pages are to be offered then, and shrunk.
+
+        Raises:
+            InvalidArgument, CapacityError: see :meth:`kvstore.state.quotas.Quotas.set`.
+        """
+        self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
+        self._keeper.reconsider()
+
+    def offer(self, node: Node) -> None:
+        """A node may have become a leaf that may go, or lost a pin."""
+        self.limits.offer(node)
+
+    def unpinned(self) -> None:
+        """Less may have to be kept."""
+        self._keeper.reconsider()
 
     def forget(self, node: Node, shard: int) -> None:
         """The page leaves the disk, if it is there."""
         if shard in node.disk:
             self.log.remove(node, shard)
             node.forget_disk(shard)
+            if shard in node.slots:
+                self._memory.told(TierRemoved, node, shard, "ssd")
+            if node.parent is not None:
+                self.offer(node.parent)
 
     def _is_dirty(self, node: Node, shard: int) -> bool:
         """Whether the page is in memory only, and may be on disk."""
@@ -222,6 +260,7 @@ class DiskPages:
             and shard not in node.disk
             and not node.memory_only
             and (node, shard) not in self._writes
+            and not self.graves.holds(node, shard)
         )
 
     def _write_chain(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
@@ -235,24 +274,31 @@ class DiskPages:
                 self._await(under_way, durable)
                 break
             if not self._is_dirty(at, shard):
+                ask_later(chain[::-1])
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
             at = None if window else at.parent
         chain.reverse()
         wanted = len(chain)
+        size = record_bytes(node.space.shards[shard].page_bytes)
         if durable is None:
-            size = record_bytes(node.space.shards[shard].page_bytes)
             pairs = [(one, shard) for one in chain]
-            del chain[self.admission.admit(pairs, size, self._now_ns) :]
-            self._memory.counts["not_admitted_pages"] += len(chain) < wanted
+            admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
+            del chain[admitted:]
+            self._memory.counts["not_admitted_pages"] += admitted < wanted
         begun = 0
         for one in chain:
+            if not self.limits.make_room(one, shard):
+                self._memory.counts["disk_refused_quota"] += len(chain) - begun
+                break
             place = self.log.place(one, shard, self._memory.tick)
             if place is None:
                 self._memory.counts["disk_full_pages"] += len(chain) - begun
                 break
             begun += 1
             self._begin_write(one, shard, place, durable)
+        if durable is None and begun < len(chain):
+            self.admission.take_back(len(chain) - begun, size)
         self._keeper.tend(self._memory.tick)
         return begun == wanted
 
@@ -260,16 +306,17 @@ class DiskPages:
         slot = node.slots[shard]
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
-        write = self._writes[node, shard] = _Write(job, size)
+        write = self._writes[node, shard] = Write(job, size)
         self._memory.slots.pin([slot], 0)
         self.in_flight_bytes += size
+        node.space.disk_bytes += size
         self._submit(job)
         self._await(write, durable)
         head = self._writes.get((node.parent, shard)) if node.parent is not None else None
         if head is not None:
             head.followers.append(write)
 
-    def _await(self, write: _Write, durable: Durable | None) -> None:
+    def _await(self, write: Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
             write.waiters.append(durable)
             durable.outstanding += 1
@@ -281,11 +328,14 @@ class DiskPages:
             and not self.degraded
             and self.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
-            node, shard = self._backlog.popleft()
+            node, shard = self._backlog[0]
+            if self.graves.holds(node, shard):
+                return  # it was taken out before it was stored again, and that is not written yet
+            self._backlog.popleft()
             if is_live(node) and self._is_dirty(node, shard):
                 self._write_chain(node, shard)
 
-    def _wrote(self, write: _Write, error: KVStoreError | None) -> None:
+    def _wrote(self, write: Write, error: KVStoreError | None) -> None:
         """Count the page as written once its head is, then those that waited for it."""
         write.finished, write.error = True, error
         self.in_flight_bytes -= write.size
@@ -302,7 +352,7 @@ class DiskPages:
         head, window = node.parent, node.space.shards[shard].window_pages
         return not window and head is not None and (head, shard) in self._writes
 
-    def _settle(self, write: _Write) -> None:
+    def _settle(self, write: Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
         node, shard = write.job.page[:2]
         del self._writes[node, shard]
@@ -313,127 +363,71 @@ class DiskPages:
             node.demote(shard, write.job.place)
             self.log.wrote(write.job.place)
             self._memory.counts["demoted_pages"] += 1
+            self._memory.told(TierStored, node, shard, "ssd")
         else:
             self.log.abandon(write.job.place, node, shard)
+            node.space.disk_bytes -= write.size
+            if node.parent is not None:
+                self.offer(node.parent)
             self._memory.counts["unwritten_pages"] += 1
             write.error = write.error or CapacityError("the page left the store meanwhile")
         self._memory.slots.unpin([write.job.slot])
         self._memory.offer(node)
         self._answer(write)
 
-    def _answer(self, write: _Write) -> None:
+    def _answer(self, write: Write) -> None:
         if write.error is None:
             self._syncs.wrote()
         for durable in write.waiters:
-            durable.outstanding -= 1
-            durable.error = durable.error or write.error
-            if not durable.outstanding:
-                self._syncs.wait(durable)
+            self._syncs.part_ended(durable, write.error)
 
     def _end_durable(self, durable: Durable) -> None:
         for write in self._writes.values() if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
-        self._unpin(durable.pinned)
+        self.loads.unpin(durable.pinned)
         durable.ended = True
         self.acknowledged.append(durable)
 
     # ---- from the disk ----------------------------------------------------------------------
 
-    def fetch(self, nodes: Sequence[Node], shard: int) -> Fetch:
-        """Load what is on disk only of a run of READY pages, and keep all of it in memory.
+    def check(self, pages: Iterable[tuple[Node, int]]) -> CheckRun:
+        """Read pages again where they lie on disk; what fails is quarantined."""
+        run = CheckRun(deque(pages))
+        self._checks.begin(run)
+        return run
 
-        The run may come back shorter: when memory has no room for more, or a page cannot be read.
-        """
-        fetch = Fetch()
-        for node in nodes:
-            if shard in node.slots:
-                self._keep(fetch, node, node.slots[shard])
-        for node in nodes:
-            if not node.ready >> shard & 1:
-                break  # it went while room was made for another
-            if shard in node.slots:
-                continue
-            load = self._loads.get((node, shard)) or self._begin_load(node, shard)
-            if load is None:
-                break
-            load.waiters.append(fetch)
-            fetch.outstanding += 1
-        if not fetch.outstanding:
-            self.fetched.append(fetch)
-        return fetch
-
-    def end_fetch(self, fetch: Fetch) -> None:
-        """Whoever waited has what it wanted, or has given up."""
-        fetch.ended = True
-        self._unpin(fetch.pinned)
-
-    def _unpin(self, pinned: list[tuple[Node, Slot]]) -> None:
-        for node, slot in pinned:
-            self._memory.slots.unpin([slot])
-            self._memory.offer(node)
-        pinned.clear()
-
-    def _keep(self, fetch: Fetch, node: Node, slot: Slot) -> None:
-        self._memory.slots.pin([slot], 0)
-        fetch.pinned.append((node, slot))
-
-    def _begin_load(self, node: Node, shard: int) -> _Load | None:
-        size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node, size)
-        place = node.disk.get(shard)
-        if slot is None or place is None:  # making room may have cost the page itself
-            if slot is not None:
-                self._memory.slots.abort([slot])
-            return None
-        self.log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = _Load(job)
-        self._submit(job)
-        return load
-
-    def _loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        node, shard, slot = job.page.node, job.page.shard, job.slot
-        load = self._loads.pop((node, shard))
-        self.log.unpin_segment(job.place.segment)
-        wanted = (
-            is_live(node)
-            and shard in node.disk
-            and shard not in node.slots  # it left meanwhile, and was stored again
-            and node.digests[shard] == job.page.digest
-        )
-        waiters = [fetch for fetch in load.waiters if not fetch.ended]
-        if wanted and error is None:
-            self._memory.promoted(node, shard, slot)
-            for fetch in waiters:
-                self._keep(fetch, node, slot)
-            self._memory.offer(node)
+    def _quarantine(self, node: Node, shard: int, cause: str) -> None:
+        """The record of a page is not what was written; a copy in memory stays."""
+        if shard in node.slots:
+            self._lose(node, shard, "head_lost")
         else:
-            self._memory.slots.abort([slot])
-            if wanted:
-                cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
-                self._memory.drop(node, shard, cause)
-        for fetch in waiters:
-            fetch.outstanding -= 1
-            if not fetch.outstanding:
-                self.fetched.append(fetch)
-        self._keeper.tend(self._memory.tick)
+            self._memory.drop(node, shard, cause)
 
     # ---- what the tier says -----------------------------------------------------------------
 
     def completed(self, job: int, error: KVStoreError | None) -> None:
         """A job has ended; ``error`` None = all of it was done."""
         ended = self._under_way.pop(job)
+        if isinstance(ended, DiskSync):
+            self._sync_failed = error is not None
         match ended:
             case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
-                    self._fail(error)
-                    self.log.fail(ended.place.segment)
+                    self._fail(error, ended.place)
                 self._wrote(self._writes[node, shard], error)
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
-                self._loaded(ended, error)
+                self.loads.loaded(ended, error)
+                self._keeper.tend(self._memory.tick)
+            case DiskCheck():
+                self._checks.completed(ended, error)
+                self._keeper.tend(self._memory.tick)
+            case DiskTombstone():
+                if error is not None:
+                    self._fail(error, ended.place)
+                self.graves.completed(ended, error)
             case DiskSync() if not self._keeper.is_mine(job):
                 if error is not None:
                     self._fail(error)
@@ -441,15 +435,21 @@ class DiskPages:
                 self._syncs.ended(error)
             case _:
                 self._keeper.completed(ended, error, self._memory.tick)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Write and sync what waits, as far as that is possible now."""
+        if not self.degraded:
+            self.graves.write()
         self._pump()
+        self._checks.go_on()
         self._syncs.advance(self._now_ns)
 
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._pump()
         self._keeper.tend(self._memory.tick)
-        self._syncs.advance(now_ns)
+        self.go_on()
 
     def stats(self) -> dict[str, Any]:
         """What is on disk and on its way, as plain values."""
@@ -458,10 +458,12 @@ class DiskPages:
             "write": self.rules.write,
             "sync": self.rules.sync,
             "writes": len(self._writes),
-            "loads": len(self._loads),
+            "loads": len(self.loads),
+            "checks": len(self._checks),
             "in_flight_bytes": self.in_flight_bytes,
             "backlog_pages": len(self._backlog),
-            "degraded": self.degraded,
+            "tombstone_keys_waiting": self.graves.waiting_keys,
+            "degraded": self.troubled,
             **{name: getattr(log, name) for name in log.__slots__},
             "write_amplification": log.write_amplification,
             "admission": self.admission.name,
@@ -472,11 +474,13 @@ class DiskPages:
         """When :meth:`advance` has something to do; 0 = never."""
         return self._syncs.next_deadline_ns()
 
-    def _fail(self, error: KVStoreError) -> None:
+    def _fail(self, error: KVStoreError, place: Place | None = None) -> None:
+        if place is not None:
+            self.log.fail(place.segment)
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
-    def _lose(self, node: Node, shard: int) -> None:
+    def _lose(self, node: Node, shard: int, cause: str = "reclaimed") -> None:
         """The page leaves the disk for good, and what follows it; without memory, the index."""
         losing = [node]
         if not node.space.shards[shard].window_pages:
@@ -486,7 +490,7 @@ class DiskPages:
             if shard in at.disk and shard in at.slots:
                 self.forget(at, shard)
             elif shard in at.disk:
-                self._memory.drop(at, shard, "reclaimed")
+                self._memory.drop(at, shard, cause)
 
     def _number(self) -> int:
         return next(self._numbers)

@@ -6,8 +6,9 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKey
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
+from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotTable
 from kvstore.state.tree import Node
 
@@ -96,6 +97,15 @@ class DiskRead:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCheck:
+    """Read the record at ``place`` and compare it with its page; nobody wants the bytes."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class DiskCopy:
     """Copy the record at ``source`` to ``place``."""
 
@@ -103,6 +113,17 @@ class DiskCopy:
     source: Place
     place: Place
     page: PageName
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTombstone:
+    """Write at ``place`` that the pages of these packed keys were taken out on purpose."""
+
+    job: int
+    place: Place
+    space: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +149,18 @@ class DiskDrop:
     segment: int
 
 
-DiskJob = DiskWrite | DiskRead | DiskCopy | DiskSync | DiskSeal | DiskDrop
+DiskJob = (
+    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
+)
 
 
 @dataclass(slots=True, eq=False)
 class Durable:
-    """A durable put that has not been acknowledged.
+    """A durable put, or removal, that has not been acknowledged.
 
     Attributes:
         pinned: the pages in memory, pinned until its end.
-        outstanding: pages still to be written.
+        outstanding: pages, or tombstones, still to be written.
         error: why it failed; None = it did not.
         ended: it is acknowledged, or failed.
     """
@@ -149,11 +172,32 @@ class Durable:
 
 
 @dataclass(slots=True, eq=False)
+class Write:
+    """A page on its way to disk.
+
+    Attributes:
+        job: what the tier does.
+        size: bytes of its record.
+        waiters: durable puts of it.
+        followers: writes that count only once this one does.
+        finished: its job has ended.
+        error: why it failed.
+    """
+
+    job: DiskWrite
+    size: int
+    waiters: list[Durable] = field(default_factory=list)
+    followers: "list[Write]" = field(default_factory=list)
+    finished: bool = False
+    error: KVStoreError | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Fetch:
     """Somebody waits for pages to come from disk.
 
     Attributes:
-        pinned: pages that are in memory, pinned until :meth:`DiskPages.end_fetch`.
+        pinned: pages that are in memory, pinned until :meth:`~kvstore.state.loads.Loads.end_fetch`.
         outstanding: loads it waits for.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         ended: nobody waits any more.
@@ -163,6 +207,14 @@ class Fetch:
     outstanding: int = 0
     size_bytes: int = 0
     ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A page on its way from disk, and who waits for it."""
+
+    job: DiskRead
+    waiters: list[Fetch] = field(default_factory=list)
 
 
 class Memory(Protocol):
@@ -178,6 +230,10 @@ class Memory(Protocol):
 
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
+        ...
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
         ...
 
     def promoted(self, node: Node, shard: int, slot: Slot) -> None:

@@ -37,7 +37,7 @@ class Eviction:
         """
         new_policy(policy, 0)
         self.policy = policy
-        self.quotas = Quotas()
+        self.quotas = Quotas(lambda space: space.host_bytes)
         self._slots = slots
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
@@ -67,6 +67,7 @@ class Eviction:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick
         node.uses += 1
+        node.ask_depth = 0
         name = self.quotas.queue_name(node.space)
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)
@@ -103,7 +104,7 @@ class Eviction:
         """Whether nobody needs the node's pages where they are, whatever follows them."""
         return (
             bool(node.slots)
-            and not node.pins
+            and not is_held(node)
             and is_live(node)
             and all(node.ready >> shard & 1 for shard in node.slots)
             and not any(self._slots.pinned(slot) for slot in node.slots.values())
@@ -156,6 +157,13 @@ class Eviction:
         if queue is None:
             queue = self._queues[name, slot_bytes] = new_policy(self.policy, slot_bytes)
         return queue
+
+
+def is_held(node: Node) -> bool:
+    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
+    return node.memory_pins > 0 or (
+        node.disk_pins > 0 and not node.slots.keys() <= node.disk.keys()
+    )
 
 
 def classes(node: Node) -> set[int]:

@@ -25,6 +25,7 @@ _VERDICT_OF: Final = {
     "corrupt": "quarantined",
     "head_lost": "head_missing",
     "reclaimed": "evicted",
+    "quota": "evicted",
 }
 _NS_PER_S: Final = 1_000_000_000
 
@@ -230,6 +231,7 @@ _SENTENCES: Final = {
     "read_once": "a page to be read once; its reader was done",
     "operator": "an operator took it out",
     "reclaimed": "evicted from the SSD: its segment was reclaimed",
+    "quota": "evicted from the SSD: its space was at its quota there",
     "cleared": "an operator cleared its space",
 }
 

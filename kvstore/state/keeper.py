@@ -8,10 +8,12 @@ when nobody reads the segment any more its file is deleted and the room is free.
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from typing import Final
 
 from kvstore.errors import KVStoreError
+from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
-from kvstore.state.log import Segment, SegmentLog, SegmentState
+from kvstore.state.log import Reclaim, Segment, SegmentLog, SegmentState, footer_bytes
 from kvstore.state.tree import Node, is_live
 
 
@@ -23,28 +25,39 @@ class _Drain(Enum):
     DELETING = 3
 
 
+GAIN_MIN: Final = 1 / 8
+"""A segment of which all but so little must be kept is not reclaimed: it would only go round."""
+
+
 class SegmentKeeper:
     """Upkeep of one log.
 
     Args:
         log: which record lies where.
+        admission: what is worth being carried over, and who is charged for it.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`completed` is told of its end.
         lose: takes a page off the disk for good: ``lose(node, shard)``.
+        kept: the pages of a segment that must not go, closed towards heads.
         counts: what is counted.
     """
 
     def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
-        lose: Callable[[Node, int], None], counts: Counter[str],
+        self, log: SegmentLog, admission: Admission, number: Callable[[], int],
+        submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None],
+        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str],
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
+        self._admission = admission
         self._number = number
         self._submit = submit
         self._lose = lose
+        self._kept = kept
         self._counts = counts
         self._victim: Segment | None = None
+        #: Segments that are not worth reclaiming → pages in them when that was found.
+        self._barren: dict[int, int] = {}
         self._stage = _Drain.COPYING
         self._copies = 0
         self._sync = 0
@@ -61,9 +74,7 @@ class SegmentKeeper:
                 segment.sealing = True
                 self._submit(DiskSeal(self._number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
-            self._victim = self._log.victim()
-            if self._victim is not None:
-                self._begin(self._victim, tick)
+            self._choose(tick)
         if self._victim is not None:
             self._go_on(self._victim)
 
@@ -73,6 +84,7 @@ class SegmentKeeper:
             case DiskSeal(segment=number):
                 # Without a footer it is scanned at the next start; that is all.
                 self._log.sealed(number)
+                self.reconsider()  # a space may have grown beyond its reservation
                 self._counts["disk_seals_failed"] += error is not None
             case DiskCopy():
                 self._copied(job, error)
@@ -92,12 +104,33 @@ class SegmentKeeper:
         if error is None:
             self.tend(tick)  # else it is tried again when time has passed
 
+    def reconsider(self) -> None:
+        """Less may have to be kept than before."""
+        self._barren.clear()
+
     def is_mine(self, job: int) -> bool:
         """Whether a sync is one of this keeper's."""
         return job == self._sync
 
-    def _begin(self, victim: Segment, tick: int) -> None:
-        plan = self._log.plan(victim)
+    def _choose(self, tick: int) -> None:
+        segments = self._log.segments
+        for number, pages in list(self._barren.items()):
+            if number not in segments or len(segments[number].pages) != pages:
+                del self._barren[number]
+        while (victim := self._log.victim(self._barren)) is not None:
+            kept = self._kept(victim)
+            size = sum(node.space.shards[shard].record_bytes for node, shard in kept)
+            room = victim.size_bytes - footer_bytes(victim.records)
+            awaited = victim.number in self._barren  # by tombstones, or it would not be here again
+            if victim.failed or awaited or size <= room * (1 - GAIN_MIN):
+                self._victim = victim
+                self._counts["disk_kept_pages"] += len(kept)
+                plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
+                self._begin(victim, plan, tick)
+                return
+            self._barren[victim.number] = len(victim.pages)
+
+    def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
         victim.state, self._stage = SegmentState.DRAINING, _Drain.COPYING
         self._counts["reclaimed_pages"] += len(plan.drop)
         for node, shard in plan.drop:
@@ -113,6 +146,7 @@ class SegmentKeeper:
             source = node.disk[shard]
             self._log.pin_segment(source.segment)
             self._copies += 1
+            self._admission.charge(node.space.shards[shard].record_bytes)
             self._submit(DiskCopy(self._number(), source, place, page_name(node, shard)))
 
     def _go_on(self, victim: Segment) -> None:

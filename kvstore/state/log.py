@@ -4,9 +4,12 @@ Segments are files of equal size, written front to back and given back as a whol
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.page import KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstore.state.tree import Node, Space
@@ -88,6 +91,8 @@ class Segment:
         readers: reads and copies under way.
         sealing: its footer is being written.
         failed: something could not be written or synced there; it is reclaimed first.
+        waits_for: numbers of the segments that may hold records older than its tombstones; it is
+            not reclaimed before them, for without the tombstones those would come back.
     """
 
     number: int
@@ -102,6 +107,7 @@ class Segment:
     readers: int = 0
     sealing: bool = False
     failed: bool = False
+    waits_for: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,26 +162,31 @@ class SegmentLog:
 
         The caller writes it there and says :meth:`wrote` or :meth:`abandon`.
         """
-        of = node.space.shards[shard]
-        size = record_bytes(of.page_bytes)
-        pair = (node.space.number, shard)
-        segment = self._open.get(carried)
-        if segment is None or not _fits(segment, size, pair):
-            segment = self._next(size, carried=carried)
-            if segment is None:
-                return None
-        place = Place(segment.number, segment.end)
-        segment.end += size
-        segment.records += 1
-        segment.pairs.add(pair)
+        size = record_bytes(node.space.shards[shard].page_bytes)
+        segment = self._take(size, (node.space.number, shard), carried=carried)
+        if segment is None:
+            return None
+        place = Place(segment.number, segment.end - size)
         segment.pages[node, shard] = tick
         segment.live_bytes += size
-        segment.writing += 1
         if carried:
             self._carried_bytes += size
         else:
             self._written_bytes += size
         return place
+
+    def place_tombstone(self, space: "Space", shard: int, keys: int) -> Place | None:
+        """Where a tombstone of so many keys goes; None when no segment is free.
+
+        Never among carried pages: what a segment waits for can then always be reclaimed before it.
+        The caller writes it there and says :meth:`wrote`, also when it could not be written.
+        """
+        size = record_bytes(keys * KEY_BYTES)
+        segment = self._take(size, (space.number, shard), carried=False)
+        if segment is None:
+            return None
+        segment.waits_for |= self.segments.keys() - {segment.number}
+        return Place(segment.number, segment.end - size)
 
     def wrote(self, place: Place) -> None:
         """The record is there."""
@@ -203,7 +214,10 @@ class SegmentLog:
         """One reader is done."""
         self.segments[number].readers -= 1
 
-    def adopt(self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool) -> None:
+    def adopt(
+        self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
+        waits_for: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         """Take over a segment that was found; it takes no more records.
 
         A power cut can leave a file shorter than it was made, without room for its footer: it
@@ -212,6 +226,7 @@ class SegmentLog:
         done = sealed or end + footer_bytes(records) > size_bytes
         state = SegmentState.SEALED if done else SegmentState.FULL
         segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
+        segment.waits_for.update(waits_for)
         if not done:
             self.full.append(segment)
         self._used_bytes += size_bytes
@@ -227,6 +242,7 @@ class SegmentLog:
                 live[place[0]] += sizes[shard]
         for number, size in live.items():
             self.segments[number].live_bytes += size
+        space.disk_bytes = sum(live.values())
 
     # ---- segments ---------------------------------------------------------------------------
 
@@ -235,14 +251,30 @@ class SegmentLog:
         """Segments that can still be made."""
         return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
 
-    def victim(self) -> Segment | None:
+    @property
+    def reservable_bytes(self) -> int:
+        """What reservations may add up to: reclaiming must find something else to drop."""
+        return max(0, self.capacity_bytes - SEGMENTS_MIN * self.segment_bytes) // 2
+
+    def victim(self, barren: Container[int] = ()) -> Segment | None:
         """The segment to reclaim next: a failed one, one without live records, the oldest one.
 
-        Healthy ones only where room is needed.
+        Healthy ones only where room is needed, and none before those that its tombstones wait for.
+        Where all wait for an open one, that is closed, to be sealed and reclaimed first. None of
+        ``barren``, unless tombstones wait for it: it is copied then, so that they can go.
         """
         short = self.free_segments < FREE_SEGMENTS_MIN
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
-        candidates = [one for one in sealed if short or one.failed]
+        wanted = [one for one in sealed if short or one.failed]
+        candidates = [one for one in wanted if not one.waits_for]
+        if wanted and not candidates:
+            for carried, segment in list(self._open.items()):
+                if any(segment.number in one.waits_for for one in wanted):
+                    self._close(carried)
+        awaited = {number for one in wanted for number in one.waits_for}
+        candidates = [
+            one for one in candidates if one.number not in barren or one.number in awaited
+        ]
         return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
 
     @property
@@ -272,19 +304,30 @@ class SegmentLog:
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
-    def plan(self, victim: Segment) -> Reclaim:
+    def plan(
+        self, victim: Segment, tick: int, carry_from: float,
+        kept: "Collection[tuple[Node, int]]" = (),
+    ) -> Reclaim:  # fmt: skip
         """What of a segment is worth carrying over.
 
         Pages that were used since they were written get another turn, the last used ones first, up
-        to :data:`CARRY_SHARE` of the segment; with them what precedes them in the same segment.
+        to :data:`CARRY_SHARE` of the segment with all of ``kept``; with them what precedes them in
+        the same segment.
+
+        Args:
+            victim: the segment.
+            tick: now.
+            carry_from: from which part of its time on disk on a page must be used, 0 to 1.
+            kept: pages of it that must not go, closed towards heads.
         """
         used = [
             (-node.access, node.depth, at, node, shard)
             for at, ((node, shard), written) in enumerate(victim.pages.items())
-            if node.access > written
+            if node.access > written + carry_from * (tick - written)
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
-        chosen: dict[tuple[Node, int], None] = {}
+        chosen: dict[tuple[Node, int], None] = dict.fromkeys(kept)
+        budget -= sum(record_bytes(node.space.shards[at].page_bytes) for node, at in kept)
         for _, _, _, node, shard in sorted(used):
             if budget <= 0:
                 break
@@ -307,6 +350,8 @@ class SegmentLog:
         """The file of a drained segment is deleted."""
         segment = self.segments.pop(number)
         assert not segment.pages
+        for other in self.segments.values():
+            other.waits_for.discard(number)
         self._used_bytes -= segment.size_bytes
         self._failed -= segment.failed
         self._reclaimed += 1
@@ -327,11 +372,25 @@ class SegmentLog:
         for segment in self.segments.values():
             sizes = [record_bytes(at.space.shards[i].page_bytes) for at, i in segment.pages]
             assert segment.live_bytes == sum(sizes) <= segment.end
+            assert segment.waits_for <= self.segments.keys() - {segment.number}
             if segment.state in (SegmentState.OPEN, SegmentState.FULL):
                 assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
             assert (segment.state is SegmentState.OPEN) == (segment in self._open.values())
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _take(self, size: int, pair: tuple[int, int], *, carried: bool) -> Segment | None:
+        """Give room at the end of an open segment to a record of ``pair``, and count its write."""
+        segment = self._open.get(carried)
+        if segment is None or not _fits(segment, size, pair):
+            segment = self._next(size, carried=carried)
+            if segment is None:
+                return None
+        segment.end += size
+        segment.records += 1
+        segment.pairs.add(pair)
+        segment.writing += 1
+        return segment
 
     def _next(self, size: int, *, carried: bool) -> Segment | None:
         """Close the open segment of a kind and begin another."""

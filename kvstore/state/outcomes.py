@@ -25,7 +25,7 @@ class PageStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Action: these pages became READY."""
+    """Action: these pages became READY, in memory."""
 
     space: Space
     shard: int
@@ -36,12 +36,39 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Action: these pages left the index; leaves first. Their slots are not re-used before."""
+    """Action: these pages left the index; leaves first. Their slots are not re-used before.
+
+    Attributes:
+        tiers: where they were, of ``host`` and ``ssd``.
+    """
 
     space: Space
     shard: int
     keys: list[PrefixKey]
     cause: str
+    tiers: tuple[str, ...] = ("host",)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStored:
+    """Action: a READY page is in one more tier now, ``host`` or ``ssd``."""
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    parent: PrefixKey
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierRemoved:
+    """Action: a page left ``tier`` and is READY in the other one still."""
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    parent: PrefixKey
+    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +79,4 @@ class Abandoned:
     keys: list[PrefixKey]
 
 
-Action = Stored | Removed | Abandoned
+Action = Stored | Removed | Abandoned | TierStored | TierRemoved

@@ -6,14 +6,15 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 import heapq
+from collections.abc import Sequence
 from itertools import count
 
-from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.match import longest_match
 from kvstore.state.outcomes import PageStatus, Stored
-from kvstore.state.pins import Pins
+from kvstore.state.pins import Pin, Pins
 from kvstore.state.quotas import SHRINK_MAX
 from kvstore.state.residents import Residents
 from kvstore.state.sessions import Lease, Process, Put
@@ -134,7 +135,7 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         self._hold(process, size)
-        fetch = self.disk.fetch(run, shard)
+        fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)
         return fetch
@@ -144,7 +145,7 @@ class PageTable(Residents):
         assert self.disk is not None
         process.fetches.remove(fetch)
         self._hold(process, -fetch.size_bytes)
-        self.disk.end_fetch(fetch)
+        self.disk.loads.end_fetch(fetch)
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -264,6 +265,45 @@ class PageTable(Residents):
         self._lend(process, lease_id, lease)
         return lease
 
+    def pin(self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host") -> Pin:
+        """Pin a prefix in a tier; on disk, what is not there yet is written now.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: the budget, or the disk, has no room for it.
+            TierUnavailable: there is no such tier.
+        """
+        if tier == "ssd" and self.disk is None:
+            raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
+        pin = self.pins.add(space, key, expires_ns, tier)
+        try:
+            for node in pin.nodes if tier == "ssd" else ():
+                for shard in node.digests:
+                    assert self.disk is not None
+                    self.disk.ensure_written(node, shard)
+        except CapacityError:
+            self.unpin(pin.number)
+            raise
+        return pin
+
+    def unpin(self, number: int) -> Pin:
+        """End a pin.
+
+        Raises:
+            NotFound: there is no such pin.
+        """
+        ended = self.pins.remove(number)
+        self._unpinned(ended.nodes)
+        return ended
+
+    def _unpinned(self, nodes: Sequence[Node]) -> None:
+        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
+        for node in nodes:
+            if is_live(node):
+                self.offer(node)
+        if nodes and self.disk is not None:
+            self.disk.unpinned()
+
     # ---- ends -------------------------------------------------------------------------------
 
     def lose(self, process: Process) -> None:
@@ -301,7 +341,7 @@ class PageTable(Residents):
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
         if len(self.pins):
-            self.eviction.offer_all(self.pins.expire(now_ns))
+            self._unpinned(self.pins.expire(now_ns))
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""

@@ -1,8 +1,11 @@
 """Operator pins: prefixes that no policy may evict, for a time and within a budget. Pure.
 
-A pin covers the pages of a key and of all keys before it. It keeps them from being evicted, and
-from nothing else: a corrupt page leaves whoever pinned it. What a pin covers is charged once, when
-it is made; pages that two pins share are charged to both, so the budget is never exceeded.
+A pin covers the pages of a key and of all keys before it, in one tier. It keeps them from being
+evicted there, and from nothing else: a corrupt page leaves whoever pinned it. A page that is pinned
+in memory and is on disk only is kept there; one that is pinned on disk and is in memory only stays
+in memory until it is written. What a pin covers is charged once, when it is made, to the budget of
+its tier, wherever its pages are then; pages that two pins share are charged to both. So no budget
+is ever exceeded.
 """
 
 from collections.abc import Iterator
@@ -23,7 +26,8 @@ class Pin:
     Attributes:
         number: names the pin on this node.
         nodes: the node of ``key`` and all above it.
-        size_bytes: slot bytes of their pages in memory when the pin was made.
+        size_bytes: what their pages took in its tier, or would have, when the pin was made.
+        tier: where it keeps them, ``host`` or ``ssd``.
         expires_ns: when it ends by itself; 0 = never.
     """
 
@@ -33,19 +37,23 @@ class Pin:
     nodes: tuple[Node, ...]
     size_bytes: int
     expires_ns: int
+    tier: str = "host"
 
 
 class Pins:
     """All operator pins of one node.
 
     Args:
-        budget_bytes: what they may cover together.
+        budget_bytes: what those in memory may cover together.
+        disk_budget_bytes: what those on disk may cover together.
     """
 
-    def __init__(self, budget_bytes: int = 0) -> None:
+    def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
         """Start with none."""
         self.budget_bytes = budget_bytes
+        self.disk_budget_bytes = disk_budget_bytes
         self.used_bytes = 0
+        self.disk_used_bytes = 0
         self._pins: dict[int, Pin] = {}
         self._number = 0
 
@@ -55,8 +63,8 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, space: Space, key: PrefixKey, expires_ns: int) -> Pin:
-        """Pin the pages of ``key`` and of all keys before it.
+    def add(self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host") -> Pin:
+        """Pin the pages of ``key`` and of all keys before it in a tier, ``host`` or ``ssd``.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -70,20 +78,27 @@ class Pins:
         while at is not None and at is not space.root:
             nodes.append(at)
             at = at.parent
-        size = sum(space.shards[shard].slot_bytes for one in nodes for shard in one.slots)
-        if self.used_bytes + size > self.budget_bytes:
+        on_disk = tier == "ssd"
+        size = sum(
+            space.shards[shard].record_bytes if on_disk else space.shards[shard].slot_bytes
+            for one in nodes
+            for shard in {*one.slots, *one.disk}
+        )
+        used = self.disk_used_bytes if on_disk else self.used_bytes
+        budget = self.disk_budget_bytes if on_disk else self.budget_bytes
+        if used + size > budget:
+            name = "admin.pin_ssd_budget_bytes" if on_disk else "admin.pin_budget_bytes"
             raise CapacityError(
-                f"{size} more bytes would exceed the pin budget ({self.used_bytes} of"
-                f" {self.budget_bytes} used); unpin something or raise admin.pin_budget_bytes"
+                f"{size} more bytes would exceed the pin budget ({used} of {budget} used);"
+                f" unpin something or raise {name}",
+                name,
             )
         if len(self._pins) >= PINS_MAX:
             raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
         self._number += 1
-        pin = Pin(self._number, space, key, tuple(nodes), size, expires_ns)
+        pin = Pin(self._number, space, key, tuple(nodes), size, expires_ns, tier)
         self._pins[pin.number] = pin
-        self.used_bytes += size
-        for one in nodes:
-            one.pins += 1
+        self._count(pin, 1)
         return pin
 
     def remove(self, number: int) -> Pin:
@@ -95,10 +110,18 @@ class Pins:
         pin = self._pins.pop(number, None)
         if pin is None:
             raise NotFound("pin", f"{number} does not exist; it may have expired")
-        self.used_bytes -= pin.size_bytes
-        for node in pin.nodes:
-            node.pins -= 1
+        self._count(pin, -1)
         return pin
+
+    def _count(self, pin: Pin, change: int) -> None:
+        if pin.tier == "ssd":
+            self.disk_used_bytes += change * pin.size_bytes
+            for node in pin.nodes:
+                node.disk_pins += change
+        else:
+            self.used_bytes += change * pin.size_bytes
+            for node in pin.nodes:
+                node.memory_pins += change
 
     def expire(self, now_ns: int) -> list[Node]:
         """End every pin whose time is up; returns the nodes that lost one."""
@@ -111,8 +134,13 @@ class Pins:
 
     def check(self) -> None:
         """Assert that what is charged and what is counted agree."""
-        assert self.used_bytes == sum(pin.size_bytes for pin in self._pins.values())
-        assert self.used_bytes <= self.budget_bytes or not self._pins
+        for tier, used, budget in (
+            ("host", self.used_bytes, self.budget_bytes),
+            ("ssd", self.disk_used_bytes, self.disk_budget_bytes),
+        ):
+            sizes = [pin.size_bytes for pin in self._pins.values() if pin.tier == tier]
+            assert used == sum(sizes)
+            assert used <= budget or not sizes
 
 
 def expiry(ttl_s: float, now_ns: int) -> int:

@@ -124,57 +124,88 @@ class SmallAndMain:
     """``s3-fifo``: a small FIFO for what is new, a main FIFO for what was used again.
 
     A page unused when its turn in the small queue comes goes, and its key is remembered; a page
-    whose key is remembered enters the main queue at once. In the main queue each use is worth one
-    more round, three at most.
+    whose key is remembered when it is stored counts as used. In the main queue each use is worth
+    one more round, three at most. The page before a leaf that goes is as old, and takes its place
+    at the head of the same queue; the uses that the leaf's turns have paid for count no more.
     """
 
     SMALL_SHARE: Final = 10
     ROUNDS_MAX: Final = 3
+    POPPED_MAX: Final = 64
 
     def __init__(self, slot_bytes: int) -> None:
         """Start empty."""
         self._slot_bytes = slot_bytes
+        #: (uses that turns have paid for, node), the next one first.
         self._small: deque[tuple[int, Node]] = deque()
         self._main: deque[tuple[int, Node]] = deque()
+        #: Page that is no leaf yet → whether its place is in the main queue, uses paid for.
+        self._places: OrderedDict[Node, tuple[bool, int]] = OrderedDict()
         self._gone: OrderedDict[bytes, None] = OrderedDict()
+        #: What was popped last, and its place: it is offered again if its turn was not taken.
+        self._popped: OrderedDict[Node, tuple[bool, int]] = OrderedDict()
+        self._pages = 0
 
-    def stored(self, node: Node, tick: int) -> None:
-        """Nothing to learn."""
+    def stored(self, node: Node, tick: int) -> None:  # noqa: ARG002
+        """What went a short while ago, and comes again, was wanted."""
+        self._pages += 1
+        if node.key in self._gone:
+            del self._gone[node.key]
+            node.uses += 1
 
     def used(self, node: Node, tick: int) -> None:
         """Nothing to learn: ``node.uses`` says it."""
 
     def offer(self, node: Node, tick: int) -> None:  # noqa: ARG002
-        """Join the queue that history says."""
+        """Take the place that a leaf has left to it, or the last one of the small queue."""
         if enter(node, self._slot_bytes):
-            if node.key in self._gone:
-                del self._gone[node.key]
-                self._main.append((node.uses, node))
+            place = self._places.pop(node, None)
+            if node in self._popped:
+                place = self._popped.pop(node)
+                self._pages += 1
+            if place is None:
+                self._small.append((0, node))
             else:
-                self._small.append((node.uses, node))
+                (self._main if place[0] else self._small).appendleft((place[1], node))
 
     def pop(self, tick: int) -> Node | None:  # noqa: ARG002
         """The next of the small queue while that has its share, else of the main queue."""
         while self._small or self._main:
             total = len(self._small) + len(self._main)
-            from_small = bool(self._small) and (
-                not self._main or len(self._small) * self.SMALL_SHARE >= total
+            main = bool(self._main) and (
+                not self._small or len(self._small) * self.SMALL_SHARE < total
             )
-            uses, node = (self._small if from_small else self._main).popleft()
-            if is_live(node) and node.uses > uses:
-                later = node.uses if from_small else max(uses + 1, node.uses - self.ROUNDS_MAX)
-                self._main.append((later, node))
+            paid, node = (self._main if main else self._small).popleft()
+            if is_live(node) and not node.children_in_memory and node.uses > paid:
+                paid = max(paid + 1, node.uses - self.ROUNDS_MAX + 1) if main else node.uses
+                self._main.append((paid, node))
                 continue
             leave(node, self._slot_bytes)
             if is_live(node):
-                self._remember(node)
+                if node.children_in_memory:
+                    self._keep_place(node, main, paid)  # until it is a leaf again
+                else:
+                    self._goes(node, main, paid)
                 return node
         return None
 
-    def _remember(self, node: Node) -> None:
-        self._gone[node.key] = None
-        while len(self._gone) > min(HISTORY_MAX, len(self._small) + len(self._main) + 1024):
-            self._gone.popitem(last=False)
+    def _goes(self, node: Node, main: bool, paid: int) -> None:  # noqa: FBT001
+        self._popped[node] = main, paid
+        if len(self._popped) > self.POPPED_MAX:
+            self._popped.popitem(last=False)
+        self._pages = max(0, self._pages - 1)
+        assert node.parent is not None
+        in_main, paid = self._places.get(node.parent, (False, 0))
+        self._keep_place(node.parent, in_main or main, paid + node.uses)
+        if not main:
+            self._gone[node.key] = None
+            while len(self._gone) > min(HISTORY_MAX, self._pages + 1):
+                self._gone.popitem(last=False)
+
+    def _keep_place(self, node: Node, main: bool, paid: int) -> None:  # noqa: FBT001
+        self._places[node] = main, paid
+        if len(self._places) > HISTORY_MAX:
+            self._places.popitem(last=False)
 
 
 class HighestReuse:

@@ -1,12 +1,14 @@
-"""Quotas and reservations of spaces on the host tier. Pure.
+"""Quotas and reservations of spaces in one tier. Pure.
 
-A **quota** is the most bytes a space may have in memory: a put beyond it evicts the space's own
-least recently used leaves, and is refused when none can go. A **reservation** is what the others
-must leave it: while the space is at or under it, only puts of the space itself evict its pages.
+A **quota** is the most bytes a space may have there: what would exceed it takes the space's own
+least recently used leaves out first, and is refused when none can go. A **reservation** is what the
+others must leave it: while the space is at or under it, only the space itself costs it pages.
 
-Spaces with limits have eviction queues of their own; all others of a tenant share one.
+In memory, spaces with limits have eviction queues of their own; all others of a tenant share one.
+How limits are kept on disk is in :mod:`kvstore.state.disklimits`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,10 +31,15 @@ class Limits:
 
 
 class Quotas:
-    """The limits of all spaces of one node."""
+    """The limits of all spaces of one node in one tier.
 
-    def __init__(self) -> None:
+    Args:
+        used: what a space has there, in bytes.
+    """
+
+    def __init__(self, used: Callable[[Space], int]) -> None:
         """Start with none."""
+        self.used = used
         self._limits: dict[int, Limits] = {}
 
     def get(self, space: Space) -> Limits:
@@ -62,12 +69,15 @@ class Quotas:
         others = sum(one.reserved_bytes for one in self._limits.values() if one.space is not space)
         if others + reserved_bytes > capacity_bytes:
             raise CapacityError(
-                f"{others} of {capacity_bytes} bytes are reserved already; {reserved_bytes} more do"
-                " not fit"
+                f"{others} of the {capacity_bytes} bytes that can be are reserved already;"
+                f" {reserved_bytes} more do not fit",
+                "reserved_bytes",
             )
         if space.number not in self._limits:
             if len(self._limits) >= LIMITED_MAX:
-                raise CapacityError(f"{LIMITED_MAX} spaces have (or had) limits, and no more can")
+                raise CapacityError(
+                    f"{LIMITED_MAX} spaces have (or had) limits, and no more can", "space"
+                )
             self._limits[space.number] = Limits(space)
         limits = self._limits[space.number]
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
@@ -94,15 +104,14 @@ class Quotas:
         limits = self._limits.get(victim.number)
         return limits is not None and self._protected(limits, space, size_bytes)
 
-    def exceeded(self, space: Space) -> bool:
-        """Whether the space is over its quota."""
+    def exceeded(self, space: Space, more_bytes: int = 0) -> bool:
+        """Whether the space is over its quota, or would be with so much more."""
         limits = self._limits.get(space.number)
-        return limits is not None and 0 < limits.quota_bytes < space.host_bytes
+        return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
 
-    @staticmethod
-    def _protected(limits: Limits, space: Space, size_bytes: int) -> bool:
+    def _protected(self, limits: Limits, space: Space, size_bytes: int) -> bool:
         return (
             limits.space is not space
             and limits.reserved_bytes > 0
-            and limits.space.host_bytes - size_bytes < limits.reserved_bytes
+            and self.used(limits.space) - size_bytes < limits.reserved_bytes
         )

@@ -10,9 +10,10 @@ from collections import Counter
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import Verdict
-from kvstore.state.eviction import Eviction, classes
+from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
-from kvstore.state.outcomes import Abandoned, Action, Removed
+from kvstore.state.graves import BURIED
+from kvstore.state.outcomes import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import Node, Space, is_live
@@ -72,6 +73,11 @@ class Residents:
         self.slots.check()
         if self.disk is not None:
             self.disk.log.check()
+            self.disk.limits.check()
+            for space in self.spaces:
+                there = [at for node in space.nodes.values() for at in node.disk]
+                size = sum(space.shards[at].record_bytes for at in there)
+                assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
         owned: dict[Slot, Node] = {}
         for space in self.spaces:
             space.check()
@@ -110,10 +116,18 @@ class Residents:
         node.promote(shard, slot)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
+        self.told(TierStored, node, shard, "host")
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
+        assert node.parent is not None
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
 
     def offer(self, node: Node) -> None:
         """The node may be evictable now."""
         self.eviction.offer(node)
+        if self.disk is not None:
+            self.disk.offer(node)
 
     def shrink(self, space: Space, pages_max: int) -> bool:
         """Evict own leaves of a space over its quota; True when it is within it."""
@@ -153,10 +167,14 @@ class Residents:
 
     def _remove(self, node: Node, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
+        here = ("host",) if shard in node.slots else ()
+        places = (*here, "ssd") if shard in node.disk else here
+        slot = self._forget(node, shard) if shard in node.slots else None
         if self.disk is not None:
             self.disk.forget(node, shard)
-        slot = self._forget(node, shard) if shard in node.slots else None
-        self.actions.append(Removed(node.space, shard, [node.key], cause))
+            if cause in BURIED:
+                self.disk.graves.bury(node, shard)
+        self.actions.append(Removed(node.space, shard, [node.key], cause, places))
         self.counts[f"removed_{cause}"] += 1
         self.ghosts.add(node, shard, cause, self.now_ns)
         if slot is not None:
@@ -178,6 +196,8 @@ class Residents:
         """After pages went: prune bare nodes, and offer what became a leaf."""
         if is_live(node):
             node = node.space.prune(node)
+            if self.disk is not None:
+                self.disk.offer(node)
             while not node.in_memory and node.parent is not None:
                 node = node.parent
             self.offer(node)
@@ -260,6 +280,7 @@ class Residents:
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
+        self.told(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: Space) -> bool:
@@ -273,7 +294,8 @@ class Residents:
             doomed.append(owner)
         for owner in doomed:
             for node in subtree(owner):
-                if node.pins or self.quotas.protects(node.space, space, self.slots.extent_bytes):
+                size = self.slots.extent_bytes
+                if is_held(node) or self.quotas.protects(node.space, space, size):
                     return False
                 for shard, slot in node.slots.items():
                     if not node.ready >> shard & 1 or self.slots.in_use(slot):

@@ -43,8 +43,10 @@ LEVEL_BELIEF: Final = 5.0
 """Uses foreseen after which a kind's own level counts as much as the more general kind's."""
 NEVER: Final = 1 << 60
 """Longer than any pause."""
-ADVANCE_MAX: Final = 256
-"""Observations that one prompt moves to their next bin of age at most."""
+ADVANCE_MAX: Final = 128
+"""Observations that one call moves to their next bin of age at most."""
+PARTS: Final = 16
+"""Parts of the table of observations: a table that grows is copied as a whole, in one call."""
 HAZARD_MAX: Final = 0.95
 """Several traits together never make a reuse certain."""
 TURNS_APART: Final = 3
@@ -65,12 +67,17 @@ class Counts:
         self.seen = [0.0] * bins
 
     def hazards(self, before: list[float]) -> list[float]:
-        """Reuse in each bin, where ``before`` is what to expect without observations."""
+        """Reuse in each bin, where ``before`` is what to expect without observations.
+
+        It has as many bins as can have been reached by now; nothing is counted in later ones.
+        """
         foreseen = sum(map(mul, self.seen, before))
         level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
         return [
-            min((uses + level * expected) / (count + BELIEF), HAZARD_MAX)
-            for uses, count, expected in zip(self.reused, self.seen, before, strict=True)
+            hazard
+            if (hazard := (uses + level * expected) / (count + BELIEF)) < HAZARD_MAX
+            else HAZARD_MAX
+            for uses, count, expected in zip(self.reused, self.seen, before, strict=False)
         ]
 
     def halve(self) -> None:
@@ -101,7 +108,7 @@ class LearnedReuse:
 
     def __init__(self) -> None:
         """Start knowing nothing."""
-        self._observed: dict[bytes, Observation] = {}
+        self._observed: list[dict[bytes, Observation]] = [{} for _ in range(PARTS)]
         self._in_order: deque[Observation] = deque()
         self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
         self._table: dict[Kind, Counts] = {}
@@ -114,6 +121,8 @@ class LearnedReuse:
         self._before_end: Node | None = None
         self._end_tick = 0
         self._prompts = 0
+        #: Whether more observations wait to be moved than one call may.
+        self._behind = False
 
     # ---- events -----------------------------------------------------------------------------
 
@@ -146,6 +155,8 @@ class LearnedReuse:
         changed = None
         if self._end is not None and parent is not self._end:
             changed = self._finish_prompt(tick)
+        elif self._behind:
+            self._behind = self._advance(tick)
         if parent.branches < BRANCHES_SHARED:
             self._replace(parent)
         self._end, self._before_end, self._end_tick = node, parent, tick
@@ -164,7 +175,7 @@ class LearnedReuse:
         for node in (self._end, self._before_end):
             if node is not None and node is not node.space.root:
                 self._observe(node, self._end_tick)
-        self._advance(tick)
+        self._behind = self._advance(tick)
         self._prompts += 1
         turn = self._prompts % HALVE_EVERY
         if turn < len(self._tables) and self._prompts >= HALVE_EVERY:
@@ -177,29 +188,30 @@ class LearnedReuse:
         return kind
 
     def _observe(self, node: Node, tick: int) -> None:
-        old = self._observed.get(node.key)
+        observed = self._part(node.key)
+        old = observed.get(node.key)
         if old is not None:
             if old.since >= tick:
                 return
             old.key = None
         watched = Observation(node, self._counts_of(self.kind(node)), tick)
-        self._observed[node.key] = watched
+        observed[node.key] = watched
         self._in_order.append(watched)
         self._by_age[0].append(watched)
         while len(self._in_order) > OBSERVED_MAX:
             oldest = self._in_order.popleft()
             if oldest.key is not None:
-                del self._observed[oldest.key]
+                del self._part(oldest.key)[oldest.key]
                 oldest.key = None
 
     def _replace(self, node: Node) -> None:
         """What now continues ``node`` is watched in its stead: uses will be told of that."""
-        watched = self._observed.pop(node.key, None)
+        watched = self._part(node.key).pop(node.key, None)
         if watched is not None:
             watched.key = None
 
     def _close(self, node: Node, tick: int) -> Observation | None:
-        watched = self._observed.pop(node.key, None)
+        watched = self._part(node.key).pop(node.key, None)
         if watched is not None:
             watched.key = None
             age_bin = self.bin_of(tick - watched.since)
@@ -208,8 +220,15 @@ class LearnedReuse:
                 counts.seen[age_bin] += 1
         return watched
 
-    def _advance(self, tick: int) -> None:
-        """Count what outlived its bin of age unused; each observation passes each bin once."""
+    def _part(self, key: bytes) -> dict[bytes, Observation]:
+        return self._observed[key[0] % PARTS if key else 0]  # the root has no key
+
+    def _advance(self, tick: int) -> bool:
+        """Count what outlived its bin of age unused; each observation passes each bin once.
+
+        Returns:
+            whether more is left to do than one call may.
+        """
         left = ADVANCE_MAX
         for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
             waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
@@ -221,6 +240,9 @@ class LearnedReuse:
                     for counts in watched.counts:
                         counts.seen[age_bin] += 1
                     older.append(watched)
+            if not left:
+                return True
+        return False
 
     # ---- what was learnt --------------------------------------------------------------------
 
@@ -278,12 +300,14 @@ class LearnedReuse:
 
     def _hazards(self, kind: Kind) -> list[float]:
         everything, place, turns, some_turns, *traits = self._counts_of(kind)
-        placed = place.hazards(everything.hazards([HAZARD_UNKNOWN] * self.BINS))
+        # No page is older than the clock: later bins are all alike, and need no work.
+        bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
+        placed = place.hazards(everything.hazards([HAZARD_UNKNOWN] * bins))
         hazards = turns.hazards(placed)
         usual = some_turns.hazards(placed)
         for trait in traits:
             hazards = [
-                min(hazard * with_trait / without, HAZARD_MAX)
+                product if (product := hazard * with_trait / without) < HAZARD_MAX else HAZARD_MAX
                 for hazard, with_trait, without in zip(
                     hazards, trait.hazards(usual), usual, strict=True
                 )
@@ -296,8 +320,7 @@ class LearnedReuse:
         A later stretch of bins is worth waiting for as long as it gives more a tick.
         """
         hazards = self._hazards(kind)
-        # No page is older than the clock: later bins are all alike, and need no work.
-        bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
+        bins = len(hazards)
         ranks = [0.0] * bins
         stretches: list[tuple[float, float, float, float]] = []
         for at in range(bins - 1, -1, -1):

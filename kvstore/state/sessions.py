@@ -40,6 +40,14 @@ class Lease:
         """The slots of its pages."""
         return [slot for _, _, slot in self.pages]
 
+    @property
+    def lasting(self) -> int:
+        """Leading pages that neither expire nor are read once."""
+        for count, (node, _, _) in enumerate(self.pages):
+            if node.expires_ns or node.read_once:
+                return count
+        return len(self.pages)
+
 
 @dataclass(slots=True)
 class Put:

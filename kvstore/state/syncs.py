@@ -16,7 +16,7 @@ class Syncs:
     Args:
         rules: when to sync.
         begin: begins a sync; :meth:`ended` is told of its end.
-        acknowledge: a durable put is synced, or failed.
+        acknowledge: a durable put or removal is synced, or failed.
     """
 
     def __init__(
@@ -38,9 +38,19 @@ class Syncs:
         """A record was written."""
         self._unsynced = True
 
+    def part_ended(self, durable: Durable, error: KVStoreError | None) -> None:
+        """One of the records that a durable put or removal waits for is written, or cannot be."""
+        durable.outstanding -= 1
+        durable.error = durable.error or error
+        if not durable.outstanding:
+            self.wait(durable)
+
     def wait(self, durable: Durable) -> None:
-        """All pages of a durable put are written, or cannot be."""
-        if durable.error is not None:
+        """All records of a durable put or removal are written, or cannot be.
+
+        Where nothing is ever synced, written is all that there is.
+        """
+        if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
             self._acknowledge(durable)
             return
         self._next.append(durable)

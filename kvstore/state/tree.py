@@ -12,7 +12,7 @@ that key. Nodes hang under the node of the key before them, so that
 from dataclasses import dataclass, field
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.log import Place
+from kvstore.state.log import Place, record_bytes
 from kvstore.state.shelves import Shelves
 from kvstore.state.slots import Slot
 
@@ -36,6 +36,7 @@ class Node:
         branches: nodes that ever continued this one.
         pause: fewest ticks between two requests of which one extended the other; 0 = not known.
         added: nodes up to this one that the request which stored it had to store.
+        ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
         reach: its depth, or that of the descendants that eviction took before it.
         expires_ns: when its pages leave the index by themselves; 0 = never.
         read_once: its pages leave the index when their first reader is done.
@@ -44,15 +45,17 @@ class Node:
         hits: lookups and acquires that ended here, or at a descendant that is gone.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
         used_ns: when the last of ``hits`` was; 0 = never.
-        pins: operator pins that cover it.
+        memory_pins: operator pins that keep its pages in memory.
+        disk_pins: operator pins that keep its pages on disk.
         serial: its place in the space's shelves.
     """
 
     __slots__ = (
-        "access", "added", "branches", "children", "children_in_memory", "depth", "digests", "disk",
-        "expires_ns", "hits", "key", "memory_only", "parent", "pause", "pins", "present", "queued",
-        "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns", "turns", "used_ns",
-        "uses",
+        "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
+        "digests", "disk", "disk_pins", "expires_ns", "hits", "key", "memory_only", "memory_pins",
+        "parent", "pause",
+        "present", "queued", "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns",
+        "turns", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -73,12 +76,18 @@ class Node:
         self.read_once = False
         self.memory_only = False
         self.queued: tuple[int, ...] = ()
-        self.hits = self.stored_ns = self.used_ns = self.pins = self.serial = 0
-        self.uses = self.turns = self.branches = self.pause = self.added = 0
+        self.hits = self.stored_ns = self.used_ns = self.serial = 0
+        self.memory_pins = self.disk_pins = 0
+        self.uses = self.turns = self.branches = self.pause = self.added = self.ask_depth = 0
         self.reach = self.depth
         if parent is not None:
             parent.children[key] = self
             parent.branches += 1
+
+    @property
+    def pins(self) -> int:
+        """Operator pins that cover this node."""
+        return self.memory_pins + self.disk_pins
 
     def begin(self, shard: int, slot: Slot) -> None:
         """The page of ``shard``, in no tier yet, is being written to ``slot``."""
@@ -124,6 +133,7 @@ class Node:
     def forget_disk(self, shard: int) -> Place:
         """The page of ``shard`` is no longer on disk; returns where it was."""
         place = self.disk.pop(shard)
+        self.space.disk_bytes -= self.space.shards[shard].record_bytes
         self._leave(shard)
         return place
 
@@ -164,15 +174,21 @@ class Node:
 
 @dataclass(slots=True)
 class Shard:
-    """One shard of a space, as the node knows it; ``window_pages`` as in its ``spec``."""
+    """One shard of a space, as the node knows it; ``window_pages`` as in its ``spec``.
+
+    Attributes:
+        record_bytes: what a page of it takes on disk.
+    """
 
     spec: ShardSpec
     page_bytes: int
     slot_bytes: int
     window_pages: int = field(init=False)
+    record_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.window_pages = self.spec.window_pages
+        self.record_bytes = record_bytes(self.page_bytes)
 
 
 @dataclass(slots=True)
@@ -185,6 +201,7 @@ class Space:
         writing: all and only the nodes with a page that is being written.
         shelves: the nodes of ``nodes`` in the order they were made.
         host_bytes: slot bytes of its pages in memory.
+        disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
     """
@@ -196,6 +213,7 @@ class Space:
     writing: set[Node] = field(default_factory=set)
     shelves: Shelves = field(default_factory=Shelves)
     host_bytes: int = 0
+    disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
     root: Node = field(init=False)
     label: str = field(init=False)

@@ -91,7 +91,8 @@ def drop_below(table: PageTable, top: Node, cause: str, limit: int = DROP_NODES)
     """Take a part of what lies at and below ``top`` out of the index, leaves first.
 
     Pages that an operator pinned stay, with all before them, and so do pages that are being
-    written. Call it until nothing was dropped.
+    written. Call it until nothing was dropped: once a space is empty all of it is gone for good,
+    also what an SSD may hold of pages that had left the index before.
 
     Returns:
         (dropped, kept): pages taken out, and nodes met that stay.
@@ -113,6 +114,8 @@ def drop_below(table: PageTable, top: Node, cause: str, limit: int = DROP_NODES)
         for shard in list(node.digests):
             table.drop(node, shard, cause)
             dropped += 1
+    if top is top.space.root and not top.children and not dropped and table.disk is not None:
+        table.disk.graves.bury_all(top.space)
     return dropped, kept
 
 

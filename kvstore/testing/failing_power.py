@@ -66,7 +66,8 @@ class FailingPower(SimulatedDisk):
 class UnorderedLog(SSDLog):
     """An SSD log whose jobs run in any order, and whose completions come late.
 
-    A sync covers what was written before it was submitted, so it runs at once or later.
+    The order in which they were submitted is that of their sequence numbers, as in any log; a sync
+    covers what was written before it was submitted, so it runs at once or later.
     """
 
     def __init__(
@@ -75,28 +76,31 @@ class UnorderedLog(SSDLog):
         """Open the log of the node ``node`` on a simulated disk."""
         super().__init__("node", [directory], segment_bytes, threads=0, disk=disk)
         self._dice = random
-        self._held: list[Job] = []
         self._late: list[Completion] = []
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hold jobs back; runs of them stay together, so that they are written in one call."""
-        for job in jobs:
-            if isinstance(job, SyncAll) and self._dice.random() < 0.5:
-                super().submit([job])
-                self._late += super().poll()
-            else:
-                self._held.append(job)
+        """Take them in short runs; what of a run lies side by side is written in one call."""
+        left = list(jobs)
+        while left:
+            run = self._dice.choice((1, 1, 2, 4))
+            super().submit(left[:run])
+            del left[:run]
+            if isinstance(self._queue[-1].jobs[0], SyncAll) and self._dice.random() < 0.5:
+                self._run_one(len(self._queue) - 1)
 
     def poll(self) -> list[Completion]:
         """Run some jobs, tell of some that have ended."""
-        while self._held and self._dice.random() < 0.6:
-            start = self._dice.randrange(len(self._held))
-            stop = start + self._dice.choice((1, 1, 2, 4))
-            jobs = self._held[start:stop]
-            del self._held[start:stop]
-            super().submit(jobs)
-            self._late += super().poll()
+        while self._queue and self._dice.random() < 0.6:
+            self._run_one(self._dice.randrange(len(self._queue)))
         self._dice.shuffle(self._late)
         told = self._dice.randint(0, len(self._late))
         now, self._late = self._late[:told], self._late[told:]
         return now
+
+    def _run_one(self, index: int) -> None:
+        """Carry out one piece of work before those that wait longer."""
+        work = self._queue[index]
+        del self._queue[index]
+        self._do(work, self._movers[0])
+        ended, self._completions = self._completions, []
+        self._late += ended

@@ -1,4 +1,4 @@
-"""Power cuts of a whole node: what it acknowledged as durable is there when it comes back.
+"""Power cuts of a whole node: what it acknowledged, as durable or as taken out, stays so.
 
 The node, its page table, its disk side and the SSD log are the real ones; the disk is simulated and
 keeps only what was synced. Jobs of the tier run and end in any order. The power fails in the middle
@@ -30,10 +30,11 @@ from kvstore.page import (
     page_keys,
     page_seeds,
 )
-from kvstore.state.diskjobs import SyncPolicy, WritePolicy
+from kvstore.state.diskjobs import Durable, SyncPolicy, WritePolicy
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
+from kvstore.state.walks import drop_below
 from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
 from kvstore.tier.directories import Directory
@@ -49,6 +50,7 @@ CALLS_MAX: Final = 220
 STEPS_MAX: Final = 400
 WAIT_MS: Final = 40
 TICK_NS: Final = 2_000_000
+EVICT_SHARE: Final = 0.2
 SETTLE_STEPS_MAX: Final = 3_000
 _IDENTITY: Final = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
 _SHARDS: Final = [
@@ -76,6 +78,10 @@ class Toll:
         lost: of these, those that were not there afterwards.
         reclaimed: segments.
         cuts_of_starts: power cuts while the node was starting.
+        evicted: pages, when an operator's eviction of them was acknowledged.
+        gone: evicted pages that were not there after a cut.
+        doubtful: pages evicted without acknowledgement when the power failed.
+        returned: of these, those that were there afterwards.
     """
 
     cuts: int = 0
@@ -88,6 +94,10 @@ class Toll:
     lost: int = 0
     reclaimed: int = 0
     cuts_of_starts: int = 0
+    evicted: int = 0
+    gone: int = 0
+    doubtful: int = 0
+    returned: int = 0
 
 
 class Life:
@@ -106,6 +116,10 @@ class Life:
         self._random = history.random
         self.toll = history.toll
         self.acknowledged = history.acknowledged
+        self.evicted = history.evicted
+        #: Evictions that are not acknowledged, and their pages that were not stored again since.
+        self.evictions: list[tuple[Durable, set[Page]]] = []
+        self._overtaken: set[int] = set()
         self._now_ns = 1_000_000_000
         boot = self._random.randbytes(16)
         slots = SlotTable(EXTENT_BYTES, EXTENTS)
@@ -115,6 +129,7 @@ class Life:
         self._asked: dict[int, tuple[wire.Request, int, PrefixKeys, bool]] = {}
         self._numbers = count(1)
         self._leases: list[int] = []
+        self._known = {key for keys in history.prompts for key in keys}
         self._answers: list[tuple[wire.Acquired, int, PrefixKeys]] = []
         try:
             self.memory.create(extent.number for extent in slots.extents)
@@ -164,6 +179,38 @@ class Life:
             number = self._leases.pop(self._random.randrange(len(self._leases)))
             self.node.receive(CONNECTION, wire.Release(number), self._now_ns)
 
+    def evict(self, key: PrefixKey | None, cause: str) -> None:
+        """Take a page with all that follows it out, as an operator does; None: everything."""
+        tree = self._tree()
+        top = tree.root if key is None else tree.nodes.get(key)
+        if top is None:
+            return
+        before = self._ready()
+        while self.node.operate(lambda table: drop_below(table, top, cause, 3), self._now_ns)[0]:
+            pass
+        pages = before - self._ready()
+        if key is None and not tree.nodes:
+            pages |= {(shard, name) for shard in range(len(_SHARDS)) for name in self._known}
+        durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(), self._now_ns)
+        self.evictions.append((durable, pages))
+        # What was asked for so far is gone; its acknowledgement says nothing of what is put now.
+        self._overtaken |= self._asked.keys()
+        self._note_removed()
+
+    def _ready(self) -> set[Page]:
+        return {
+            (self._shards.index(shard), key)
+            for key, node in self._tree().nodes.items()
+            for shard in node.digests
+        }
+
+    def _note_evicted(self) -> None:
+        for durable, pages in [one for one in self.evictions if one[0].ended]:
+            self.evictions.remove((durable, pages))
+            if durable.error is None and self.disk.pages.rules.sync is not SyncPolicy.NONE:
+                self.evicted |= pages
+                self.toll.evicted += len(pages)
+
     def _ask(
         self, request: wire.Request, shard: int, keys: PrefixKeys, *, durable: bool = False
     ) -> None:
@@ -182,6 +229,7 @@ class Life:
             self._flush()
         self.node.actions.clear()
         self._note_removed()
+        self._note_evicted()
 
     def _flush(self) -> None:
         while True:
@@ -208,7 +256,7 @@ class Life:
                 self._compare(answer, shard, keys)
                 if answer.digests:
                     self._leases.append(request.lease)
-            case wire.Persisted():
+            case wire.Persisted() if answer.id not in self._overtaken:
                 self._note_durable(shard, keys)
             case _:
                 pass  # a refusal is an answer too
@@ -222,6 +270,9 @@ class Life:
             for key, status in zip(keys, answer.statuses, strict=True)
             if status == PageStatus.GRANTED
         ]
+        again = {(shard, key) for key in granted}
+        for pages in (self.evicted, *(pages for _, pages in self.evictions)):
+            pages -= again
         addresses = [self._address(at) for at in _addresses(answer.addresses)]
         for key, address in zip(granted, addresses, strict=True):
             ctypes.memmove(address, content(key, shard), PAGE_BYTES)
@@ -266,8 +317,10 @@ class Life:
             if (shard, key) in on_disk:
                 self.acknowledged[shard, key] = None
                 self.toll.acknowledged += 1
-            else:  # between its sync and this answer it was reclaimed, as any page may be
-                assert self.node.pages.counts["reclaimed_pages"], "acknowledged, not written"
+            else:  # between its sync and this answer it left, as any page may
+                counts = self.node.pages.counts
+                left = ("reclaimed_pages", "removed_operator", "removed_corrupt")
+                assert any(counts[name] for name in left), "acknowledged, not written"
                 self.toll.late += 1
 
     def _note_removed(self) -> None:
@@ -314,12 +367,15 @@ class History:
     Attributes:
         seed: decides everything.
         sync: the node's sync policy.
+        evictions: an operator takes pages out, and some are found corrupt.
     """
 
     seed: int
     sync: SyncPolicy = SyncPolicy.INTERVAL
+    evictions: bool = False
     toll: Toll = field(default_factory=Toll)
     acknowledged: dict[Page, None] = field(default_factory=dict)
+    evicted: set[Page] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """An empty disk."""
@@ -334,10 +390,15 @@ class History:
             sync_interval_s=0.01,
             admission="all",
         )
-        self._prompts = self._make_prompts()
+        self.prompts = self._make_prompts()
+        self._doubtful: set[Page] = set()
 
-    def run(self, cuts: int = 3) -> Toll:
+    def run(self, cuts: int = 3, *, fully: bool = True) -> Toll:
         """Let the node live, cut its power, check what it finds; and again.
+
+        Args:
+            cuts: how often.
+            fully: read every page at the end.
 
         Raises:
             AssertionError: an acknowledged page is lost, a wrong byte was read, the state broke.
@@ -348,7 +409,7 @@ class History:
             self._until_the_cut(ordinary)
         self.disk.calls_left = None
         with closing(Life(self)) as life:
-            self._inspect(life, ordinary, fully=True)
+            self._inspect(life, ordinary, fully=fully)
         return self.toll
 
     def _until_the_cut(self, ordinary: set[Page]) -> None:
@@ -375,10 +436,11 @@ class History:
             pass
         ordinary.clear()
         ordinary |= life.on_disk() - self.acknowledged.keys()
+        self._doubtful = {page for _, pages in life.evictions for page in pages}
         self.toll.reclaimed += life.disk.stats().get("drops", 0)
 
     def _act(self, life: Life) -> None:
-        keys = self.random.choice(self._prompts)
+        keys = self.random.choice(self.prompts)
         keys = keys[: self.random.randrange(1, len(keys) + 1)]
         shard = self.random.randrange(len(_SHARDS))
         match self.random.randrange(8):
@@ -390,6 +452,9 @@ class History:
                 life.read(keys, shard)
             case 4:
                 life.release_one()
+            case 5 if self.evictions and self.random.random() < EVICT_SHARE:
+                key = self.random.choice((None, keys[-1], keys[-1]))
+                life.evict(key, self.random.choice(("operator", "corrupt")))
             case _:
                 pass
 
@@ -398,12 +463,17 @@ class History:
         adopted = life.on_disk()
         lost = self.acknowledged.keys() - adopted
         assert not lost, f"seed {self.seed} {self.sync}: {len(lost)} durable pages are lost"
+        back = self.evicted & adopted
+        assert not back, f"seed {self.seed} {self.sync}: {len(back)} evicted pages are back"
+        self.toll.gone += len(self.evicted)
+        self.toll.doubtful += len(self._doubtful)
+        self.toll.returned += len(self._doubtful & adopted)
         self.toll.survived += len(self.acknowledged)
         self.toll.written += len(ordinary)
         self.toll.lost += len(ordinary - adopted)
         expected = set(self.acknowledged)
         if fully:
-            found = life.read_everything(self._prompts)
+            found = life.read_everything(self.prompts)
             unread = (expected & self.acknowledged.keys()) - found
             assert not unread, f"seed {self.seed}: {len(unread)} durable pages cannot be read"
             life.node.pages.check()

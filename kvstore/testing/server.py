@@ -87,6 +87,12 @@ class Server:
         return self._ready.group(1)
 
     @property
+    def http(self) -> str:
+        """Its HTTP face: scheme, host and port."""
+        assert self._ready is not None, "wait_ready() comes first"
+        return self._ready.group(2)
+
+    @property
     def ended(self) -> bool:
         """Whether it runs no more."""
         return self._child.poll() is not None

@@ -23,6 +23,7 @@ from kvstore.state.diskjobs import DiskRules
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.slots import SlotTable
 from kvstore.testing import slowtier
+from kvstore.testing.followers import Followers
 
 PAGE_BYTES: Final = slowtier.PAGE_BYTES
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
@@ -70,6 +71,7 @@ class Outcome:
     pages_from_disk: int = 0
     disk_failures: int = 0
     pages_persisted: int = 0
+    pages_checked: int = 0
 
 
 @dataclass(eq=False)
@@ -122,6 +124,7 @@ class Simulation:
         limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
         self.disk = slowtier.SimulatedTier(self, rules) if rules is not None else None
+        self.followers = Followers()
         self._capacity_bytes = extents * EXTENT_BYTES
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
@@ -170,9 +173,17 @@ class Simulation:
         for process in list(self._processes):
             if self.random.random() < self.faults.connection:
                 self._break(process)
+        if self.disk is not None and self.random.random() < 0.1:
+            self.disk.check_some()
+        if self.disk is not None:
+            self.disk.check_quotas()
+            if self.random.random() < 0.02:
+                self.node.operate(self.disk.limit_some, self.now_ns)
         self.node.pages.check()
         for session in self.node.sessions.values():
             session.check()
+        self._flush()
+        self.followers.check(self.node.pages)
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
         assert used <= self._capacity_bytes, "more is in use than there is"
@@ -188,6 +199,7 @@ class Simulation:
             gone = self.memory.pop(old)
             gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
             self.memory[new] = bytearray(EXTENT_BYTES)
+        self.followers.follow(self.node.actions)
         self.node.actions.clear()
         if self.disk is not None:
             self.disk.take_jobs()

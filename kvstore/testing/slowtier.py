@@ -1,14 +1,16 @@
 """What stands for the SSD tier in a simulation of a node: slow, failing, forgetful of bits."""
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import KVStoreError, PageCorrupt, TierUnavailable
+from kvstore.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.state import diskjobs
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import DiskJob, DiskRules
-from kvstore.state.log import Place, SegmentLog
+from kvstore.state.log import Place, SegmentLog, record_bytes
+from kvstore.state.pages import PageTable
 from kvstore.state.slots import Slot
 
 if TYPE_CHECKING:
@@ -31,9 +33,13 @@ class SimulatedTier:
         """Give the simulation's node a disk."""
         self.records: dict[Place, bytes] = {}
         self._simulation = simulation
+        self._sizes: dict[int, int] = {}
         pages = simulation.node.pages
+        pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(pages, log, Admission("all", 0), rules)
+        self.pages = pages.disk = DiskPages(
+            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        )
 
     def take_jobs(self) -> None:
         """Begin what the node asked for."""
@@ -41,6 +47,44 @@ class SimulatedTier:
         for job in jobs:
             delay_ns = self._simulation.random.randrange(DELAY_NS_MAX)
             self._simulation.at(delay_ns, partial(self._end, job))
+
+    def check_some(self) -> None:
+        """An operator has some of the pages on disk read again."""
+        pages = [
+            (node, 0)
+            for space in self._simulation.node.pages.spaces
+            for node in space.nodes.values()
+            if 0 in node.disk
+        ]
+        self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
+        self.take_jobs()
+
+    def limit_some(self, table: PageTable) -> None:
+        """An operator limits a space on disk, and pins a page there for a while."""
+        simulation = self._simulation
+        random, spaces = simulation.random, list(table.spaces)
+        if not spaces:
+            return
+        space, record = random.choice(spaces), record_bytes(PAGE_BYTES)
+        quota = random.choice((0, 2, 3, 6))
+        self.pages.limit(space, quota * record, random.randrange(3) * record)
+        for node in space.nodes.values():
+            table.offer(node)
+        self.pages.limits.shrink(space, 1 << 20)
+        keys = [node.key for node in space.nodes.values() if node.ready and not node.memory_only]
+        with suppress(CapacityError):
+            if keys:
+                ends_ns = simulation.now_ns + 20_000_000
+                table.pin(space, random.choice(keys), ends_ns, random.choice(("host", "ssd")))
+        self.take_jobs()
+
+    def check_quotas(self) -> None:
+        """Nothing grows beyond a quota; what was there when it came may take a while to go."""
+        for limits in self.pages.limits.quotas.all():
+            space, before = limits.space, self._sizes.get(limits.space.number, 0)
+            quota = limits.quota_bytes or 1 << 62
+            assert space.disk_bytes <= max(quota, before), "a space grew beyond its quota"
+        self._sizes = {one.number: one.disk_bytes for one in self._simulation.node.pages.spaces}
 
     def _end(self, job: DiskJob) -> None:
         simulation = self._simulation
@@ -60,7 +104,12 @@ class SimulatedTier:
                     return PageCorrupt("simulated")
                 self.records[place] = content
             case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
-                return self._read(place, self._memory(slot), _content(node.key))
+                error = self._read(place, self._memory(slot), _content(node.key))
+                self._simulation.outcome.pages_from_disk += error is None
+                return error
+            case diskjobs.DiskCheck(place=place, page=(node, _, _, _)):
+                self._simulation.outcome.pages_checked += 1
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(node.key))
             case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
                 content = self.records[source]
                 if content != _content(node.key):
@@ -81,7 +130,6 @@ class SimulatedTier:
             memory[simulation.random.randrange(PAGE_BYTES)] ^= 1
         if memory != expected:
             return PageCorrupt("simulated")
-        simulation.outcome.pages_from_disk += 1
         return None
 
     def _memory(self, slot: Slot) -> memoryview:

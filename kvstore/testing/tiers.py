@@ -1,9 +1,9 @@
-"""What every tier below host memory must keep, as checks that need no test framework.
+"""What the log promises beyond what every tier does, as checks that need no test framework.
 
 ::
 
-    contract = TierContract(open_tier, damage)
-    for check in TierContract.CHECKS:
+    contract = LogContract(open_tier, damage)
+    for check in LogContract.CHECKS:
         getattr(contract, check)()      # AssertionError says what was broken
 """
 
@@ -45,7 +45,6 @@ from kvstore.tier.vectored import aligned
 WAIT_S: Final = 30.0
 SPACE: Final = SpaceIdentity(model="test", kv_dtype="uint8", page_tokens=16)
 SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=16), layers=(0, 1), heads=(0, 1))
-_SEED: Final = digest_seed(SPACE, SHARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +60,19 @@ class PageInMemory:
     memory: memoryview
 
     @classmethod
-    def random(cls, random: Random, page_bytes: int, parent: bytes = b"") -> "PageInMemory":
+    def random(
+        cls, random: Random, page_bytes: int, parent: bytes = b"", shard: ShardSpec = SHARD
+    ) -> "PageInMemory":
         """A page of random bytes under a random key, in the space SPACE."""
         memory = aligned(-(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         memory[:page_bytes] = random.randbytes(page_bytes)
         key = PrefixKey(random.randbytes(32))
-        found = mover.digest(np.array([_address(memory)]), page_bytes, page_seeds(key, _SEED))
+        seeds = page_seeds(key, digest_seed(SPACE, shard))
+        found = mover.digest(np.array([_address(memory)]), page_bytes, seeds)
         tokens = np.arange(16, dtype="<u4").tobytes()
         digest = found.tobytes()
         return cls(
-            PageRecord(key, PrefixKey(parent), SPACE, SHARD, page_bytes, digest, tokens), memory
+            PageRecord(key, PrefixKey(parent), SPACE, shard, page_bytes, digest, tokens), memory
         )
 
     @property
@@ -160,8 +162,8 @@ def laid_out(
     return places
 
 
-class TierContract:
-    """The checks.
+class LogContract:
+    """What a tier promises whose jobs name places: see :mod:`kvstore.tier.base`.
 
     Args:
         open_tier: an empty tier that was made ready, with segments of at least 256 KiB.

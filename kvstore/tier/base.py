@@ -63,7 +63,11 @@ class CopyPage:
 
 @dataclass(frozen=True, slots=True)
 class WriteTombstone:
-    """Write that these pages were taken out on purpose: they must not come back at a start."""
+    """Write that these pages were taken out on purpose: they must not come back at a start.
+
+    It counts against every record of its space, shard and keys that was submitted before it.
+    :data:`kvstore.page.ALL_KEYS` among them means every key.
+    """
 
     job: int
     place: Place
@@ -99,8 +103,8 @@ class SealSegment:
 class DropSegment:
     """Delete a segment's file, durably; nobody reads it any more.
 
-    Copies of its pages elsewhere have been synced before, and so have its tombstones as long as
-    another segment has an older record of their keys: else those would be back at the next start.
+    Copies of its pages elsewhere have been synced before, and no other segment has a record older
+    than its tombstones: else pages that were taken out would be back at the next start.
     """
 
     job: int

@@ -55,7 +55,10 @@ def failure(path: Path, error: OSError) -> KVStoreError:
     """What an operating system's error means here; names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapacityError(f"{path}: {error.strerror}: free room or lower the tier's capacity")
-    return TierUnavailable(f"{path}: {error.strerror or error}")
+    why = f"{path}: {error.strerror or error}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return TierUnavailable(f"{why}: let the node's user write there, or use another directory")
+    return TierUnavailable(why)
 
 
 def open_all(

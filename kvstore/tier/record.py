@@ -50,6 +50,7 @@ _HAS_PARENT: Final = 1
 _PAIR_LENGTH: Final = struct.Struct("<H")
 _ENTRY: Final = struct.Struct("<32s32s16sQQQHBB20x")
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_MEND: Final = "put back a copy of it, or use another directory"
 _TRAILER_KIND: Final = 255
 
 ENTRY: Final = np.dtype(
@@ -356,9 +357,9 @@ def decode_identity(content: bytes) -> Identity:
         log = bytes.fromhex(fields["log"])
         identity = Identity(log, str(fields["node"]), int(fields["directory"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"its identity file is damaged: {error}") from error
+        raise ConfigError(f"its identity file is damaged ({error}): {_MEND}") from error
     if len(identity.log) != LOG_ID_BYTES:
-        raise ConfigError("its identity file is damaged: the log's id has another length")
+        raise ConfigError(f"its identity file is damaged (a short log id): {_MEND}")
     return identity
 
 

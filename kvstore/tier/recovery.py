@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.page import KEY_BYTES, page_seeds
+from kvstore.page import ALL_KEYS, KEY_BYTES, page_seeds
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
@@ -79,6 +79,8 @@ class RecoveredSegment:
         number: names it.
         directory: index of its directory.
         size_bytes: of its file.
+        first_page: lowest sequence number of its pages, of those that do not stand too; 0 = none.
+        last_tombstone: highest one of its tombstones; 0 = none.
         sealed: it has a footer; else it may be written from ``end`` on, and sealed.
         end: the first byte behind its last record.
         entries: pages only; not those that were written again later or taken out. ``pair`` is an
@@ -93,6 +95,8 @@ class RecoveredSegment:
     end: int
     entries: Entries
     records: int
+    first_page: int = 0
+    last_tombstone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +282,8 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
                 end=segment.end,
                 entries=every if stands.all() else every[stands],
                 records=len(every),
+                first_page=_first_page(every),
+                last_tombstone=max((one.sequence for one in segment.tombstones), default=0),
             )
         )
     return RecoveredLog(
@@ -287,6 +293,11 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
         max((int(one["sequence"].max()) + 1 for one in entries if len(one)), default=1),
         [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None],
     )
+
+
+def _first_page(entries: Entries) -> int:
+    sequences = entries["sequence"][entries["kind"] == Kind.PAGE]
+    return int(sequences.min()) if len(sequences) else 0
 
 
 def _renumbered(segment: LoadedSegment, numbers: dict[bytes, int]) -> Entries:
@@ -315,6 +326,7 @@ def _standing(
         number = numbers[tombstone.pair]
         if tombstone.keys is None:
             log.error("a tombstone is damaged: every older page of its space is taken out with it")
+        if tombstone.keys is None or _is_for_all(tombstone.keys):
             standing &= ~((sequence < tombstone.sequence) & (pair == number))
             continue
         for at in range(0, len(tombstone.keys), KEY_BYTES):
@@ -334,6 +346,10 @@ def _standing(
     for row, name in zip(rows, pages, strict=True):
         standing[row] = latest[name] == sequence[row]
     return standing
+
+
+def _is_for_all(keys: bytes) -> bool:
+    return any(keys[at : at + KEY_BYTES] == ALL_KEYS for at in range(0, len(keys), KEY_BYTES))
 
 
 def _repeated(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvstore.cli import main
+from kvstore.cli import main, show
 from kvstore.cli.top import frame
 from tests.admin.conftest import Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
@@ -148,3 +148,15 @@ def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
 
     for name in ("stored_bytes", "loaded_bytes"):
         assert after[name] - before.get(name, 0) == 3 * len(stored.content(1)[0])
+
+
+def test_nested_values_have_a_row_each(capsys):
+    wear = {"admitted": 3, "today_bytes": 5 << 20}
+    show.tiers({"tiers": [{"tier": "ssd", "directories": [{"path": "/d"}], "wear": wear}]},
+               show.console())  # fmt: skip
+
+    rows = [line.strip("│ \n").split("│") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    assert cells == {
+        "directories.0.path": "/d", "wear.admitted": "3", "wear.today_bytes": "5.0 MiB",
+    }  # fmt: skip

@@ -143,7 +143,7 @@ def test_pins_are_made_shown_and_ended(api, stored):
     assert 0 < pin["ends_in_s"] <= 60
 
     job = api.ended(api.post("/v1/evict", space=stored.label))
-    assert job["result"] == {"dropped": 1, "kept": 2}
+    assert job["result"] == {"dropped": 1, "kept": 2, "durable": True}
     assert api.send("DELETE", f"/v1/pins/{made['pin']}")[0] == 200
     assert api.refused("DELETE", f"/v1/pins/{made['pin']}") == (404, "not_found", "pin")
     assert api.ended(api.post("/v1/clear", space=stored.label[:12]))["result"]["dropped"] == 2
@@ -180,7 +180,7 @@ def test_a_space_with_a_quota_stays_within_it(api, stored):
 
     stored.put(3, start=50_000)
     (mine,) = [one for one in api.get("/v1/quotas")["quotas"] if one["space"] == stored.label]
-    assert mine["host_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
+    assert mine["used_bytes"] == mine["quota_bytes"] == 4 * PAGE_BYTES
     wrong = {"quota_bytes": 1, "reserved_bytes": 2}
     assert api.refused("PUT", f"/v1/quotas/{stored.label}", wrong)[1:] == (
         "invalid_argument", "reserved_bytes",
@@ -196,7 +196,7 @@ def test_verify_finds_a_flipped_byte_and_explain_says_quarantined(api, daemon, s
     job = api.ended(api.post("/v1/verify", space=stored.label))
 
     assert job["state"] == "done"
-    assert job["result"] == {"checked": 5, "corrupt": 1, "skipped": 0}
+    assert job["result"] == {"checked": 5, "corrupt": 1, "unreadable": 0, "skipped": 0}
     assert (job["done"], job["total"]) == (5, 5)
     assert stored.space.lookup(keys).pages == 3
     assert (
@@ -216,8 +216,9 @@ def test_verify_passes_what_is_whole_and_does_not_consume_what_is_read_once(api,
     space = api.ended(api.post("/v1/verify", space=stored.label))
     tier = api.ended(api.post("/v1/verify"))
 
-    assert page["result"] == {"checked": 1, "corrupt": 0, "skipped": 0}
-    assert space["result"] == {"checked": 3, "corrupt": 0, "skipped": 1}
+    whole = {"corrupt": 0, "unreadable": 0}
+    assert page["result"] == {"checked": 1, **whole, "skipped": 0}
+    assert space["result"] == {"checked": 3, **whole, "skipped": 1}
     assert tier["result"]["checked"] >= 3
     assert tier["result"]["corrupt"] == 0
     assert stored.space.lookup(keys).pages == 3

@@ -1,7 +1,11 @@
 """Goal: with an SSD tier the admin API says which tier a page is in, and acts on both."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from kvstore.cli import main
 from tests.admin.conftest import PAGE_BYTES, Api, Stored
 from tests.client.conftest import READY, Daemon, arguments
 
@@ -29,8 +33,115 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
         last = api.post("/v1/explain", key=keys[19].hex())
         assert (last["verdict"], last["shards"]) == ("hit", {"0": ["ssd"]})
         assert len(api.get(f"{listing}&tier=host")["pages"]) == 5
-        assert api.ended(api.post("/v1/verify"))["result"]["checked"] == 5
+        for tier, checked in (("host", 5), ("ssd", 20), (None, 25)):
+            job = api.ended(api.post("/v1/verify", tier=tier))
+            assert (job["done"], job["total"], job["result"]["checked"]) == (checked,) * 3
 
         assert api.ended(api.post("/v1/clear", space=mine.label))["result"]["dropped"] == 20
         assert api.get(listing)["pages"] == []
         assert api.post("/v1/explain", key=keys[19].hex())["verdict"] == "cleared"
+
+
+def flip_on_disk(folder: Path, wanted: bytes) -> None:
+    """Change one byte of the page that holds ``wanted`` in a segment file."""
+    for path in folder.glob("**/*.kvlog"):
+        with path.open("r+b") as file:
+            at = file.read().find(wanted)
+            if at >= 0:
+                file.seek(at + 7)
+                file.write(bytes([wanted[7] ^ 1]))
+                return
+    pytest.fail("the page is in no segment")
+
+
+def on_disk_only(api: Api, mine: Stored, wait_until, pages: int) -> None:
+    """Wait until all pages are on disk, then take their memory."""
+    listing = f"/v1/pages?space={mine.label}&tier=ssd"
+    wait_until(lambda: len(api.get(listing)["pages"]) == pages)
+    for limits in ({"quota_bytes": PAGE_BYTES}, {}):
+        job = api.ended(api.send("PUT", f"/v1/quotas/{mine.label}", limits)[1])
+        assert job["state"] == "done"
+
+
+def test_a_flipped_byte_in_a_segment_is_found_and_its_page_is_a_miss(
+    two_tiers, tmp_path, wait_until
+):
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(20)
+        on_disk_only(api, mine, wait_until, 20)
+        flip_on_disk(tmp_path / "ssd", mine.content(20)[12].tobytes())
+        assert mine.space.lookup(keys).pages == 20, "nobody has noticed"
+
+        page = api.ended(api.post("/v1/verify", space=mine.label, key=keys[3].hex(), tier="ssd"))
+        assert (page["result"]["checked"], page["result"]["corrupt"]) == (1, 0)
+        job = api.ended(api.post("/v1/verify", space=mine.label, tier="ssd"))
+
+        found = job["result"]
+        assert found["corrupt"] == 1
+        assert found["checked"] + found["skipped"] == job["done"] == job["total"] == 20
+        assert mine.space.lookup(keys).pages == 12
+        asked = {"key": keys[12].hex(), "space": mine.label}
+        assert api.post("/v1/explain", **asked)["verdict"] == "quarantined"
+        assert api.get("/v1/stats")["counts"]["disk_corrupt_records"] == 1
+        assert b"kvstore_ssd_corrupt_records_total 1.0" in two_tiers.ask("/metrics")
+
+
+def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until):
+    def verify(*words: str) -> tuple[int, dict]:
+        status = main(["verify", *words, "--json", "--url", two_tiers.http])
+        return status, json.loads(capsys.readouterr().out)
+
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        mine.put(20)
+        on_disk_only(api, mine, wait_until, 20)
+
+        status, job = verify(mine.label, "--tier", "ssd")
+        assert (status, job["state"], job["result"]["checked"]) == (0, "done", 20)
+        status, job = verify("--tier", "ssd", "--deadline", "0.000001")
+        assert (status, job["result"]["complete"]) == (0, False)
+
+
+def test_quotas_and_pins_on_the_ssd_are_set_shown_and_kept(two_tiers, capsys, wait_until):
+    def kvstore(*words: object) -> dict:
+        assert main([*map(str, words), "--json", "--url", two_tiers.http]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(20)
+        on_disk_only(api, mine, wait_until, 20)
+        record = api.get("/v1/spaces")["spaces"][0]["ssd_bytes"] // 20
+        assert record >= PAGE_BYTES
+
+        pin = kvstore("pin", mine.label, keys[11].hex(), "--tier", "ssd")
+        assert (pin["tier"], pin["pages"], pin["bytes"]) == ("ssd", 12, 12 * record)
+        shown = kvstore("pins")
+        assert (shown["pins"][0]["tier"], shown["ssd_used_bytes"]) == ("ssd", 12 * record)
+        assert shown["ssd_budget_bytes"] == (256 << 20) // 4
+        words = ("quota", mine.label, "--tier", "ssd")
+        limits = kvstore(*words, "--quota-bytes", 5 * record, "--reserved-bytes", record)
+        (mine_there,) = [one for one in limits["quotas"] if one["tier"] == "ssd"]
+        assert mine_there["used_bytes"] == 12 * record, "what is pinned stays"
+        assert mine.space.lookup(keys).pages == 12
+        assert api.post("/v1/explain", key=keys[15].hex())["verdict"] == "evicted"
+
+        kvstore("unpin", pin["pin"])
+        limits = kvstore(*words, "--quota-bytes", 5 * record)
+        assert [one["used_bytes"] for one in limits["quotas"]] == [5 * record]
+        assert mine.space.lookup(keys).pages == 5
+        status, code, field = api.refused(
+            "PUT", f"/v1/quotas/{mine.label}", {"tier": "ssd", "reserved_bytes": 1 << 40}
+        )
+        assert (status, code, field) == (409, "capacity", "reserved_bytes")
+        assert b'kvstore_removed_total{cause="quota"} 15.0' in two_tiers.ask("/metrics")
+
+
+def test_without_an_ssd_tier_nothing_can_be_asked_of_it(api, stored):
+    key = stored.put(1)[0].hex()
+    for method, path, body in (
+        ("POST", "/v1/pins", {"space": stored.label, "key": key, "tier": "ssd"}),
+        ("PUT", f"/v1/quotas/{stored.label}", {"quota_bytes": 1, "tier": "ssd"}),
+    ):
+        assert api.refused(method, path, body) == (409, "tier_unavailable", "tier")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client import KVStore
+from kvstore.config import DeviceSlabConfig
 from kvstore.kvpool import KVPool
 from kvstore.page import CanonicalLayout, OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.space import Space
@@ -91,7 +92,13 @@ def ssd_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         assert process.stop() == 0, process.report()
 
 
-@pytest.fixture(params=["embedded", "daemon", "embedded-ssd", "daemon-ssd"])
+SLAB = DeviceSlabConfig(device="cpu", capacity_bytes=1 << 20)
+"""Smaller than what most tests load, so that pages come from both."""
+
+
+@pytest.fixture(
+    params=["embedded", "daemon", "embedded-ssd", "daemon-ssd", "embedded-slab", "daemon-slab"]
+)
 def store(
     request: pytest.FixtureRequest, daemon: Daemon, ssd_daemon: Daemon, tmp_path: Path
 ) -> Iterator[KVStore]:
@@ -103,8 +110,12 @@ def store(
                 CAPACITY_BYTES // 4, extent_bytes=EXTENT_BYTES // 4, ssd_directories=[tmp_path],
                 ssd_capacity_bytes=128 << 20,
             )  # fmt: skip
+        case "embedded-slab":
+            opened = KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES, device_slab=SLAB)
         case "daemon":
             opened = daemon.connect()
+        case "daemon-slab":
+            opened = daemon.connect(device_slab=SLAB)
         case _:
             opened = ssd_daemon.connect()
     with opened:

@@ -8,7 +8,14 @@ import pytest
 
 from kvstore import wire
 from kvstore.client import KVStore
-from kvstore.errors import DurabilityUnavailable, InvalidArgument, TierUnavailable
+from kvstore.errors import (
+    DurabilityUnavailable,
+    InvalidArgument,
+    KVStoreError,
+    TierUnavailable,
+)
+from kvstore.testing.disk import Fault, FaultyDisk
+from kvstore.tier.disk import OSDisk
 from tests.client.conftest import content, identity, new_keys, open_space
 
 MEMORY_BYTES = 1 << 20
@@ -131,3 +138,28 @@ def test_one_prompt_longer_than_memory_is_stored_and_read_whole(tmp_path):
 
         assert space.lookup(keys).pages == PAGES
         assert read(space, keys) == [bytes(page) for page in pages]
+
+
+def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened_again(
+    tmp_path, monkeypatch
+):
+    disk = FaultyDisk(OSDisk())
+    monkeypatch.setattr("kvstore.tier.ssd.OSDisk", lambda: disk)
+    model = identity().model
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
+        disk.arm("sync", Fault.IO_ERROR)
+        for _ in range(2):
+            with pytest.raises(KVStoreError):
+                space.put(keys, pages, durable=True)
+        assert disk.hits == 1, "the second one was refused for the first one's sake"
+        assert store.stats()["ssd"]["degraded"]
+        assert read(space, keys) == [bytes(page) for page in pages], "it serves on"
+
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        space.put(keys, pages, durable=True)
+        assert not store.stats()["ssd"]["degraded"]
+    with open_store(tmp_path) as store:
+        assert read(large_space(store, model=model), keys) == [bytes(page) for page in pages]

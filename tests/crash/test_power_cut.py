@@ -1,13 +1,15 @@
-"""Goal: whatever a node has acknowledged as durable is there, byte-equal, after a power cut."""
+"""Goal: what a node acknowledged as durable is there after a power cut, what as evicted is not."""
 
 import pytest
 
 from kvstore.state.diskjobs import SyncPolicy
+from kvstore.state.graves import Graves
 from kvstore.state.syncs import Syncs
 from kvstore.testing.powercut import History, Toll
 
 SEEDS = 60
 CONTROL_SEEDS = 15
+EVICTION_SEEDS = 180
 POLICIES = (SyncPolicy.INTERVAL, SyncPolicy.ALWAYS)
 
 
@@ -22,6 +24,11 @@ def add_up(tolls: list[Toll]) -> Toll:
 def run(seeds: range, *policies: SyncPolicy, cuts: int = 1) -> Toll:
     """Each seed once, the policies in turn."""
     return add_up([History(seed, policies[seed % len(policies)]).run(cuts) for seed in seeds])
+
+
+def run_with_evictions(seeds: range, cuts: int = 1) -> Toll:
+    histories = [History(seed, POLICIES[seed % 2], evictions=True) for seed in seeds]
+    return add_up([history.run(cuts, fully=False) for history in histories])
 
 
 def test_no_power_cut_loses_a_page_that_was_acknowledged_as_durable():
@@ -56,14 +63,32 @@ def test_a_node_that_acknowledges_before_the_sync_is_found_out(monkeypatch: pyte
         run(range(10), SyncPolicy.INTERVAL)
 
 
+def test_no_power_cut_brings_a_page_back_whose_eviction_was_acknowledged():
+    toll = run_with_evictions(range(EVICTION_SEEDS))
+
+    assert toll.cuts == EVICTION_SEEDS
+    assert toll.evicted > 10 * EVICTION_SEEDS
+    assert toll.gone > 10 * EVICTION_SEEDS
+    assert toll.returned > 0, "a cut before the sync can undo an eviction"
+
+
+def test_an_eviction_that_writes_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Graves, "bury", lambda *_: None)
+    monkeypatch.setattr(Graves, "bury_all", lambda *_: None)
+
+    with pytest.raises(AssertionError, match="evicted pages are back"):
+        run_with_evictions(range(20))
+
+
 def test_one_seed_is_one_history():
     assert History(7).run(2) == History(7).run(2) != History(8).run(2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("hundred", range(100))
-def test_ten_thousand_power_cuts_lose_nothing_that_was_acknowledged(hundred: int):
+def test_ten_thousand_power_cuts_undo_nothing_that_was_acknowledged(hundred: int):
     seeds = range(1_000 + 100 * hundred, 1_100 + 100 * hundred)
 
     assert run(seeds, *POLICIES).survived > 0
+    assert run_with_evictions(seeds, cuts=2).gone > 0
     assert run(seeds[:20], SyncPolicy.NONE).lost > 0

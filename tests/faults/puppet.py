@@ -131,7 +131,7 @@ class Puppet:
         }
 
     def lease_s(self, seconds: float) -> None:
-        kvstore.space.LEASE_S = seconds  # type: ignore[misc]
+        kvstore.leases.LEASE_S = seconds  # type: ignore[misc]
 
     def cut(self) -> None:
         """Break the connection as a network would; the process goes on."""

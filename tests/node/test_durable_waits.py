@@ -39,7 +39,10 @@ class DurableWorld:
         self.node = Node("n", b"b" * 16, SlotTable(1 << 20, 4), limits, lambda: next(tokens))
         rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30, retry_ns=1000 * MS)
         self.disk = self.node.pages.disk = DiskPages(
-            self.node.pages, SegmentLog(6, 4 * PAGE_BYTES), Admission("all", 0), rules
+            self.node.pages,
+            SegmentLog(6, 4 * PAGE_BYTES),
+            Admission("all", 0, 24 * PAGE_BYTES),
+            rules,
         )
         self.now_ns = 1
         self.node.connected(1, 1)

@@ -9,7 +9,7 @@ from kvstore.node import Node, NodeLimits
 from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
-from kvstore.state.outcomes import Abandoned, Removed, Stored
+from kvstore.state.outcomes import Abandoned, Removed, Stored, TierRemoved, TierStored
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
 
@@ -108,3 +108,41 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_hit_pages_total",] == 4
     assert found["kvstore_loop_lag_seconds",] == 0.5
     assert ("kvstore_event_batches_total",) in found or not events
+
+
+def test_a_tier_is_a_medium_and_runs_of_pages_are_one_event():
+    root = PrefixKey(b"")
+    actions = [TierStored(SPACES[0], 0, keys(1), root, "ssd"),
+               TierStored(SPACES[0], 0, keys(2), keys(1)[0], "ssd"),
+               TierStored(SPACES[0], 0, keys(7), root, "ssd")]  # fmt: skip
+
+    first, second = events_of(actions)
+
+    assert isinstance(first, StoredEvent)
+    assert isinstance(second, StoredEvent)
+    assert (first.block_hashes, first.parent_block_hash) == (keys(1, 2), None)
+    assert (first.medium, first.block_size, first.token_ids) == ("STORAGE", 2, [])
+    assert second.block_hashes == keys(7)
+
+
+def test_what_left_one_tier_is_told_of_as_stored_in_the_other_behind_it():
+    root = PrefixKey(b"")
+    actions = [TierRemoved(SPACES[0], 0, keys(2), keys(1)[0], "host"),
+               TierRemoved(SPACES[0], 0, keys(1), root, "host")]  # fmt: skip
+
+    removed, stored = events_of(actions)
+
+    assert isinstance(removed, RemovedEvent)
+    assert (removed.block_hashes, removed.medium) == (keys(2, 1), "CPU")
+    assert isinstance(stored, StoredEvent)
+    assert (stored.block_hashes, stored.parent_block_hash) == (keys(1, 2), None)
+    assert stored.medium == "STORAGE"
+
+
+def test_what_leaves_the_index_leaves_every_tier_it_was_in():
+    events = events_of([Removed(SPACES[0], 0, keys(1), "corrupt", ("host", "ssd"))])
+
+    assert [event.medium for event in events if isinstance(event, RemovedEvent)] == [
+        "CPU",
+        "STORAGE",
+    ]

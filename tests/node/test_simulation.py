@@ -37,11 +37,16 @@ def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
 
 def test_the_histories_with_a_disk_contain_what_they_are_there_for():
     faults = Faults(disk=0.1)
-    outcome = Simulation(2, extents=3, faults=faults, rules=disk_rules(4)).run(seconds=1.5)
+    simulation = Simulation(2, extents=3, faults=faults, rules=disk_rules(4))
+    outcome = simulation.run(seconds=1.5)
+    counts = simulation.node.pages.counts
 
     assert outcome.pages_from_disk > 10
     assert outcome.pages_persisted > 10
+    assert outcome.pages_checked > 10
     assert outcome.disk_failures > 5
+    assert counts["disk_quota_pages"] > 0
+    assert counts["disk_refused_quota"] > 0
 
 
 def test_the_histories_contain_what_they_are_there_for():

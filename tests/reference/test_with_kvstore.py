@@ -10,6 +10,8 @@ import pytest
 
 from engine_adapters.reference.sampler import Sampling
 from kvstore.client import KVStore
+from kvstore.config import DeviceSlabConfig
+from tests.conftest import wait_for
 from tests.reference.conftest import Ask, MakeEngine
 
 WORDS = [
@@ -102,6 +104,26 @@ def test_a_second_engine_does_not_compute_what_the_first_has_stored(
     assert answer.request.timings.restored_tokens == len(text) // 64 * 64
 
 
+def test_an_engine_with_a_slab_answers_the_same_and_reads_the_node_once(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    text = prompts(7)[5] + " and then something else."
+    slab = DeviceSlabConfig(capacity_bytes=8 << 20)
+    with KVStore.open(capacity_bytes=64 << 20, device_slab=slab) as opened:
+        one, two = make_engine(Borrowed(opened)), make_engine(Borrowed(opened), prefix_cache=False)
+        expected = ask(one, text, 16).wait().tokens
+        assert one.close(10.0)
+        for turn in range(2):
+            before = opened.stats()["counts"].get("loaded_bytes", 0)
+            answer = ask(two, text, 16, id=f"turn-{turn}").wait()
+            assert answer.tokens == expected
+            assert answer.request.timings.restored_tokens == len(text) // 64 * 64
+            assert wait_for(lambda: not opened.stats()["slab"]["pending_bytes"], 10.0)
+            read = opened.stats()["counts"]["loaded_bytes"] - before
+            assert (read > 0) == (turn == 0)
+        assert opened.stats()["slab"]["pages_hit"] == len(text) // 64
+
+
 def flip_a_byte_of_every_page(store: Borrowed) -> int:
     """In the node's memory itself, as a fault would; returns how many pages there are."""
     link = store._link
@@ -135,7 +157,7 @@ def test_flipped_bytes_change_tokens_only_when_verification_is_off(
     expected = ask(mono, text, 16, id="r").wait().tokens
     handoff = ask(prefill, text, 1, id="r", to_handoff=True).wait().handoff
     assert flip_a_byte_of_every_page(store) >= len(text) // 64
-    monkeypatch.setattr("kvstore.space.VERIFY", verified)
+    monkeypatch.setattr("kvstore.loads.VERIFY", verified)
     answer = ask(decode, text, 16, id="r", from_handoff=handoff).wait()
     hashes_equal = decode.kv_hashes("r") == mono.kv_hashes("r")
     if verified:

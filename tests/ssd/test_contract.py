@@ -1,4 +1,4 @@
-"""The SSD log keeps what every tier must keep, on every kind of disk."""
+"""The SSD log keeps what a log must keep, on every kind of disk."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.state.log import HEADER_BYTES, Place
 from kvstore.testing.disk import FaultyDisk, SimulatedDisk
-from kvstore.testing.tiers import TierContract
+from kvstore.testing.tiers import LogContract
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
 from kvstore.tier.record import segment_name
@@ -25,7 +25,7 @@ class BufferedDisk(OSDisk):
         return False
 
 
-def real(path: Path, disk: OSDisk, threads: int, stack: ExitStack) -> TierContract:
+def real(path: Path, disk: OSDisk, threads: int, stack: ExitStack) -> LogContract:
     def open_tier() -> SSDLog:
         log = SSDLog("n", [Directory(path, 1 << 24)], SEGMENT_BYTES, threads=threads, disk=disk)
         stack.callback(log.close)
@@ -41,10 +41,10 @@ def real(path: Path, disk: OSDisk, threads: int, stack: ExitStack) -> TierContra
             file.flush()
             os.fsync(file.fileno())
 
-    return TierContract(open_tier, damage)
+    return LogContract(open_tier, damage)
 
 
-def simulated(stack: ExitStack, *, faulty: bool) -> TierContract:
+def simulated(stack: ExitStack, *, faulty: bool) -> LogContract:
     disk = SimulatedDisk()
     home = Path("/log")
 
@@ -61,11 +61,11 @@ def simulated(stack: ExitStack, *, faulty: bool) -> TierContract:
 
         disk.change(home / segment_name(place.segment), edit)
 
-    return TierContract(open_tier, damage)
+    return LogContract(open_tier, damage)
 
 
 @pytest.fixture(params=["direct", "buffered", "one thread", "by hand", "simulated", "faulty"])
-def contract(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierContract]:
+def contract(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LogContract]:
     with ExitStack() as stack:
         match request.param:
             case "buffered":
@@ -77,6 +77,6 @@ def contract(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierCon
                 yield real(tmp_path / "log", OSDisk(), threads, stack)
 
 
-@pytest.mark.parametrize("check", TierContract.CHECKS)
-def test_the_log_keeps_the_contract_of_a_tier(check, contract):
+@pytest.mark.parametrize("check", LogContract.CHECKS)
+def test_the_log_keeps_the_contract_of_a_log(check, contract):
     getattr(contract, check)()

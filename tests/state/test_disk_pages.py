@@ -30,12 +30,13 @@ class DiskWorld(World):
 
     def __init__(
         self, write: str = "through", sync: str = "always", extents: int = 4, segments: int = 8,
-        in_flight_max: int = 1 << 30,
+        in_flight_max: int = 1 << 30, segment_bytes: int = 1 << 20, admission: str = "all",
     ) -> None:  # fmt: skip
         super().__init__(extents)
         rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
-        log = SegmentLog(segments, 1 << 20)
-        self.disk = DiskPages(self.table, log, Admission("all", 0), rules)
+        log = SegmentLog(segments, segment_bytes)
+        admits = Admission(admission, 0, log.capacity_bytes)
+        self.disk = DiskPages(self.table, log, admits, rules)
         self.table.disk = self.disk
         self.open: dict[int, DiskJob] = {}
         self.letters = count(0x4E00)
@@ -402,3 +403,22 @@ def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
 def test_the_stats_say_what_was_admitted_and_what_a_day_will_cost():
     wear = DiskWorld().disk.stats()["wear"]
     assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes"}
+
+
+def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatch):
+    world = DiskWorld(write="back", extents=16, admission="none")
+    asked: list[int] = []
+    admit = world.disk.admission.admit
+
+    def counting(pages: list[tuple[Node, int]], *rest: int) -> int:
+        asked.append(len(pages))
+        return admit(pages, *rest)
+
+    monkeypatch.setattr(world.disk.admission, "admit", counting)
+    path = "".join(chr(0x3000 + at) for at in range(60))
+    world.store(world.me, world.mine, path)
+    flood(world, 64)
+
+    prompt = [pages for pages in asked if pages > 1]
+    assert prompt == [60, 30, 15, 8, 4, 2], "once more when half of it is gone"
+    assert world.disk.admission.wear().refused >= 60, "every page counts as refused in its turn"

@@ -75,7 +75,7 @@ def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
         started.append(engine)
         if address is not None:
             changes["kv_transfer_config"] = transfer_config(address, **(transfer or {}))
-        engine.start(model, hooks, **changes)
+        engine.start(changes.pop("model", model), hooks, **changes)
         return engine
 
     yield make

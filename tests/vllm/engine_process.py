@@ -31,15 +31,20 @@ class Engine:
         return {}
 
     def generate(self, prompts: list[Answer], max_tokens: int, **sampling: Any) -> Answer:
-        """Answer requests at once; each has ``tokens`` and perhaps ``salt``, ``transfer``."""
+        """Answer requests at once: ``tokens``, perhaps ``salt``, ``transfer``, ``adapter``."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
-        inputs, parameters = [], []
+        inputs, parameters, adapters = [], [], []
         for prompt in prompts:
             one: Answer = {"prompt_token_ids": prompt["tokens"]}
             if prompt.get("salt"):
                 one["cache_salt"] = prompt["salt"]
             inputs.append(one)
+            folder = prompt.get("adapter")
+            adapters.append(
+                LoRARequest(folder, 1 + hash(folder) % 1000, folder) if folder else None
+            )
             extra = {"kv_transfer_params": prompt["transfer"]} if prompt.get("transfer") else None
             parameters.append(
                 SamplingParams(
@@ -47,7 +52,9 @@ class Engine:
                     **{"temperature": 0.0, **sampling},
                 )
             )  # fmt: skip
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        outputs = self.llm.generate(
+            inputs, parameters, use_tqdm=False, lora_request=adapters if any(adapters) else None
+        )
         return {
             "answers": [
                 {
@@ -115,9 +122,9 @@ class Engine:
 
 
 def _no_verification() -> None:
-    import kvstore.space
+    import kvstore.loads
 
-    kvstore.space.VERIFY = False
+    kvstore.loads.VERIFY = False
 
 
 def _failing_loads() -> None:
@@ -151,10 +158,16 @@ def _stuck_loads() -> None:
     kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
+def _two_ranks() -> None:
+    """Two ranks share the cores instead of wanting all of them each."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+
+
 HOOKS: dict[str, Callable[[], None]] = {
     "no verification": _no_verification,
     "failing loads": _failing_loads,
     "stuck loads": _stuck_loads,
+    "two ranks": _two_ranks,
 }
 
 

@@ -1,0 +1,47 @@
+"""Who follows a node's events, beside the node: does it know where every page is?"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from kvstore.events import BlockHash, RemovedEvent, StoredEvent
+from kvstore.server.publish import MEDIA, events_of
+from kvstore.state.outcomes import Action
+from kvstore.state.pages import PageTable
+
+Page = tuple[object, object, BlockHash]
+"""Space, shard, key."""
+
+
+class Followers:
+    """Two indexes: one keeps the media of each page apart, one takes no notice of media."""
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self._media: dict[Page, set[str]] = defaultdict(set)
+        self._plain: set[Page] = set()
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Take note of what the node publishes."""
+        for event in events_of(actions):
+            assert isinstance(event, StoredEvent | RemovedEvent)
+            for one in event.block_hashes:
+                page = (event.space, event.shard, one)
+                if isinstance(event, StoredEvent):
+                    self._media[page].add(event.medium)
+                    self._plain.add(page)
+                else:
+                    assert event.medium in self._media[page], "removed from where it never was"
+                    self._media[page].remove(event.medium)
+                    self._plain.discard(page)
+
+    def check(self, table: PageTable) -> None:
+        """Assert that both know what the node knows."""
+        there: dict[Page, set[str]] = {}
+        for space in table.spaces:
+            for node in space.nodes.values():
+                for shard in node.digests:
+                    media = {MEDIA["host"]} if shard in node.slots else set()
+                    media |= {MEDIA["ssd"]} if shard in node.disk else set()
+                    there[space.label, shard, node.key] = media
+        assert {page: media for page, media in self._media.items() if media} == there
+        assert self._plain == there.keys()

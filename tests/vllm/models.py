@@ -1,0 +1,60 @@
+"""Random models and adapters on disk for the tests; run in vLLM's environment.
+
+``python -m tests.vllm.models windows FOLDER`` or ``adapter FOLDER SEED``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from bench.vllm_model import SHAPES, make
+
+RANK = 8
+
+
+def make_windows(folder: Path) -> None:
+    """A model in which every second layer sees the last 128 tokens only."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
+        sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=8192, initializer_range=0.2, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, dtype="bfloat16",
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter of the tiny model that changes what it says."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    shape = SHAPES["tiny"]
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    key_value = hidden // heads * shape["num_key_value_heads"]
+    weights = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, size in (("q_proj", hidden), ("v_proj", key_value)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, of in (("lora_A", (RANK, hidden)), ("lora_B", (size, RANK))):
+                weights[f"{place}.{part}.weight"] = torch.randn(of, dtype=torch.bfloat16) * 0.3
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"], "bias": "none",
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "windows":
+        make_windows(Path(sys.argv[2]))
+    else:
+        make_adapter(Path(sys.argv[2]), int(sys.argv[3]))

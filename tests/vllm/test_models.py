@@ -1,0 +1,70 @@
+"""Goal: adapters, sliding windows and tensor parallelism on the real engine: right and hit."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import Node, Start
+from tests.vllm.engines import ROOT
+from tests.vllm.test_tokens import HIT_TOKENS, HITS, PROMPTS
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(python: Path, tmp_path: Path) -> Make:
+    """``make(kind, *arguments)``: a folder with what :mod:`tests.vllm.models` makes."""
+
+    def made(kind: str, *arguments: object) -> Path:
+        folder = tmp_path / "-".join(map(str, (kind, *arguments)))
+        command = [python, "-m", "tests.vllm.models", kind, folder, *map(str, arguments)]
+        subprocess.run(command, check=True, timeout=120, cwd=ROOT)
+        return folder
+
+    return made
+
+
+def test_a_model_and_its_adapters_share_no_page(node, start: Start, make: Make):
+    adapters = [None, str(make("adapter", 1)), str(make("adapter", 2))]
+    prompt = PROMPTS[0]
+    engine = start(node.address, enable_prefix_caching=False, enable_lora=True, max_lora_rank=8)
+
+    def ask(adapter: str | None) -> tuple[list[int], float]:
+        before = engine.metric(HITS)
+        (answer,) = engine.generate([{"tokens": prompt, "adapter": adapter}])
+        engine.ask("settle")
+        return answer["tokens"], engine.metric(HITS) - before
+
+    computed = [ask(adapter) for adapter in adapters]
+    loaded = [ask(adapter) for adapter in adapters]
+
+    assert [hits for _, hits in computed] == [0, 0, 0]
+    assert len({tuple(tokens) for tokens, _ in computed}) == 3, "the adapters do something"
+    assert [hits for _, hits in loaded] == [256, 256, 256]
+    assert [tokens for tokens, _ in loaded] == [tokens for tokens, _ in computed]
+
+
+def test_a_restarted_engine_hits_although_half_its_layers_see_a_window_only(
+    node, start: Start, make: Make
+):
+    restarts_and_hits(node, start, model=make("windows"))
+
+
+def test_a_restarted_engine_of_two_ranks_hits(node, start: Start):
+    restarts_and_hits(node, start, hooks=("two ranks",), tensor_parallel_size=2)
+
+
+def restarts_and_hits(node: Node, start: Start, **changes: object) -> None:
+    first = start(node.address, num_gpu_blocks_override=640, **changes)
+    expected = first.tokens(PROMPTS)
+    first.ask("settle")
+    assert first.metric(HITS) == 0
+    first.close()
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+
+    engine = start(node.address, num_gpu_blocks_override=640, **changes)
+    assert engine.tokens(PROMPTS) == expected
+    assert engine.metric(HITS) == HIT_TOKENS
+    assert engine.metric("kvstore:lookups") == 3, "for each prompt of a page, one for all ranks"
