@@ -9,9 +9,14 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
     RequestOffloadingContext,
     ScheduleEndContext,
 )
@@ -19,14 +24,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm.opening import Opening
-from engine_adapters.vllm.options import read_options
-from engine_adapters.vllm.tiering import Tiering
+from engine_adapters.vllm.options import TierOptions, read_tier_options
+from engine_adapters.vllm.tiering import SERIES, Tiering
 from kvstore.client import KVStore
-from kvstore.errors import ConfigError
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
 NODE_TIMEOUT_S: Final = 0.5
-END_TIMEOUT_S: Final = 60.0
+END_TIMEOUT_S: Final = 30.0
+_PREFIX: Final = "kvstore:tier_"
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -42,19 +47,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Connect; a node that is away is no error.
 
         Raises:
-            ConfigError: an option is wrong, or ``revision`` is not set.
+            ConfigError: an option is wrong or missing; names it.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        options = read_options(values)
-        if not options.revision:
-            raise ConfigError("secondary_tiers: revision: must name the weights and quantisation")
+        options = read_tier_options(values)
         identity, shard = names(offloading_spec.config, self.block_size_bytes, options)
         self._store = KVStore.connect(options.address, name="vllm-tier", timeout_s=NODE_TIMEOUT_S)
         levels = (logging.WARNING, logging.DEBUG, logging.DEBUG)
         asking, loading, storing = (
             Opening(self._store, identity, [shard], monotonic, level) for level in levels
         )
-        wait_s = options.load_timeout_ms / 1000
+        wait_s = options.lookup_timeout_ms / 1000
         rows = np.asarray(primary_kv_view).view(np.uint8)
         self._tiering = Tiering((asking, loading, storing), rows, monotonic, wait_s)
 
@@ -79,13 +82,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """See the base class."""
         return [
-            JobResult(m.number, m.whole, successful_keys=m.good, transfer_bytes=m.size_bytes)
+            JobResult(m.number, m.whole, m.good, m.seconds, m.size_bytes)
             for m in self._tiering.finished()
         ]
-
-    def has_pending_work(self) -> bool:
-        """See the base class."""
-        return self._tiering.busy
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """See the base class."""
@@ -101,17 +100,38 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Wait for every job.
 
         Raises:
-            TransferTimeout: one has not ended.
+            TransferTimeout: one has not ended, so vLLM must not use the chunks for anything else.
         """
         self._tiering.drain(END_TIMEOUT_S)
 
     def shutdown(self) -> None:
-        """Let jobs end, let go of the primary tier's memory and leave the node."""
+        """Let jobs end, let go of the primary tier's memory and leave the node.
+
+        Raises:
+            TransferTimeout: a job has not ended; vLLM then keeps the memory.
+        """
         self._tiering.close(END_TIMEOUT_S)
         self._store.close()
 
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The tier's Prometheus counters."""
+        del extra_config
+        return {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in SERIES.items()}
 
-def names(config: Any, row_bytes: int, options: Any) -> tuple[SpaceIdentity, ShardSpec]:
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        counts = self._tiering.counts
+        counts.note_troubles(self._store.troubles)
+        stats = OffloadingConnectorStats()
+        for name, value in counts.take().items():
+            stats.increase_counter(_PREFIX + name, value)
+        return None if stats.is_empty() else stats
+
+
+def names(config: Any, row_bytes: int, options: TierOptions) -> tuple[SpaceIdentity, ShardSpec]:
     """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them."""
     cache, parallel = config.cache, config.parallel
     parts = [
