@@ -43,7 +43,7 @@ class Stub:
         self.go = threading.Event()
         self.go.set()
         self.refused: set[bytes] = set()
-        self.error: Exception = CapacityError("full")
+        self.error: type[Exception] = CapacityError
         self.asked: list[int] = []
         self.calls = 0
 
@@ -72,7 +72,7 @@ class Stub:
         self.calls += 1
         assert self.go.wait(WAIT_S)
         if keys.packed in self.refused:
-            raise self.error
+            raise self.error("refused")
 
 
 @pytest.fixture
@@ -151,12 +151,14 @@ def test_a_key_of_a_weak_hash_is_a_miss_and_is_never_stored(store: KVStore) -> N
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_closed_tier_lets_go_of_the_memory_it_was_given(stub: Stub, refused: bool) -> None:
-    memory = memoryview(bytearray(8 * ROW)).cast("B", (8, ROW))
+    buffer = bytearray(8 * ROW)
+    memory = memoryview(buffer).cast("B", (8, ROW))
     stub.refused = {page(KEYS[0])} if refused else set()
     tier = make(stub, np.asarray(memory))
     tier.store(1, KEYS[:1], [0])
     tier.close(WAIT_S)  # nobody has asked for the job's end
     memory.release()
+    buffer.clear()  # refused while anything holds its memory
 
 
 def answers(tier: Tiering, keys: list[bytes], wait_until: WaitUntil) -> list[bool | None]:
@@ -285,7 +287,7 @@ def test_a_refused_chunk_is_not_named_as_good_and_costs_the_others_nothing(
 
 
 def test_a_job_that_breaks_its_worker_has_failed_and_the_next_one_moves(stub: Stub) -> None:
-    stub.refused, stub.error = {page(KEYS[1])}, ValueError("a mistake of ours")
+    stub.refused, stub.error = {page(KEYS[1])}, ValueError
     tier = make(stub, filled(1))
     tier.store(1, KEYS[:3], [0, 1, 2])
     assert ended(tier) == Moved(1, KEYS[:1], False, ROW, 0.0)
