@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable
 from time import monotonic
 from typing import Any, Final
@@ -51,15 +52,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options = read_tier_options(values)
-        identity, shard = names(offloading_spec.config, self.block_size_bytes, options)
+        self._options = options
         self._store = KVStore.connect(options.address, name="vllm-tier", timeout_s=NODE_TIMEOUT_S)
-        levels = (logging.WARNING, logging.DEBUG, logging.DEBUG)
-        asking, loading, storing = (
-            Opening(self._store, identity, [shard], monotonic, level) for level in levels
-        )
         wait_s = options.lookup_timeout_ms / 1000
         rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._tiering = Tiering((asking, loading, storing), rows, monotonic, wait_s)
+        self._tiering = Tiering(self._openings(), rows, monotonic, wait_s)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """See the base class."""
@@ -97,12 +94,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._tiering.flush()
 
     def drain_jobs(self) -> None:
-        """Wait for every job.
+        """Wait for every job, and use nothing any more that was stored so far.
+
+        vLLM calls this when it resets its caches, as after an update of the weights in place, and
+        says no more than that.
 
         Raises:
             TransferTimeout: one has not ended, so vLLM must not use the chunks for anything else.
         """
         self._tiering.drain(END_TIMEOUT_S)
+        self._tiering.rename(self._openings(os.urandom(16)))
 
     def shutdown(self) -> None:
         """Let jobs end, let go of the primary tier's memory and leave the node.
@@ -130,15 +131,31 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             stats.increase_counter(_PREFIX + name, value)
         return None if stats.is_empty() else stats
 
+    def _openings(self, since: bytes = b"") -> tuple[Opening, Opening, Opening]:
+        """For lookups, loads and stores; the first of them complains."""
+        config = self._offloading_spec.config
+        identity, shard = names(config, self.block_size_bytes, self._options, since)
+        level, quiet = logging.WARNING, logging.DEBUG
+        return (
+            Opening(self._store, identity, [shard], monotonic, level),
+            Opening(self._store, identity, [shard], monotonic, quiet),
+            Opening(self._store, identity, [shard], monotonic, quiet),
+        )
 
-def names(config: Any, row_bytes: int, options: TierOptions) -> tuple[SpaceIdentity, ShardSpec]:
-    """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them."""
+
+def names(
+    config: Any, row_bytes: int, options: TierOptions, since: bytes
+) -> tuple[SpaceIdentity, ShardSpec]:
+    """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them.
+
+    ``since`` names the reset of vLLM's caches after which the bytes were made.
+    """
     cache, parallel = config.cache, config.parallel
     parts = [
         vllm.__version__, config.model.dtype, config.groups, config.worker_kv_bytes_per_block,
         cache.tokens_per_hash, cache.blocks_per_chunk, config.kv_cache_layout,
         config.replicated_layout, config.canonical_layout, parallel.world_size,
-        parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, row_bytes,
+        parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, row_bytes, since,
     ]  # fmt: skip
     settings = hashlib.sha256(msgspec.msgpack.encode([repr(part) for part in parts])).hexdigest()
     tokens = cache.tokens_per_hash * cache.blocks_per_chunk

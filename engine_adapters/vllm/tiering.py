@@ -194,6 +194,12 @@ class Tiering:
         finally:
             self._cancelled.clear()
 
+    def rename(self, openings: tuple[Opening, Opening, Opening]) -> None:
+        """Look for, load and store under other names; what was answered so far is void."""
+        self._asking, self._loading, self._storing = openings
+        self._answers.clear()
+        self._new.clear()
+
     def close(self, timeout_s: float) -> None:
         """Let jobs end and let go of the rows.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Spawn, WaitUntil
 from tests.vllm.conftest import Node, flip_stored_bytes
 from tests.vllm.engines import Engine, EngineError
 
@@ -47,6 +48,18 @@ def new(process: Engine) -> Iterator[New]:
     process.ask("end")
 
 
+def comes_back(manager: Engine, wait_until: WaitUntil) -> int:
+    """Store new chunks until one reaches the node; its number."""
+    numbers, stored = count(100), []
+
+    def reached() -> bool:
+        stored.append(next(numbers))
+        return FAILED_STORES not in manager.ask("store", numbers=stored[-1:])["counted"]
+
+    wait_until(reached, 30.0, "the node is used")
+    return stored[-1]
+
+
 def test_chunks_come_back_byte_equal_through_a_new_manager_and_what_never_was_misses(
     node: Node, new: New
 ) -> None:
@@ -58,13 +71,17 @@ def test_chunks_come_back_byte_equal_through_a_new_manager_and_what_never_was_mi
     assert FAILED_LOADS not in answer["counted"]
 
 
-def test_chunks_come_back_after_vllm_has_reset_its_own_cache(node: Node, new: New) -> None:
+def test_after_vllm_has_reset_its_caches_nothing_stored_before_is_used_or_shared(
+    node: Node, new: New
+) -> None:
     manager = new(node.address)
     manager.ask("store", numbers=FOUR)
-    manager.ask("forget")
-    answer = manager.ask("load", numbers=FOUR)
-    assert (answer["hits"], answer["right"]) == (FOUR, True)
-    assert answer["counted"][LOADED_BYTES] == len(FOUR) * ROW
+    manager.ask("load", numbers=[5])
+    manager.ask("reset")
+    assert manager.ask("load", numbers=FOUR)["hits"] == [], "the weights may be others now"
+    stored = manager.ask("store", numbers=[5])
+    assert FAILED_STORES not in stored["counted"]
+    assert new(node.address).ask("load", numbers=[*FOUR, 5])["hits"] == FOUR
 
 
 @pytest.mark.parametrize("options", [{"revision": "2"}, {"tenant": "other"}])
@@ -76,7 +93,7 @@ def test_another_revision_or_tenant_shares_nothing(
 
 
 def test_without_a_node_all_misses_within_the_deadline_and_a_node_that_comes_is_used(
-    spawn: Any, tmp_path: Path, new: New, wait_until: Any
+    spawn: Spawn, tmp_path: Path, new: New, wait_until: WaitUntil
 ) -> None:
     socket = tmp_path / "kv.sock"
     manager = new(f"unix://{socket}", lookup_timeout_ms=2000)
@@ -86,24 +103,16 @@ def test_without_a_node_all_misses_within_the_deadline_and_a_node_that_comes_is_
     assert stored["counted"]["kvstore:tier_store_failed_chunks"] == 4
     assert answer["hits"] == []
     assert answer["seconds"] < 4.0
-    Node(spawn, socket)
-    numbers = count(100)
-
-    def used() -> bool:
-        number = next(numbers)
-        manager.ask("store", numbers=[number])
-        manager.ask("forget")
-        return bool(manager.ask("load", numbers=[number])["hits"] == [number])
-
-    wait_until(used, 30.0, "the node is used")
+    later = Node(spawn, socket)
+    number = comes_back(manager, wait_until)
+    assert new(later.address).ask("load", numbers=[number])["hits"] == [number]
 
 
 def test_a_node_that_stops_answering_costs_a_request_no_more_than_the_deadline(
     node: Node, new: New
 ) -> None:
+    new(node.address).ask("store", numbers=FOUR)
     manager = new(node.address, lookup_timeout_ms=300)
-    manager.ask("store", numbers=FOUR)
-    manager.ask("forget")
     node.process.send_signal(signal.SIGSTOP)
     try:
         answer = manager.ask("load", numbers=FOUR)
@@ -115,7 +124,7 @@ def test_a_node_that_stops_answering_costs_a_request_no_more_than_the_deadline(
 
 
 def test_a_node_killed_between_lookup_and_load_fails_the_job_and_the_manager_goes_on(
-    node: Node, new: New, wait_until: Any
+    node: Node, new: New, wait_until: WaitUntil
 ) -> None:
     new(node.address).ask("store", numbers=FOUR)
     manager = new(node.address)
@@ -127,24 +136,16 @@ def test_a_node_killed_between_lookup_and_load_fails_the_job_and_the_manager_goe
     assert answer["counted"][FAILED_LOADS] == 1
     assert answer["counted"]["kvstore:tier_load_failed_chunks"] == 4
     node.start()
-
-    def used() -> bool:
-        manager.ask("store", numbers=FOUR)
-        manager.ask("forget")
-        answer = manager.ask("load", numbers=FOUR)
-        assert answer["right"]
-        return bool(answer["hits"] == FOUR)
-
-    wait_until(used, 30.0, "the node that was started again is used")
+    number = comes_back(manager, wait_until)
+    answer = new(node.address).ask("load", numbers=[*FOUR, number])
+    assert (answer["hits"], answer["right"]) == ([number], True)
 
 
 def test_a_corrupt_chunk_is_a_failed_key_and_never_wrong_bytes(node: Node, new: New) -> None:
     new(node.address).ask("store", numbers=[1])
     assert flip_stored_bytes(node) > 0
-    manager = new(node.address)
-    manager.ask("store", numbers=[2, 3])
-    manager.ask("forget")
-    answer = manager.ask("load", numbers=[1, 2, 3])
+    new(node.address).ask("store", numbers=[2, 3])
+    answer = new(node.address).ask("load", numbers=[1, 2, 3])
     assert (answer["hits"], answer["right"]) == ([2, 3], True)
     assert answer["counted"][FAILED_LOADS] == 1
     assert answer["counted"][LOADED_BYTES] == 2 * ROW

@@ -115,8 +115,8 @@ class Tiers:
         self._settle()
         return {"hits": hits, "right": all(right), "seconds": monotonic() - began, **self._stats()}
 
-    def forget(self) -> Answer:
-        """Reset the primary tier: what is loaded after it comes from the node."""
+    def reset(self) -> Answer:
+        """Reset the caches, as vLLM does after an update of the weights."""
         self.manager.reset_cache()
         return {}
 

@@ -342,3 +342,19 @@ def test_a_wrong_option_of_the_tier_is_named(values: dict[str, Any], named: str)
     with pytest.raises(ConfigError, match="secondary_tiers: ") as raised:
         read_tier_options(values)
     assert named in str(raised.value)
+
+
+def test_under_other_names_nothing_that_was_stored_or_answered_before_is_there(
+    store: KVStore, wait_until: WaitUntil
+) -> None:
+    tier = make(store, filled(1))
+    tier.store(1, KEYS, [0, 1, 2, 3])
+    assert ended(tier).whole
+    assert answers(tier, KEYS, wait_until) == [True] * 4
+    identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=16, revision="other")
+    one, two, three = (Opening(store, identity, [SHARD], monotonic) for _ in range(3))
+    tier.rename((one, two, three))
+    assert answers(tier, KEYS, wait_until) == [False] * 4
+    tier.load(2, KEYS, [0, 1, 2, 3])
+    assert ended(tier).good == []
+    tier.close(WAIT_S)
