@@ -17,6 +17,7 @@ and is counted; it is logged once a kind.
 
 import hashlib
 import logging
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -436,14 +437,18 @@ class StoreAdapter:
     def close(self, timeout_s: float) -> bool:
         """Cancel restores, wait for the end of all that is in flight, then close the store.
 
+        Blocks of jobs that have ended are given back. Called when the step thread has ended.
+
         Returns:
             False when a job still runs: the pool's memory must stay then.
         """
+        self._pending.clear()
         for restore in self._restores:
             self._cancel(restore)
         jobs = [job for r in self._restores for job in r.jobs()] + [put.job for put in self._puts]
         share = timeout_s / max(len(jobs), 1)
         ended = [job.wait(share) for job in jobs]
+        self.poll(time.monotonic())
         self._store.close()
         return all(ended)
 

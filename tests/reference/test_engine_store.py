@@ -139,8 +139,7 @@ def test_an_aborted_restore_keeps_its_blocks_until_the_job_has_ended(
     ask(decode, "something else", 2).wait()
     assert answer.request.state is State.FINISHED
     assert decode._allocator.free == decode._allocator.count - 12, "blocks of a running job"
-    node.gate.set()
-    ask(decode, "one more", 2).wait()
+    node.gate.set()  # the job ends before or after the engine's last step
     assert_all_free(decode)
 
 
