@@ -398,7 +398,7 @@ class PageTable(Residents):
             node.forget(shard)
             self._tidy(node)
             return PageStatus.NO_ROOM
-        node.slots[shard] = slot
+        node.fill(shard, slot)
         self._owners[slot] = node
         put.pages.append((node, slot))
         put.size_bytes += of.slot_bytes

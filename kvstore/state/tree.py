@@ -9,12 +9,18 @@ that key. Nodes hang under the node of the key before them, so that
   hands its mark to its parent. The order is exactly the one of least recent use.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place, record_bytes
 from kvstore.state.shelves import Shelves
 from kvstore.state.slots import Slot
+
+_NO_SLOTS: Final[Mapping[int, Slot]] = MappingProxyType({})
+"""Of every node without a page in memory: a disk has millions of them."""
 
 
 class Node:
@@ -65,7 +71,7 @@ class Node:
         self.parent = parent
         self.children: dict[PrefixKey, Node] = {}
         self.children_in_memory = 0
-        self.slots: dict[int, Slot] = {}
+        self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
         self.present = 0
@@ -96,6 +102,10 @@ class Node:
         self.present |= 1 << shard
         self.space.writing.add(self)
 
+    def fill(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, which is in memory, has this slot from now on."""
+        self.slots = {**self.slots, shard: slot}
+
     def commit(self, shard: int, digest: bytes) -> None:
         """The page of ``shard`` is READY."""
         assert self.present >> shard & 1
@@ -119,11 +129,12 @@ class Node:
         self.disk[shard] = place
         self.digests[shard] = digest
         self.present |= 1 << shard
-        self.ready |= 1 << shard
+        self.ready = self.present
 
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""
-        slot = self.slots.pop(shard)
+        slot = self.slots[shard]
+        self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
         if not self.in_memory:
             self._count_above(-1)
@@ -140,7 +151,7 @@ class Node:
     def _enter_memory(self, shard: int, slot: Slot) -> None:
         if not self.in_memory:
             self._count_above(1)
-        self.slots[shard] = slot
+        self.fill(shard, slot)
         self.space.host_bytes += self.space.shards[shard].slot_bytes
 
     @property

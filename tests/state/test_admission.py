@@ -29,7 +29,7 @@ def a_chain(uses: Sequence[int], numbers: Sequence[int] | None = None) -> list[t
         key = PrefixKey(number.to_bytes(32, "little"))
         node = space.node(key, parent)
         node.uses = ended
-        node.slots[0] = at
+        node.fill(0, at)
         nodes.append((node, 0))
         parent = key
     return nodes

@@ -380,9 +380,9 @@ class LogMachine(RuleBasedStateMachine):
                 FoundSegment(
                     number, SEGMENT_BYTES, file.sealed,
                     max((one.place.offset + one.size for one in file.records), default=0),
-                    len(file.records), b"".join(map(key, names)),
-                    b"".join(key(name[:-1]) or bytes(32) for name in names), DIGEST * len(stand),
-                    [one.place.offset for one in stand], [0] * len(stand), [PAGE] * len(stand),
+                    len(file.records), [key(name) for name in names],
+                    [key(name[:-1]) or bytes(32) for name in names], [DIGEST] * len(stand),
+                    [one.place.offset for one in stand], [0] * len(stand),
                     min((one.sequence for one in pages), default=0),
                     max((one.sequence for one in file.records if one.tombstone), default=0),
                 )

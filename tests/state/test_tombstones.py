@@ -1,5 +1,7 @@
 """Goal: a tombstone comes before whatever is stored again, and goes after whatever it hides."""
 
+from typing import Any
+
 import pytest
 
 from kvstore.errors import CapacityError, TierUnavailable
@@ -195,8 +197,8 @@ def page(world: World, name: str) -> Node:
 
 
 def found(number: int, first_page: int, last_tombstone: int) -> FoundSegment:
-    nothing = (b"", b"", b"", [], [], [])
-    return FoundSegment(number, 1 << 20, True, 8192, 1, *nothing, first_page, last_tombstone)
+    nothing: list[Any] = []
+    return FoundSegment(number, 1 << 20, True, 8192, 1, *[nothing] * 5, first_page, last_tombstone)
 
 
 def test_a_start_finds_out_which_segments_a_tombstone_waits_for():
