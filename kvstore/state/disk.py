@@ -97,8 +97,9 @@ class DiskPages:
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, self.forget, self._writes)
         self._keeper = SegmentKeeper(
-            log, admission, self._number, self._submit, self._lose, self.limits.kept, memory.counts
-        )
+            log, admission, self._number, self._submit, self._lose, self.limits.kept,
+            memory.counts, rules.retry_ns,
+        )  # fmt: skip
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
 
@@ -279,14 +280,13 @@ class DiskPages:
             chain.append(at)
             at = None if window else at.parent
         chain.reverse()
-        wanted = len(chain)
+        wanted, begun = len(chain), 0
         size = record_bytes(node.space.shards[shard].page_bytes)
         if durable is None:
             pairs = [(one, shard) for one in chain]
             admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
             del chain[admitted:]
             self._memory.counts["not_admitted_pages"] += admitted < wanted
-        begun = 0
         for one in chain:
             if not self.limits.make_room(one, shard):
                 self._memory.counts["disk_refused_quota"] += len(chain) - begun
@@ -448,7 +448,7 @@ class DiskPages:
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._keeper.tend(self._memory.tick)
+        self._keeper.advance(now_ns, self._memory.tick)
         self.go_on()
 
     def stats(self) -> dict[str, Any]:

@@ -40,12 +40,13 @@ class SegmentKeeper:
         lose: takes a page off the disk for good: ``lose(node, shard)``.
         kept: the pages of a segment that must not go, closed towards heads.
         counts: what is counted.
+        retry_ns: after a failed sync or deletion reclaiming rests for so long.
     """
 
     def __init__(
         self, log: SegmentLog, admission: Admission, number: Callable[[], int],
         submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None],
-        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str],
+        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
@@ -55,6 +56,8 @@ class SegmentKeeper:
         self._lose = lose
         self._kept = kept
         self._counts = counts
+        self._retry_ns = retry_ns
+        self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         #: Segments that are not worth reclaiming → pages in them when that was found.
         self._barren: dict[int, int] = {}
@@ -67,6 +70,11 @@ class SegmentKeeper:
         """Whether room is being made."""
         return self._victim is not None
 
+    def advance(self, now_ns: int, tick: int) -> None:
+        """Time has come to ``now_ns``: do what is to be done, what failed a while ago included."""
+        self._now_ns = now_ns
+        self.tend(tick)
+
     def tend(self, tick: int) -> None:
         """Do what is to be done now."""
         for segment in self._log.full:
@@ -75,7 +83,7 @@ class SegmentKeeper:
                 self._submit(DiskSeal(self._number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
-        if self._victim is not None:
+        if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
     def completed(self, job: DiskJob, error: KVStoreError | None, tick: int) -> None:
@@ -91,6 +99,7 @@ class SegmentKeeper:
             case DiskSync():
                 if error is not None:
                     self._log.fail_open()
+                    self._rests_until_ns = self._now_ns + self._retry_ns
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
@@ -98,6 +107,7 @@ class SegmentKeeper:
                     self._log.free(number)
                     self._victim = None
                 else:
+                    self._rests_until_ns = self._now_ns + self._retry_ns
                     self._stage = _Drain.READ
             case _:
                 raise AssertionError(job)

@@ -11,6 +11,7 @@ from kvstore.state.diskjobs import (
     DiskJob,
     DiskRead,
     DiskRules,
+    DiskSeal,
     DiskSync,
     DiskWrite,
     Durable,
@@ -243,6 +244,27 @@ def test_a_durable_put_fails_when_its_sync_does():
 
     assert durable.ended
     assert durable.error is IO_ERROR
+
+
+def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():
+    """Such a sync fails at once, each time, until a restart: it would be asked for without end."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    world.end_job(world.write_of("a"))
+    for kind in (DiskSync, DiskSeal, DiskSync):  # the put's, then what the failed segment needs
+        world.disk.advance(0)
+        (job,) = world.jobs(kind)
+        world.end_job(job, IO_ERROR)
+    assert durable.error is IO_ERROR
+
+    for now_ns in (0, 1, 999):
+        world.disk.advance(now_ns)
+        assert world.jobs(DiskSync) == []
+
+    world.disk.advance(1000)
+    world.end_all()
+    assert world.disk.log.stats().segments == 0, "now it worked"
 
 
 def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
