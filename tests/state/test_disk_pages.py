@@ -110,6 +110,25 @@ def test_what_follows_a_page_that_could_not_be_written_is_not_on_disk_either():
     assert world.lookup(world.mine, "abc") == (3, 0), "all are still in memory"
 
 
+def test_a_page_whose_head_is_written_anew_counts_when_that_has_ended():
+    """The head was on disk when the page's write began, and is not when it ends."""
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "ab")
+    world.persist("a")
+    world.end_all()
+    first = world.persist("ab")
+    world.disk.forget(world.node("a"), 0)
+    second = world.persist("a")
+
+    world.end_job(world.write_of("ab"))
+    assert world.on_disk("ab") == [False, False]
+    world.end_all()
+
+    assert world.on_disk("ab") == [True, True]
+    assert (first.ended, second.ended) == (True, True)
+    assert world.slots.stats().pinned_bytes == 0
+
+
 def test_a_slot_is_pinned_while_it_is_written():
     world = DiskWorld(extents=1)
     world.store(world.me, world.mine, "abcd")
