@@ -463,3 +463,22 @@ def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatc
     prompt = [pages for pages in asked if pages > 1]
     assert prompt == [60, 30, 15, 8, 4, 2], "once more when half of it is gone"
     assert world.disk.admission.wear().refused >= 60, "every page counts as refused in its turn"
+
+
+def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted():
+    world = DiskWorld(write="back", extents=1, segments=6, segment_bytes=20 * PAGE)
+    for path in "axy":  # one page a segment
+        world.store(world.me, world.mine, path)
+        world.persist(path)
+        world.end_all()
+        assert world.table.release_memory(world.node(path))
+    for path in "pqrs":  # all memory, and writing one of them takes a segment too many
+        world.store(world.me, world.mine, path)
+    world.disk.advance(0)
+
+    _, statuses, _ = world.begin(world.me, world.mine, "ab", start=1)
+
+    assert statuses == [PageStatus.NO_PARENT]
+    assert key("a") not in world.mine.nodes
+    world.end_all()
+    world.table.check()
