@@ -26,7 +26,8 @@ class _Drain(Enum):
 
 
 GAIN_MIN: Final = 1 / 8
-"""A segment of which all but so little must be kept is not reclaimed: it would only go round."""
+"""A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor
+is one of which all but less than a page must be."""
 
 
 class SegmentKeeper:
@@ -129,10 +130,11 @@ class SegmentKeeper:
                 del self._barren[number]
         while (victim := self._log.victim(self._barren)) is not None:
             kept = self._kept(victim)
-            size = sum(node.space.shards[shard].record_bytes for node, shard in kept)
-            room = victim.size_bytes - footer_bytes(victim.records)
+            sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
+            room = victim.size_bytes - footer_bytes(victim.records + 1)
+            gain = max([room * GAIN_MIN, *sizes])
             awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-            if victim.failed or awaited or size <= room * (1 - GAIN_MIN):
+            if victim.failed or awaited or sum(sizes) + gain <= room:
                 self._victim = victim
                 self._counts["disk_kept_pages"] += len(kept)
                 plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
