@@ -1,9 +1,9 @@
-"""What users set in ``kv_connector_extra_config``: a small typed section, unknown keys refused."""
+"""What users set: small typed sections, unknown keys refused."""
 
 import difflib
 import enum
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -13,7 +13,11 @@ from kvstore.page import PAGE_TOKENS_MIN_DEFAULT
 
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
 SLAB_BYTES_MIN: Final = 1 << 20
+Tenant = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ADDRESS: Final = "unix:///run/kvstore/kvstore.sock"
 _WHERE: Final = "kv_connector_extra_config"
+_WHERE_TIER: Final = "secondary_tiers"
+_Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 class LoadOrder(enum.StrEnum):
@@ -24,7 +28,7 @@ class LoadOrder(enum.StrEnum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section; every key has a default.
+    """The connector's section, ``kv_connector_extra_config``; every key has a default.
 
     Attributes:
         address: the node's socket.
@@ -44,9 +48,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             load of them reads nothing of the node; 0 = none.
     """
 
-    address: str = "unix:///run/kvstore/kvstore.sock"
+    address: str = ADDRESS
     page_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
-    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = "default"
+    tenant: Tenant = "default"
     revision: str = ""
     lookup_timeout_ms: Milliseconds = 5.0
     load_timeout_ms: Milliseconds = 2000.0
@@ -57,9 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Refuse an address that is none, and a slab that holds nothing."""
-        scheme, _, path = self.address.partition("://")
-        if scheme != "unix" or not path.startswith("/"):
-            raise ValueError(f"address: {self.address!r} is not unix:///absolute/path")
+        _check_address(self.address)
         if 0 < self.device_slab_bytes < SLAB_BYTES_MIN:
             raise ValueError(
                 f"device_slab_bytes: {self.device_slab_bytes} is less than {SLAB_BYTES_MIN}"
@@ -88,21 +90,61 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.page_tokens
 
 
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tier's section, an entry of ``secondary_tiers``.
+
+    Attributes:
+        revision: names the weights, their quantisation and all else that vLLM does not tell a tier.
+        address: the node's socket.
+        tenant: isolation domain: memory of one tenant is never mapped by another.
+        lookup_timeout_ms: longest time that vLLM is told to ask again about a chunk; after it the
+            chunk is a miss.
+    """
+
+    revision: Annotated[str, msgspec.Meta(min_length=1)]
+    address: str = ADDRESS
+    tenant: Tenant = "default"
+    lookup_timeout_ms: Milliseconds = 1000.0
+
+    def __post_init__(self) -> None:
+        """Refuse an address that is none."""
+        _check_address(self.address)
+
+
 def read_options(values: Mapping[str, Any]) -> Options:
-    """Check what the user gave.
+    """Check what the user gave the connector.
 
     Raises:
         ConfigError: an unknown key, or a value that does not fit; names the key.
     """
-    known = Options.__struct_fields__
+    return _read(values, Options, _WHERE)
+
+
+def read_tier_options(values: Mapping[str, Any]) -> TierOptions:
+    """Check what the user gave the tier.
+
+    Raises:
+        ConfigError: an unknown key, one that is missing, or a value that does not fit; names it.
+    """
+    return _read(values, TierOptions, _WHERE_TIER)
+
+
+def _read(values: Mapping[str, Any], section: type[_Section], where: str) -> _Section:
+    known = section.__struct_fields__
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{_WHERE}: unknown key {key}{hint}")
+            raise ConfigError(f"{where}: unknown key {key}{hint}")
     try:
-        return msgspec.convert(dict(values), Options, strict=False)
+        return msgspec.convert(dict(values), section, strict=False)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         key = path.rstrip("`").lstrip(".")
-        raise ConfigError(f"{_WHERE}: {key + ': ' if key else ''}{what}") from error
+        raise ConfigError(f"{where}: {key + ': ' if key else ''}{what}") from error
+
+
+def _check_address(address: str) -> None:
+    scheme, _, path = address.partition("://")
+    if scheme != "unix" or not path.startswith("/"):
+        raise ValueError(f"address: {address!r} is not unix:///absolute/path")

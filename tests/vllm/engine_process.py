@@ -171,9 +171,8 @@ HOOKS: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> int:
-    """Serve commands until there are no more."""
-    engine = Engine()
+def serve(engine: object) -> int:
+    """Serve commands, which are the methods of ``engine``, until there are no more."""
     commands, answers = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
     for line in commands:
         command, arguments = json.loads(line)
@@ -187,4 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(Engine()))

@@ -62,14 +62,14 @@ class EngineError(Exception):
 class Engine:
     """One engine process."""
 
-    def __init__(self, python: Path, log: Path) -> None:
+    def __init__(self, python: Path, log: Path, program: str = "engine_process.py") -> None:
         """Start the process; :meth:`start` makes the engine."""
         self.log = log
         commands, to_child = os.pipe()
         from_child, answers = os.pipe()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [python, ROOT / "tests/vllm/engine_process.py", str(commands), str(answers)],
+                [python, ROOT / "tests/vllm" / program, str(commands), str(answers)],
                 env={**os.environ, **ENVIRONMENT}, cwd=ROOT, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, pass_fds=(commands, answers),
                 start_new_session=True,

@@ -1,0 +1,167 @@
+"""``KVStoreTier``: kvstore as a secondary tier of vLLM's own offloading; docs/engines/vllm.md."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_adapters.vllm.opening import Opening
+from engine_adapters.vllm.options import TierOptions, read_tier_options
+from engine_adapters.vllm.tiering import SERIES, Tiering
+from kvstore.client import KVStore
+from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
+
+NODE_TIMEOUT_S: Final = 0.5
+END_TIMEOUT_S: Final = 30.0
+_PREFIX: Final = "kvstore:tier_"
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """Chunks from and to the node of this machine; vLLM makes one in its scheduler."""
+
+    medium = Medium.CPU
+    cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: Any = None, **values: Any,
+    ) -> None:  # fmt: skip
+        """Connect; a node that is away is no error.
+
+        Raises:
+            ConfigError: an option is wrong or missing; names it.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options = read_tier_options(values)
+        self._options = options
+        self._store = KVStore.connect(options.address, name="vllm-tier", timeout_s=NODE_TIMEOUT_S)
+        wait_s = options.lookup_timeout_ms / 1000
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._tiering = Tiering(self._openings(), rows, monotonic, wait_s)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """See the base class."""
+        del req_context
+        found = self._tiering.lookup(key)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        job = job_metadata
+        self._tiering.store(job.job_id, job.keys, job.chunk_ids)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        job = job_metadata
+        self._tiering.load(job.job_id, job.keys, job.chunk_ids)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """See the base class."""
+        return [
+            JobResult(m.number, m.whole, m.good, m.seconds, m.size_bytes)
+            for m in self._tiering.finished()
+        ]
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """See the base class."""
+        del req_context
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Send this step's lookups."""
+        del context
+        self._tiering.flush()
+
+    def drain_jobs(self) -> None:
+        """Wait for every job, and use nothing any more that was stored so far.
+
+        vLLM calls this when it resets its caches, as after an update of the weights in place, and
+        says no more than that.
+
+        Raises:
+            TransferTimeout: one has not ended, so vLLM must not use the chunks for anything else.
+        """
+        self._tiering.drain(END_TIMEOUT_S)
+        self._tiering.rename(self._openings(os.urandom(16)))
+
+    def shutdown(self) -> None:
+        """Let jobs end, let go of the primary tier's memory and leave the node.
+
+        Raises:
+            TransferTimeout: a job has not ended; vLLM then keeps the memory.
+        """
+        self._tiering.close(END_TIMEOUT_S)
+        self._store.close()
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """The tier's Prometheus counters."""
+        del extra_config
+        return {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in SERIES.items()}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call."""
+        counts = self._tiering.counts
+        counts.note_troubles(self._store.troubles)
+        stats = OffloadingConnectorStats()
+        for name, value in counts.take().items():
+            stats.increase_counter(_PREFIX + name, value)
+        return None if stats.is_empty() else stats
+
+    def _openings(self, since: bytes = b"") -> tuple[Opening, Opening, Opening]:
+        """For lookups, loads and stores; the first of them complains."""
+        config = self._offloading_spec.config
+        identity, shard = names(config, self.block_size_bytes, self._options, since)
+        level, quiet = logging.WARNING, logging.DEBUG
+        return (
+            Opening(self._store, identity, [shard], monotonic, level),
+            Opening(self._store, identity, [shard], monotonic, quiet),
+            Opening(self._store, identity, [shard], monotonic, quiet),
+        )
+
+
+def names(
+    config: Any, row_bytes: int, options: TierOptions, since: bytes
+) -> tuple[SpaceIdentity, ShardSpec]:
+    """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them.
+
+    ``since`` names the reset of vLLM's caches after which the bytes were made.
+    """
+    cache, parallel = config.cache, config.parallel
+    parts = [
+        vllm.__version__, config.model.dtype, config.groups, config.worker_kv_bytes_per_block,
+        cache.tokens_per_hash, cache.blocks_per_chunk, config.kv_cache_layout,
+        config.replicated_layout, config.canonical_layout, parallel.world_size,
+        parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, row_bytes, since,
+    ]  # fmt: skip
+    settings = hashlib.sha256(msgspec.msgpack.encode([repr(part) for part in parts])).hexdigest()
+    tokens = cache.tokens_per_hash * cache.blocks_per_chunk
+    identity = SpaceIdentity(
+        tenant=options.tenant, model=config.model.name, kv_dtype="uint8", page_tokens=tokens,
+        revision=f"{options.revision}+tier+{settings[:32]}",
+    )  # fmt: skip
+    layout = OpaqueLayout("vllm-tier", vllm.__version__, "", tokens, row_bytes)
+    return identity, ShardSpec(layout=layout, layers=(0, 1), heads=(0, 1), window_pages=1)
