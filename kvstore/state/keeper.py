@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.log import Reclaim, Segment, SegmentLog, SegmentState, footer_bytes
@@ -182,7 +182,7 @@ class SegmentKeeper:
             self._counts["carried_pages"] += 1
             return
         self._log.abandon(job.place, node, shard)
-        if error is not None:
-            self._log.fail(job.place.segment)
+        if error is not None and not isinstance(error, PageCorrupt):
+            self._log.fail(job.place.segment)  # else it was the record that was to be copied
         if still_there:
             self._lose(node, shard)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
@@ -380,3 +380,19 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
     world.limit(world.mine, quota=1)
 
     assert world.there("a") == [False]
+
+
+def test_a_damaged_record_costs_the_segment_that_it_was_to_be_carried_to_nothing(world):
+    world.put("a")
+    world.flood(3)
+    world.table.pin(world.mine, key("a"), 0, "ssd")
+    while not world.jobs(DiskCopy):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        while world.jobs(DiskJob) and not world.jobs(DiskCopy):
+            world.end_job(world.jobs(DiskJob)[0])
+    (copy,) = world.jobs(DiskCopy)
+
+    world.end_job(copy, PageCorrupt("other bytes"))
+
+    assert world.there("a") == [False]
+    assert not world.disk.log.segments[copy.place.segment].failed
