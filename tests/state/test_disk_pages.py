@@ -5,6 +5,7 @@ from itertools import count
 import pytest
 
 from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.movements import Prefetch
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import (
@@ -482,3 +483,17 @@ def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted
     assert key("a") not in world.mine.nodes
     world.end_all()
     world.table.check()
+
+
+def test_a_prefetch_that_is_given_up_pins_nothing():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.end_all()
+    assert world.table.release_memory(world.node("a"))
+    prefetch = Prefetch(world.table, world.mine, chain("a"), 1000)
+
+    prefetch.cancel()
+    world.end_all()
+
+    assert world.in_memory("a") == [True]
+    assert world.slots.stats().pinned_bytes == 0
