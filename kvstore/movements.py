@@ -51,8 +51,13 @@ class Prefetch:
         return not self._missing and not self._fetches
 
     def cancel(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and let go of what has come and what still will."""
+        disk = self._table.disk
+        assert disk is not None
         self._missing.clear()
+        for fetch, _ in self._fetches:
+            disk.loads.end_fetch(fetch)
+        self._fetches.clear()
 
     def _go_on(self) -> None:
         disk = self._table.disk

@@ -335,8 +335,8 @@ class Node:
     def _corrupt(self, process: Process, request: wire.Corrupt, _now_ns: int) -> None:
         space = self._space(process, request.space, [request.shard])
         node = space.nodes.get(PrefixKey(request.key))
-        if node is None or not node.ready >> request.shard & 1:
-            return
+        if node is None or not node.ready >> request.shard & 1 or request.shard not in node.slots:
+            return  # what was read has left memory; what is on disk is verified when it is loaded
         _, generation, _ = self.pages.slots.address(node.slots[request.shard])
         if generation & 0xFFFFFFFF == request.generation:
             self.pages.drop(node, request.shard, "corrupt")

@@ -1,6 +1,5 @@
 """What an operator takes out of the index: turn by turn, then for good on the SSDs too."""
 
-from functools import partial
 from time import monotonic_ns
 from typing import Final
 
@@ -9,7 +8,7 @@ from kvstore.server.jobs import Job
 from kvstore.state.diskjobs import Durable, SyncPolicy
 from kvstore.state.pages import PageTable
 from kvstore.state.tree import Node
-from kvstore.state.walks import drop_below
+from kvstore.state.walks import Removal
 
 SYNC_S: Final = 30.0
 """A job waits so long for its tombstones; they are tried further when it has ended."""
@@ -24,12 +23,12 @@ def drop(turns: Turns, job: Job, tops: list[Node], cause: str) -> None:
     """
     job.result.update(dropped=0, kept=0)
     for top in tops:
-        dropped = 1
-        while dropped and not job.cancelled:
-            dropped, kept = turns.operate(partial(drop_below, top=top, cause=cause))
-            job.done += dropped
-            job.result["dropped"] += dropped
-        job.result["kept"] += kept
+        removal, dropped = Removal(top, cause), job.result["dropped"]
+        more = True
+        while more and not job.cancelled:
+            more = turns.operate(removal.turn)
+            job.done = job.result["dropped"] = dropped + removal.dropped
+        job.result["kept"] += removal.kept
     why = _wait(turns, job)
     job.result["durable"] = not why
     if why:

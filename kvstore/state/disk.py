@@ -97,8 +97,9 @@ class DiskPages:
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, self.forget, self._writes)
         self._keeper = SegmentKeeper(
-            log, admission, self._number, self._submit, self._lose, self.limits.kept, memory.counts
-        )
+            log, admission, self._number, self._submit, self._lose, self.limits.kept,
+            memory.counts, rules.retry_ns,
+        )  # fmt: skip
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
 
@@ -279,14 +280,13 @@ class DiskPages:
             chain.append(at)
             at = None if window else at.parent
         chain.reverse()
-        wanted = len(chain)
+        wanted, begun = len(chain), 0
         size = record_bytes(node.space.shards[shard].page_bytes)
         if durable is None:
             pairs = [(one, shard) for one in chain]
             admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
             del chain[admitted:]
             self._memory.counts["not_admitted_pages"] += admitted < wanted
-        begun = 0
         for one in chain:
             if not self.limits.make_room(one, shard):
                 self._memory.counts["disk_refused_quota"] += len(chain) - begun
@@ -312,9 +312,6 @@ class DiskPages:
         node.space.disk_bytes += size
         self._submit(job)
         self._await(write, durable)
-        head = self._writes.get((node.parent, shard)) if node.parent is not None else None
-        if head is not None:
-            head.followers.append(write)
 
     def _await(self, write: Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
@@ -337,20 +334,22 @@ class DiskPages:
 
     def _wrote(self, write: Write, error: KVStoreError | None) -> None:
         """Count the page as written once its head is, then those that waited for it."""
-        write.finished, write.error = True, error
+        write.error = error
         self.in_flight_bytes -= write.size
         settling = [write]
         while settling:
             write = settling.pop()
-            node, shard = write.job.page[:2]
-            open_still = self._writes.get((node, shard)) is write
-            if open_still and write.finished and not self._waits_for_head(node, shard):
+            head = self._head_of(*write.job.page[:2])
+            if head is not None:
+                head.followers.append(write)  # it may have begun later: it had left the disk
+            else:
                 self._settle(write)
                 settling += write.followers
 
-    def _waits_for_head(self, node: Node, shard: int) -> bool:
+    def _head_of(self, node: Node, shard: int) -> Write | None:
+        """The write that one of this page counts only after."""
         head, window = node.parent, node.space.shards[shard].window_pages
-        return not window and head is not None and (head, shard) in self._writes
+        return None if window or head is None else self._writes.get((head, shard))
 
     def _settle(self, write: Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
@@ -448,7 +447,7 @@ class DiskPages:
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._keeper.tend(self._memory.tick)
+        self._keeper.advance(now_ns, self._memory.tick)
         self.go_on()
 
     def stats(self) -> dict[str, Any]:

@@ -179,8 +179,7 @@ class Write:
         job: what the tier does.
         size: bytes of its record.
         waiters: durable puts of it.
-        followers: writes that count only once this one does.
-        finished: its job has ended.
+        followers: writes that have ended and count only once this one does.
         error: why it failed.
     """
 
@@ -188,7 +187,6 @@ class Write:
     size: int
     waiters: list[Durable] = field(default_factory=list)
     followers: "list[Write]" = field(default_factory=list)
-    finished: bool = False
     error: KVStoreError | None = None
 
 

@@ -148,7 +148,7 @@ class DiskLimits:
         if not node.disk.keys() <= node.slots.keys():
             return not node.children
         return not any(
-            child.disk or any((child, shard) in self._writing for shard in child.slots)
+            child.disk or any((child, at) in self._writing for at in range(len(child.space.shards)))
             for child in node.children.values()
         )
 

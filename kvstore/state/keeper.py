@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.log import Reclaim, Segment, SegmentLog, SegmentState, footer_bytes
@@ -26,7 +26,8 @@ class _Drain(Enum):
 
 
 GAIN_MIN: Final = 1 / 8
-"""A segment of which all but so little must be kept is not reclaimed: it would only go round."""
+"""A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor
+is one of which all but less than a page must be."""
 
 
 class SegmentKeeper:
@@ -40,12 +41,13 @@ class SegmentKeeper:
         lose: takes a page off the disk for good: ``lose(node, shard)``.
         kept: the pages of a segment that must not go, closed towards heads.
         counts: what is counted.
+        retry_ns: after a failed sync or deletion reclaiming rests for so long.
     """
 
     def __init__(
         self, log: SegmentLog, admission: Admission, number: Callable[[], int],
         submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None],
-        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str],
+        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
         """Start with nothing under way."""
         self._log = log
@@ -55,6 +57,8 @@ class SegmentKeeper:
         self._lose = lose
         self._kept = kept
         self._counts = counts
+        self._retry_ns = retry_ns
+        self._now_ns = self._rests_until_ns = 0
         self._victim: Segment | None = None
         #: Segments that are not worth reclaiming → pages in them when that was found.
         self._barren: dict[int, int] = {}
@@ -67,6 +71,11 @@ class SegmentKeeper:
         """Whether room is being made."""
         return self._victim is not None
 
+    def advance(self, now_ns: int, tick: int) -> None:
+        """Time has come to ``now_ns``: do what is to be done, what failed a while ago included."""
+        self._now_ns = now_ns
+        self.tend(tick)
+
     def tend(self, tick: int) -> None:
         """Do what is to be done now."""
         for segment in self._log.full:
@@ -75,7 +84,7 @@ class SegmentKeeper:
                 self._submit(DiskSeal(self._number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
-        if self._victim is not None:
+        if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
     def completed(self, job: DiskJob, error: KVStoreError | None, tick: int) -> None:
@@ -91,6 +100,7 @@ class SegmentKeeper:
             case DiskSync():
                 if error is not None:
                     self._log.fail_open()
+                    self._rests_until_ns = self._now_ns + self._retry_ns
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
@@ -98,6 +108,7 @@ class SegmentKeeper:
                     self._log.free(number)
                     self._victim = None
                 else:
+                    self._rests_until_ns = self._now_ns + self._retry_ns
                     self._stage = _Drain.READ
             case _:
                 raise AssertionError(job)
@@ -119,10 +130,11 @@ class SegmentKeeper:
                 del self._barren[number]
         while (victim := self._log.victim(self._barren)) is not None:
             kept = self._kept(victim)
-            size = sum(node.space.shards[shard].record_bytes for node, shard in kept)
-            room = victim.size_bytes - footer_bytes(victim.records)
+            sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
+            room = victim.size_bytes - footer_bytes(victim.records + 1)
+            gain = max([room * GAIN_MIN, *sizes])
             awaited = victim.number in self._barren  # by tombstones, or it would not be here again
-            if victim.failed or awaited or size <= room * (1 - GAIN_MIN):
+            if victim.failed or awaited or sum(sizes) + gain <= room:
                 self._victim = victim
                 self._counts["disk_kept_pages"] += len(kept)
                 plan = self._log.plan(victim, tick, self._admission.carry_from, kept)
@@ -170,7 +182,7 @@ class SegmentKeeper:
             self._counts["carried_pages"] += 1
             return
         self._log.abandon(job.place, node, shard)
-        if error is not None:
-            self._log.fail(job.place.segment)
+        if error is not None and not isinstance(error, PageCorrupt):
+            self._log.fail(job.place.segment)  # else it was the record that was to be copied
         if still_there:
             self._lose(node, shard)

@@ -394,6 +394,9 @@ class PageTable(Residents):
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
         slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
+        if shard not in node.slots:  # its head was lost while room was made, and it with that
+            self.slots.abort([slot] if slot is not None else [])
+            return PageStatus.NO_PARENT
         if slot is None:
             node.forget(shard)
             self._tidy(node)

@@ -186,7 +186,7 @@ class Residents:
 
     def _forget(self, node: Node, shard: int) -> Slot:
         slot = node.forget(shard)
-        del self._owners[slot]
+        self._owners.pop(slot, None)  # it has none yet while room is made for it
         return slot
 
     def _owns(self, node: Node, shard: int, slot: Slot) -> bool:

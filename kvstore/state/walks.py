@@ -87,38 +87,67 @@ def _resume(space: Space, start: Node, after: PrefixKey, depth: int) -> list[Ite
     return stack
 
 
-def drop_below(table: PageTable, top: Node, cause: str, limit: int = DROP_NODES) -> tuple[int, int]:
-    """Take a part of what lies at and below ``top`` out of the index, leaves first.
+class Removal:
+    """Takes what lies at and below a node out of the index, leaves first, turn by turn.
 
     Pages that an operator pinned stay, with all before them, and so do pages that are being
-    written. Call it until nothing was dropped: once a space is empty all of it is gone for good,
-    also what an SSD may hold of pages that had left the index before.
+    written. A pass goes on where the turn before it ended, however much stays; passes follow each
+    other until one finds nothing to take. Once a space is empty all of it is gone for good, also
+    what an SSD may hold of pages that had left the index before.
 
-    Returns:
-        (dropped, kept): pages taken out, and nodes met that stay.
+    Args:
+        top: where to begin; a space's root for all of it.
+        cause: why, as events and counters say it.
+
+    Attributes:
+        dropped: pages taken out.
+        kept: nodes that stay, as far as the present pass has come.
     """
-    dropped = kept = 0
-    stack = [(top, iter(_some_children(top, limit)))]
-    while stack and dropped + kept < limit:
-        node, children = stack[-1]
-        child = next(children, None)
-        if child is not None:
-            stack.append((child, iter(_some_children(child, limit))))
-            continue
-        stack.pop()
-        if node is node.space.root or not is_live(node):
-            continue
+
+    def __init__(self, top: Node, cause: str) -> None:
+        """Take nothing out yet."""
+        self.dropped = self.kept = 0
+        self._top = top
+        self._cause = cause
+        self._before = 0
+        self._stack = [(top, iter(_some_children(top)))]
+
+    def turn(self, table: PageTable, limit: int = DROP_NODES) -> bool:
+        """Take some pages out; False when nothing is left that may go."""
+        looked = 0
+        while self._stack and looked < limit:
+            node, children = self._stack[-1]
+            child = next(children, None)
+            if child is not None:
+                if is_live(child):
+                    self._stack.append((child, iter(_some_children(child))))
+                continue
+            self._stack.pop()
+            if node is not node.space.root and is_live(node):
+                looked += self._take(table, node)
+        if self._stack:
+            return True
+        if self.dropped > self._before:
+            self._before, self.kept = self.dropped, 0
+            self._stack = [(self._top, iter(_some_children(self._top)))]
+            return True
+        top = self._top
+        if top is top.space.root and not top.children and table.disk is not None:
+            table.disk.graves.bury_all(top.space)
+        return False
+
+    def _take(self, table: PageTable, node: Node) -> int:
+        """Take a node's pages out if they may go; how many pages or nodes that was."""
         if node.pins or node.children or not node.digests:
-            kept += 1
-            continue
-        for shard in list(node.digests):
-            table.drop(node, shard, cause)
-            dropped += 1
-    if top is top.space.root and not top.children and not dropped and table.disk is not None:
-        table.disk.graves.bury_all(top.space)
-    return dropped, kept
+            self.kept += 1
+            return 1
+        shards = list(node.digests)
+        for shard in shards:
+            table.drop(node, shard, self._cause)
+        self.dropped += len(shards)
+        return len(shards)
 
 
-def _some_children(node: Node, limit: int) -> list[Node]:
-    """As many children as a turn may drop, and as may be pinned or written."""
-    return list(islice(node.children.values(), limit + 2 * PINS_MAX))
+def _some_children(node: Node) -> list[Node]:
+    """As many children as a pass looks at: more than may be pinned."""
+    return list(islice(node.children.values(), DROP_NODES + 2 * PINS_MAX))

@@ -34,7 +34,7 @@ from kvstore.state.diskjobs import Durable, SyncPolicy, WritePolicy
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
-from kvstore.state.walks import drop_below
+from kvstore.state.walks import Removal
 from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
 from kvstore.tier.directories import Directory
@@ -186,7 +186,8 @@ class Life:
         if top is None:
             return
         before = self._ready()
-        while self.node.operate(lambda table: drop_below(table, top, cause, 3), self._now_ns)[0]:
+        removal = Removal(top, cause)
+        while self.node.operate(lambda table: removal.turn(table, 3), self._now_ns):
             pass
         pages = before - self._ready()
         if key is None and not tree.nodes:

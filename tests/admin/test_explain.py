@@ -5,8 +5,7 @@ import pytest
 from kvstore.state.explain import VERDICTS, Explainer, Explanation
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.tree import Space
-from kvstore.state.walks import drop_below
-from tests.state.world import FULL, FULL_2, PAGE, World, chain, identity, key
+from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
 
 SECOND = 1_000_000_000
 

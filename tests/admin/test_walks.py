@@ -1,5 +1,7 @@
 """Goal: a walk in turns shows each page that stays exactly once, whatever comes and goes."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgument
 from kvstore.state.shelves import SHELF_NODES
 from kvstore.state.tree import Space
-from kvstore.state.walks import drop_below, subtree
+from kvstore.state.walks import DROP_NODES, Removal, subtree
 from tests.state.world import PAGE, ROOT, World, chain, identity, key
 
 paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)
@@ -81,12 +83,12 @@ def test_a_subtree_goes_in_turns_and_what_is_pinned_or_written_stays():
     world.table.pins.budget_bytes = 100 * PAGE
     world.table.pins.add(space, key("abc"), 0)
     world.begin(process, space, "abxyz")  # its last page is being written
-    total, turns = 0, 0
-    while dropped := drop_below(world.table, space.nodes[key("a")], "operator", limit=2)[0]:
-        assert dropped <= 2
-        total, turns = total + dropped, turns + 1
+    removal, counts = Removal(space.nodes[key("a")], "operator"), [0]
+    while removal.turn(world.table, limit=2):
+        counts.append(removal.dropped)
 
-    assert (total, turns) == (3, 2)
+    assert (removal.dropped, removal.kept) == (3, 6)
+    assert all(after - before <= 2 for before, after in pairwise(counts))
     assert world.lookup(space, "abcdef") == (3, 0)
     assert world.lookup(space, "abxyz") == (4, 1)
     assert world.lookup(space, "q") == (1, 0)
@@ -98,8 +100,21 @@ def test_a_chain_deeper_than_a_turn_goes_all_the_same():
     world.store(process, space, "a" * 200)
     assert len(chain("a" * 200)) == len(space.nodes)
 
-    assert drop_below(world.table, space.root, "cleared", limit=50) == (50, 0)
-    assert len(space.nodes) == 150
+    removal = Removal(space.root, "cleared")
+    assert removal.turn(world.table, limit=50)
+    assert (removal.dropped, removal.kept, len(space.nodes)) == (50, 0, 150)
+
+
+def test_what_stays_does_not_keep_what_comes_after_it():
+    world, _, space = grown(["a" * (DROP_NODES + 1), "b"])
+    world.table.pins.budget_bytes = 200 * PAGE
+    world.table.pins.add(space, key("a" * (DROP_NODES + 1)), 0)
+    removal = Removal(space.root, "cleared")
+    while removal.turn(world.table):
+        pass
+
+    assert (removal.dropped, removal.kept) == (1, DROP_NODES + 1)
+    assert world.lookup(space, "b") == (0, 0)
 
 
 def test_spaces_do_not_show_each_others_pages():

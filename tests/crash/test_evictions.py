@@ -15,12 +15,12 @@ from kvstore.page import PrefixKey
 from kvstore.space import Space
 from kvstore.state.diskjobs import Durable
 from kvstore.state.pages import PageTable
-from kvstore.state.walks import drop_below
 from kvstore.testing.crash import MIB, chain_keys, page_of
 from kvstore.testing.crash import open_space as open_crash_space
 from kvstore.testing.server import Server
 from tests.client.conftest import content, new_keys, open_space
 from tests.conftest import WaitUntil
+from tests.state.world import drop_below
 
 PAGES = 6
 
@@ -65,8 +65,7 @@ class Lives:
         def begin(table: PageTable) -> Durable:
             (space,) = table.spaces
             top = space.root if key is None else space.nodes[key]
-            while drop_below(table, top, cause)[0]:
-                pass
+            drop_below(table, top, cause)
             return table.disk.graves.await_written()
 
         with link._answered:

@@ -46,8 +46,8 @@ class DurableWorld:
         )
         self.now_ns = 1
         self.node.connected(1, 1)
-        self._ask(wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine"))
-        self._ask(wire.OpenSpace(2, IDENTITY, [SHARD]))
+        self.ask(wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine"))
+        self.ask(wire.OpenSpace(2, IDENTITY, [SHARD]))
         self._puts = 0
 
     def store(self, prompt: int, pages: int = 1) -> PrefixKeys:
@@ -55,14 +55,14 @@ class DurableWorld:
         tokens = np.arange(pages * 64, dtype=np.uint32) + prompt * 1000
         keys = page_keys(tokens, 64)
         self._puts += 1
-        self._ask(wire.BeginPut(3, self._puts, 0, 0, keys.packed, keys.parent))
-        [committed] = self._ask(wire.CommitPut(4, self._puts, b"d" * 16 * pages))
+        self.ask(wire.BeginPut(3, self._puts, 0, 0, keys.packed, keys.parent))
+        [committed] = self.ask(wire.CommitPut(4, self._puts, b"d" * 16 * pages))
         assert set(committed.statuses) == {PageStatus.STORED}
         return keys
 
     def persist(self, keys: PrefixKeys) -> list[wire.Answer]:
         """Answers that came at once."""
-        return self._ask(wire.Persist(5, 0, 0, keys.packed, WAIT_MS))
+        return self.ask(wire.Persist(5, 0, 0, keys.packed, WAIT_MS))
 
     def end(self, *kinds: type[DiskJob], error: Exception | None = None) -> list[wire.Answer]:
         """End all jobs of these kinds, and those that they bring about; the answers."""
@@ -85,7 +85,7 @@ class DurableWorld:
                 return
         raise AssertionError("the log never filled")
 
-    def _ask(self, message: wire.Request) -> Sequence[wire.Answer]:
+    def ask(self, message: wire.Request) -> Sequence[wire.Answer]:
         self.node.receive(1, message, self.now_ns)
         return self.answers()
 
@@ -110,3 +110,17 @@ def test_a_durable_put_for_which_no_room_comes_is_refused_when_its_time_is_up():
     assert (answer.id, answer.code) == (5, "capacity")
     assert world.node.pages.counts["refused_capacity"] == 1
     assert not len(world.node.waiting)
+
+
+def test_a_report_about_a_page_that_has_gone_to_disk_meanwhile_changes_nothing():
+    """A lease can run out while its reader digests; then the slot it reports is another's."""
+    world = DurableWorld()
+    keys = world.store(1)
+    world.persist(keys)
+    assert world.end(DiskWrite, DiskSync) == [wire.Persisted(5)]
+    [space] = world.node.pages.spaces
+    assert world.node.pages.release_memory(space.nodes[keys[0]])
+
+    assert world.ask(wire.Corrupt(0, 0, keys[0], 1)) == []
+
+    assert world.ask(wire.Lookup(6, 0, [0], keys.packed, 0)) == [wire.Found(6, 1, 0, 1)]

@@ -4,14 +4,14 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Space
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
-from tests.state.world import PAGE, World, identity, key
+from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
 RECORD = 2 * PAGE
 SEGMENT = 1 << 17
@@ -346,3 +346,53 @@ def test_a_segment_whose_pages_are_all_pinned_is_copied_when_tombstones_wait_for
     assert log.victim({1, 2}) is None
     other.waits_for.add(1)
     assert log.victim({1}) is barren, "the tombstones go only after it"
+
+
+def test_segments_full_of_reserved_pages_are_left_alone_though_a_part_of_a_page_is_free():
+    """Three records of two blocks in seven blocks: a copy of such a segment frees nothing."""
+    world = DiskWorld(segments=6, segment_bytes=25 * PAGE)
+    world.disk.limit(world.mine, 0, 10 * RECORD)
+    for letter in "abcdefghij":
+        world.store(world.me, world.mine, letter)
+        for _ in range(30):
+            for job in world.jobs(DiskJob)[:1]:
+                world.end_job(job)
+
+    assert world.disk.log.free_segments < 3, "room is wanted"
+    assert world.disk.log.stats().carried_bytes == 0
+
+
+def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
+    """The page below left the index meanwhile; it is offered when its write has ended."""
+    world.limit(world.mine, quota=9)
+    world.space(world.me, (FULL, FULL_2))
+    world.put("a")
+    world.store(world.me, world.mine, "a", shard=1)
+    world.store(world.me, world.mine, "ab", start=1, shard=1)
+    world.end_all()
+    world.disk.forget(world.node("ab"), 1)  # it stays in memory, so that its node stays
+    world.store(world.me, world.mine, "ab", start=1)
+    assert not world.disk.limits.shrink(world.mine, 1, 1 << 40), "nothing is a leaf now"
+
+    world.table.drop(world.node("ab"), 0, "corrupt")
+    world.table.check()
+    world.end_all()
+    world.limit(world.mine, quota=1)
+
+    assert world.there("a") == [False]
+
+
+def test_a_damaged_record_costs_the_segment_that_it_was_to_be_carried_to_nothing(world):
+    world.put("a")
+    world.flood(3)
+    world.table.pin(world.mine, key("a"), 0, "ssd")
+    while not world.jobs(DiskCopy):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        while world.jobs(DiskJob) and not world.jobs(DiskCopy):
+            world.end_job(world.jobs(DiskJob)[0])
+    (copy,) = world.jobs(DiskCopy)
+
+    world.end_job(copy, PageCorrupt("other bytes"))
+
+    assert world.there("a") == [False]
+    assert not world.disk.log.segments[copy.place.segment].failed

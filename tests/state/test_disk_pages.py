@@ -5,12 +5,14 @@ from itertools import count
 import pytest
 
 from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.movements import Prefetch
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import (
     DiskJob,
     DiskRead,
     DiskRules,
+    DiskSeal,
     DiskSync,
     DiskWrite,
     Durable,
@@ -107,6 +109,25 @@ def test_what_follows_a_page_that_could_not_be_written_is_not_on_disk_either():
 
     assert world.on_disk("abc") == [True, False, False]
     assert world.lookup(world.mine, "abc") == (3, 0), "all are still in memory"
+
+
+def test_a_page_whose_head_is_written_anew_counts_when_that_has_ended():
+    """The head was on disk when the page's write began, and is not when it ends."""
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "ab")
+    world.persist("a")
+    world.end_all()
+    first = world.persist("ab")
+    world.disk.forget(world.node("a"), 0)
+    second = world.persist("a")
+
+    world.end_job(world.write_of("ab"))
+    assert world.on_disk("ab") == [False, False]
+    world.end_all()
+
+    assert world.on_disk("ab") == [True, True]
+    assert (first.ended, second.ended) == (True, True)
+    assert world.slots.stats().pinned_bytes == 0
 
 
 def test_a_slot_is_pinned_while_it_is_written():
@@ -243,6 +264,27 @@ def test_a_durable_put_fails_when_its_sync_does():
 
     assert durable.ended
     assert durable.error is IO_ERROR
+
+
+def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():
+    """Such a sync fails at once, each time, until a restart: it would be asked for without end."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    world.end_job(world.write_of("a"))
+    for kind in (DiskSync, DiskSeal, DiskSync):  # the put's, then what the failed segment needs
+        world.disk.advance(0)
+        (job,) = world.jobs(kind)
+        world.end_job(job, IO_ERROR)
+    assert durable.error is IO_ERROR
+
+    for now_ns in (0, 1, 999):
+        world.disk.advance(now_ns)
+        assert world.jobs(DiskSync) == []
+
+    world.disk.advance(1000)
+    world.end_all()
+    assert world.disk.log.stats().segments == 0, "now it worked"
 
 
 def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
@@ -422,3 +464,36 @@ def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatc
     prompt = [pages for pages in asked if pages > 1]
     assert prompt == [60, 30, 15, 8, 4, 2], "once more when half of it is gone"
     assert world.disk.admission.wear().refused >= 60, "every page counts as refused in its turn"
+
+
+def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted():
+    world = DiskWorld(write="back", extents=1, segments=6, segment_bytes=20 * PAGE)
+    for path in "axy":  # one page a segment
+        world.store(world.me, world.mine, path)
+        world.persist(path)
+        world.end_all()
+        assert world.table.release_memory(world.node(path))
+    for path in "pqrs":  # all memory, and writing one of them takes a segment too many
+        world.store(world.me, world.mine, path)
+    world.disk.advance(0)
+
+    _, statuses, _ = world.begin(world.me, world.mine, "ab", start=1)
+
+    assert statuses == [PageStatus.NO_PARENT]
+    assert key("a") not in world.mine.nodes
+    world.end_all()
+    world.table.check()
+
+
+def test_a_prefetch_that_is_given_up_pins_nothing():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.end_all()
+    assert world.table.release_memory(world.node("a"))
+    prefetch = Prefetch(world.table, world.mine, chain("a"), 1000)
+
+    prefetch.cancel()
+    world.end_all()
+
+    assert world.in_memory("a") == [True]
+    assert world.slots.stats().pinned_bytes == 0

@@ -107,7 +107,7 @@ class LogMachine(RuleBasedStateMachine):
         self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
         self.keeper = SegmentKeeper(
             self.log, admission, lambda: next(numbers), self._submit, self._lose,
-            lambda _: set(), counts,
+            lambda _: set(), counts, RULES.retry_ns,
         )  # fmt: skip
         self.graves = Graves(self.log, lambda: next(numbers), self._submit, self.syncs, counts)
 

@@ -12,9 +12,9 @@ from kvstore.state.diskjobs import DiskSync, DiskTombstone, DiskWrite
 from kvstore.state.graves import ATTEMPTS_MAX, RECORD_KEYS_MAX
 from kvstore.state.log import SegmentLog, SegmentState
 from kvstore.state.tree import Node
-from kvstore.state.walks import drop_below
+from kvstore.state.walks import Removal
 from tests.state.test_disk_pages import DiskWorld
-from tests.state.world import FULL, World, key
+from tests.state.world import FULL, World, drop_below, key
 
 SEGMENT_BYTES = 112 << 10
 IO_ERROR = TierUnavailable("no such disk")
@@ -62,9 +62,10 @@ def test_a_removal_that_policies_make_writes_nothing():
 
 def test_an_emptied_space_is_one_key_for_all():
     world = filled(DiskWorld())
-    evict(world, "", "cleared")
-    drop_below(world.table, world.mine.root, "cleared")
-    world.disk.go_on()
+    removal = Removal(world.mine.root, "cleared")
+    for more in (True, False):
+        assert removal.turn(world.table) == more
+        world.disk.go_on()
     (first,) = world.jobs(DiskTombstone)
     world.end_job(first)
     (last,) = world.jobs(DiskTombstone)

@@ -8,7 +8,8 @@ from kvstore.state.outcomes import PageStatus, Removed, Stored
 from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Lease, Process, Put, Session
 from kvstore.state.slots import SlotTable
-from kvstore.state.tree import Space
+from kvstore.state.tree import Node, Space
+from kvstore.state.walks import Removal
 
 PAGE = 4096
 ROOT = PrefixKey(b"")
@@ -36,6 +37,14 @@ def key(path: str) -> PrefixKey:
 def chain(path: str, start: int = 0) -> list[PrefixKey]:
     """Keys of all pages of a path from its letter ``start`` on."""
     return [key(path[:end]) for end in range(start + 1, len(path) + 1)]
+
+
+def drop_below(table: PageTable, top: Node, cause: str) -> tuple[int, int]:
+    """All turns of a removal: pages taken out, and nodes that stay."""
+    removal = Removal(top, cause)
+    while removal.turn(table):
+        pass
+    return removal.dropped, removal.kept
 
 
 class World:
