@@ -22,6 +22,7 @@ def drop(turns: Turns, job: Job, tops: list[Node], cause: str) -> None:
     that is ``durable``; if not, ``why``.
     """
     job.result.update(dropped=0, kept=0)
+    lost_keys = turns.ask(lambda: _lost_keys(turns))
     for top in tops:
         removal, dropped = Removal(top, cause), job.result["dropped"]
         more = True
@@ -29,17 +30,22 @@ def drop(turns: Turns, job: Job, tops: list[Node], cause: str) -> None:
             more = turns.operate(removal.turn)
             job.done = job.result["dropped"] = dropped + removal.dropped
         job.result["kept"] += removal.kept
-    why = _wait(turns, job)
+    why = _wait(turns, job, lost_keys)
     job.result["durable"] = not why
     if why:
         job.result["why"] = why
 
 
-def _wait(turns: Turns, job: Job) -> str:
+def _lost_keys(turns: Turns) -> int:
+    disk = turns.observed.node.pages.disk
+    return 0 if disk is None else disk.graves.lost_keys
+
+
+def _wait(turns: Turns, job: Job, lost_keys: int) -> str:
     """Why a restart may bring pages back that were taken out; empty when it cannot."""
 
     def begin(table: PageTable) -> Durable | None:
-        return table.disk.graves.await_written() if table.disk is not None else None
+        return table.disk.graves.await_written(lost_keys) if table.disk is not None else None
 
     durable = turns.operate(begin)
     if durable is None:

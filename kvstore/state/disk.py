@@ -24,6 +24,7 @@ from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission, ask_later
 from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
+    DURABLES_MAX,
     DiskCheck,
     DiskJob,
     DiskRead,
@@ -77,10 +78,11 @@ class DiskPages:
         self.rules = rules
         self.jobs: list[DiskJob] = []
         self.acknowledged: list[Durable] = []
+        self._durables: set[Durable] = set()
         self.fetched: list[Fetch] = []
         self.in_flight_bytes = 0
         self._memory = memory
-        self._numbers = count(1)
+        self._number = count(1).__next__
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
         self._writes: dict[tuple[Node, int], Write] = {}
@@ -173,9 +175,13 @@ class DiskPages:
             what ``acknowledged`` will hold once they are synced.
 
         Raises:
-            CapacityError: there is no room for all of them now, or writes fail at the moment.
+            CapacityError: there is no room for all of them now, or writes fail at the moment, or
+                :data:`DURABLES_MAX` puts wait already (their callers may have given up).
         """
+        if len(self._durables) >= DURABLES_MAX:
+            raise CapacityError("too many durable pages wait for the SSD tier now; try later")
         durable = Durable()
+        self._durables.add(durable)
         for node in nodes:
             slot = node.slots.get(shard)
             if slot is not None:
@@ -185,10 +191,7 @@ class DiskPages:
             if not there and (self.degraded or not self._write_chain(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
-                raise CapacityError(
-                    "the SSD tier, or the quota of the space there, has no room for a durable page"
-                    " now; try later"
-                )
+                raise CapacityError("the disk, or the space's quota of it, is full now; try later")
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
@@ -385,6 +388,7 @@ class DiskPages:
             if durable in write.waiters:
                 write.waiters.remove(durable)
         self.loads.unpin(durable.pinned)
+        self._durables.discard(durable)
         durable.ended = True
         self.acknowledged.append(durable)
 
@@ -490,9 +494,6 @@ class DiskPages:
                 self.forget(at, shard)
             elif shard in at.disk:
                 self._memory.drop(at, shard, cause)
-
-    def _number(self) -> int:
-        return next(self._numbers)
 
     def _submit(self, job: DiskJob) -> None:
         self._under_way[job.job] = job

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
@@ -152,6 +152,10 @@ class DiskDrop:
 DiskJob = (
     DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
 )
+
+
+DURABLES_MAX: Final = 1024
+"""Durable puts that may wait for the disk; a disk that hangs lets them pile up."""
 
 
 @dataclass(slots=True, eq=False)

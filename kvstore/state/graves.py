@@ -56,6 +56,7 @@ class Graves:
 
     Attributes:
         waiting_keys: keys whose tombstone is not written.
+        lost_keys: keys that could not wait; only grows.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Graves:
         syncs: Syncs, counts: Counter[str],
     ) -> None:  # fmt: skip
         """Start with nothing to write."""
-        self.waiting_keys = 0
+        self.waiting_keys = self.lost_keys = 0
         self._log = log
         self._number = number
         self._submit = submit
@@ -73,7 +74,6 @@ class Graves:
         self._gathering: dict[_Pair, _Grave] = {}
         self._writing: dict[_Pair, _Grave] = {}
         self._jobs: dict[int, _Pair] = {}
-        self._overflowed = False
 
     def holds(self, node: Node, shard: int) -> bool:
         """Whether a page must not be written yet: the tombstone of its key comes first."""
@@ -88,17 +88,17 @@ class Graves:
         for shard in range(len(space.shards)):
             self._add(space, shard, ALL_KEYS)
 
-    def await_written(self) -> Durable:
+    def await_written(self, lost_keys: int) -> Durable:
         """What is acknowledged once all that was buried so far is written, and synced if ever.
 
-        Its error is CapacityError when something was buried that could not wait.
+        Its error is CapacityError when something was buried that could not wait since
+        :attr:`lost_keys` was read.
         """
         durable = Durable()
         for grave in (*self._gathering.values(), *self._writing.values()):
             grave.waiters.append(durable)
             durable.outstanding += 1
-        if self._overflowed:
-            self._overflowed = False
+        if self.lost_keys != lost_keys:
             durable.error = CapacityError(
                 f"more than {KEYS_MAX} removals waited for the SSDs: clear the space once they work"
             )
@@ -151,7 +151,7 @@ class Graves:
         if not self._log.segments or self._knows(pair, key):
             return  # there is no older record, or none that the tombstone on its way leaves
         if self.waiting_keys >= KEYS_MAX and key != ALL_KEYS:
-            self._overflowed = True
+            self.lost_keys += 1
             self._counts["tombstone_keys_lost"] += 1
             return
         grave = self._gathering.get(pair)

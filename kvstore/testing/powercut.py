@@ -192,7 +192,7 @@ class Life:
         pages = before - self._ready()
         if key is None and not tree.nodes:
             pages |= {(shard, name) for shard in range(len(_SHARDS)) for name in self._known}
-        durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(), self._now_ns)
+        durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(0), self._now_ns)
         self.evictions.append((durable, pages))
         # What was asked for so far is gone; its acknowledgement says nothing of what is put now.
         self._overtaken |= self._asked.keys()

@@ -66,7 +66,7 @@ class Lives:
             (space,) = table.spaces
             top = space.root if key is None else space.nodes[key]
             drop_below(table, top, cause)
-            return table.disk.graves.await_written()
+            return table.disk.graves.await_written(0)
 
         with link._answered:
             durable = link.node.operate(begin, monotonic_ns())

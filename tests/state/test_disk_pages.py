@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.errors import PageCorrupt, TierUnavailable
 from kvstore.movements import Prefetch
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
@@ -234,38 +234,6 @@ def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
     assert world.disk.fetched == [fetch]
 
 
-def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
-    world = DiskWorld()
-    world.store(world.me, world.mine, "x")
-    world.end_job(world.write_of("x"))
-    (early,) = world.jobs(DiskSync)
-    world.store(world.me, world.mine, "ab")
-    durable = world.persist("ab")
-
-    world.end_job(world.write_of("ab"))
-    world.end_job(world.write_of("a"))
-    world.end_job(early)
-    assert not durable.ended, "that sync began before the bytes were there"
-
-    (late,) = world.jobs(DiskSync)
-    world.end_job(late)
-    assert world.disk.acknowledged == [durable]
-    assert durable.error is None
-
-
-def test_a_durable_put_fails_when_its_sync_does():
-    world = DiskWorld()
-    world.store(world.me, world.mine, "a")
-    durable = world.persist("a")
-    world.end_job(world.write_of("a"))
-
-    (sync,) = world.jobs(DiskSync)
-    world.end_job(sync, IO_ERROR)
-
-    assert durable.ended
-    assert durable.error is IO_ERROR
-
-
 def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():
     """Such a sync fails at once, each time, until a restart: it would be asked for without end."""
     world = DiskWorld()
@@ -285,43 +253,6 @@ def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():
     world.disk.advance(1000)
     world.end_all()
     assert world.disk.log.stats().segments == 0, "now it worked"
-
-
-def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
-    world = DiskWorld()
-    world.store(world.me, world.mine, "ab")
-    durable = world.disk.make_durable([world.node("ab")], 0)
-
-    world.end_job(world.write_of("ab"))
-    world.end_job(world.write_of("a"), IO_ERROR)
-
-    assert durable.ended
-    assert durable.error is not None
-
-
-def test_a_page_awaiting_its_sync_is_not_evicted():
-    world = DiskWorld(sync="interval", extents=1)
-    world.store(world.me, world.mine, "abcd")
-    durable = world.persist("abcd")
-    for path in ("a", "ab", "abc", "abcd"):
-        world.end_job(world.write_of(path))
-
-    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
-    world.disk.advance(1000)
-    world.end_all()
-    assert durable.ended
-    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
-
-
-def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
-    world = DiskWorld(write="back", segments=0)
-    world.store(world.me, world.mine, "ab")
-
-    with pytest.raises(CapacityError):
-        world.persist("ab")
-
-    assert world.slots.stats().pinned_bytes == 0
-    assert not world.disk.acknowledged
 
 
 def test_pages_that_must_not_go_to_disk_do_not():

@@ -268,7 +268,7 @@ class LogMachine(RuleBasedStateMachine):
                 write.node.parent.children.pop(write.node.key)
                 self.space.remove(write.node)
         self.durable -= names
-        self.burials.append((self.graves.await_written(), names))
+        self.burials.append((self.graves.await_written(0), names))
         if then == "put" and name:
             self.put(name)
             if self.writes:

@@ -75,7 +75,7 @@ def test_an_emptied_space_is_one_key_for_all():
 def test_a_removal_is_acknowledged_after_the_sync_that_follows_its_tombstone():
     world = filled(DiskWorld())
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     (tombstone,) = world.jobs(DiskTombstone)
     assert not world.jobs(DiskSync)
 
@@ -92,7 +92,7 @@ def test_nobody_waits_for_the_interval_of_the_syncs():
     world.disk.advance(1_000)
     world.end_all()
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     world.end_all()
     assert durable.ended, "no time has passed"
 
@@ -100,7 +100,7 @@ def test_nobody_waits_for_the_interval_of_the_syncs():
 def test_where_nothing_is_synced_a_removal_is_acknowledged_when_it_is_written():
     world = filled(DiskWorld(sync="none"))
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     assert not durable.ended
     world.end_job(*world.jobs(DiskTombstone))
     assert durable.ended
@@ -125,7 +125,7 @@ def test_a_page_stored_again_is_written_after_its_tombstone():
 def test_a_tombstone_that_cannot_be_written_is_tried_again_and_given_up_at_last():
     world = filled(DiskWorld())
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     for attempt in range(ATTEMPTS_MAX):
         assert not durable.ended, attempt
         (tombstone,) = world.jobs(DiskTombstone)
@@ -145,7 +145,7 @@ def test_in_a_full_log_a_tombstone_waits_for_room_and_the_page_is_a_miss_meanwhi
     place = SegmentLog.place_tombstone
     monkeypatch.setattr(SegmentLog, "place_tombstone", lambda *_: None)
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     world.end_all()
     assert world.lookup(world.mine, "abc") == (1, 0)
     assert not durable.ended
@@ -162,12 +162,15 @@ def test_removals_that_cannot_wait_are_said_not_to_be_durable(monkeypatch):
     monkeypatch.setattr(graves, "KEYS_MAX", 1)
     world = filled(DiskWorld())
     evict(world, "ab")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     world.end_all()
 
     assert isinstance(durable.error, CapacityError)
     assert world.table.counts["tombstone_keys_lost"] == 1
-    assert world.disk.graves.await_written().error is None, "said once"
+    told = world.disk.graves.await_written(0)
+    assert isinstance(told.error, CapacityError), "another removal of the same time is told too"
+    later = world.disk.graves.await_written(world.disk.graves.lost_keys)
+    assert later.error is None, "what began later lost nothing"
 
 
 def test_more_keys_than_a_record_takes_are_written_as_several(monkeypatch):
@@ -175,7 +178,7 @@ def test_more_keys_than_a_record_takes_are_written_as_several(monkeypatch):
     assert RECORD_KEYS_MAX > 2
     world = filled(DiskWorld(), "abcde")
     evict(world, "a")
-    durable = world.disk.graves.await_written()
+    durable = world.disk.graves.await_written(0)
     written = set()
     for _ in range(3):
         assert not durable.ended

@@ -1,0 +1,91 @@
+"""Goal: whoever put a page durably is told when it is safe, or that it is not."""
+
+import pytest
+
+from kvstore.errors import CapacityError
+from kvstore.state import disk
+from kvstore.state.diskjobs import DiskSync
+from kvstore.state.outcomes import PageStatus
+from tests.state.test_disk_pages import IO_ERROR, DiskWorld
+
+
+def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "x")
+    world.end_job(world.write_of("x"))
+    (early,) = world.jobs(DiskSync)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"))
+    world.end_job(early)
+    assert not durable.ended, "that sync began before the bytes were there"
+
+    (late,) = world.jobs(DiskSync)
+    world.end_job(late)
+    assert world.disk.acknowledged == [durable]
+    assert durable.error is None
+
+
+def test_a_durable_put_fails_when_its_sync_does():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    world.end_job(world.write_of("a"))
+
+    (sync,) = world.jobs(DiskSync)
+    world.end_job(sync, IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is IO_ERROR
+
+
+def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "ab")
+    durable = world.disk.make_durable([world.node("ab")], 0)
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"), IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is not None
+
+
+def test_a_page_awaiting_its_sync_is_not_evicted():
+    world = DiskWorld(sync="interval", extents=1)
+    world.store(world.me, world.mine, "abcd")
+    durable = world.persist("abcd")
+    for path in ("a", "ab", "abc", "abcd"):
+        world.end_job(world.write_of(path))
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    world.disk.advance(1000)
+    world.end_all()
+    assert durable.ended
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+
+
+def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "ab")
+
+    with pytest.raises(CapacityError):
+        world.persist("ab")
+
+    assert world.slots.stats().pinned_bytes == 0
+    assert not world.disk.acknowledged
+
+
+def test_durable_puts_do_not_pile_up_on_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(disk, "DURABLES_MAX", 2)
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.persist("a")
+    world.persist("a")
+    with pytest.raises(CapacityError, match="too many durable pages"):
+        world.persist("a")
+    world.end_all()
+    assert len(world.disk.acknowledged) == 2
+    world.persist("a")
