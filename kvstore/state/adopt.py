@@ -39,8 +39,8 @@ class FoundSegment:
     sealed: bool
     end: int
     records: int
-    keys: list[bytes]
-    parents: list[bytes]
+    keys: list[PrefixKey]
+    parents: list[PrefixKey]
     digests: list[bytes]
     offsets: list[int]
     pairs: list[int]
@@ -79,7 +79,7 @@ def adopt(
     for space in spaces:
         log.adopt_pages(space)
     log.next_segment = next_segment
-    return sum(len(node.disk) for space in spaces for node in space.nodes.values())
+    return sum(len(segment.pages) for segment in log.segments.values())
 
 
 def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]:
@@ -129,12 +129,12 @@ def _take_over(
         if home is None:
             continue
         space, shard = home
-        head = space.root if parent_key == _NO_PARENT else space.nodes.get(PrefixKey(parent_key))
-        node = space.nodes.get(PrefixKey(key))
+        head = space.root if parent_key == _NO_PARENT else space.nodes.get(parent_key)
+        node = space.nodes.get(key)
         if node is None:
-            node = space.add(PrefixKey(key), head)
+            node = space.add(key, head)
             if head is None:
-                doubts.lost.append((node, PrefixKey(parent_key)))
+                doubts.lost.append((node, parent_key))
         node.adopt(shard, place, digest)
         if head is None or (head is not space.root and shard not in head.disk):
             doubts.headless.append((node, shard))

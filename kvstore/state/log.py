@@ -237,9 +237,9 @@ class SegmentLog:
         pages = {number: segment.pages for number, segment in self.segments.items()}
         live = dict.fromkeys(self.segments, 0)
         for node in space.nodes.values():
-            for shard, place in node.disk.items():
-                pages[place[0]][node, shard] = 0
-                live[place[0]] += sizes[shard]
+            for shard, (number, _) in node.disk.items():
+                pages[number][node, shard] = 0
+                live[number] += sizes[shard]
         for number, size in live.items():
             self.segments[number].live_bytes += size
         space.disk_bytes = sum(live.values())
