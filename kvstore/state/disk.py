@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
-from kvstore.state.admission import Admission, ask_later
+from kvstore.state.admission import Admission
 from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
     DURABLES_MAX,
@@ -36,18 +36,17 @@ from kvstore.state.diskjobs import (
     Fetch,
     Memory,
     Verdict,
-    Write,
     WritePolicy,
-    page_name,
 )
 from kvstore.state.disklimits import DiskLimits
 from kvstore.state.graves import Graves
 from kvstore.state.keeper import SegmentKeeper
 from kvstore.state.loads import Loads
-from kvstore.state.log import Place, SegmentLog, record_bytes
-from kvstore.state.outcomes import TierRemoved, TierStored
+from kvstore.state.log import Place, SegmentLog
+from kvstore.state.outcomes import TierRemoved
 from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.writes import Writes
 
 BACKLOG_MAX: Final = 65_536
 
@@ -66,7 +65,7 @@ class DiskPages:
         acknowledged: durable puts and removals that ended.
         fetched: fetches whose last load ended.
         loads: pages on their way from disk.
-        in_flight_bytes: being written.
+        writes: pages on their way to disk.
     """
 
     def __init__(
@@ -80,12 +79,10 @@ class DiskPages:
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self.fetched: list[Fetch] = []
-        self.in_flight_bytes = 0
         self._memory = memory
         self._number = count(1).__next__
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
-        self._writes: dict[tuple[Node, int], Write] = {}
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
@@ -97,13 +94,17 @@ class DiskPages:
             log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
         )
         #: What spaces may and must have on disk.
-        self.limits = DiskLimits(memory, self.forget, self._writes)
+        self.limits = DiskLimits(memory, self.forget)
         self._keeper = SegmentKeeper(
             log, admission, self._number, self._submit, self._lose, self.limits.kept,
             memory.counts, rules.retry_ns,
         )  # fmt: skip
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
+        self.writes = Writes(
+            memory, log, admission, self.limits, self.graves, self._syncs, self._number,
+            self._submit,
+        )  # fmt: skip
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class DiskPages:
     def busy(self) -> bool:
         """Whether memory or disk will be freed without anyone asking for more."""
         buries = self.graves.waiting_keys and not self.degraded
-        return bool(self._writes or buries) or self._room_is_made
+        return bool(self.writes or buries) or self._room_is_made
 
     @property
     def _room_is_made(self) -> bool:
@@ -136,7 +137,7 @@ class DiskPages:
 
     def used(self, node: Node, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
-        if self.rules.write is WritePolicy.SELECTIVE and self._is_dirty(node, shard):
+        if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.append((node, shard))
             self._pump()
 
@@ -147,7 +148,7 @@ class DiskPages:
         if not node.slots.keys() - node.disk.keys():
             self.admission.leaves(node, 0, self._memory.tick)
         for shard in list(node.slots):
-            if not self._is_dirty(node, shard):
+            if not self.writes.is_dirty(node, shard):
                 continue
             if refused:
                 self.admission.refuse()
@@ -158,11 +159,11 @@ class DiskPages:
             if self.degraded:
                 self._memory.counts["demotions_failed"] += 1
                 continue
-            if self.in_flight_bytes >= self.rules.in_flight_bytes_max:
+            if self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max:
                 return Verdict.FULL
             full = self._memory.counts["disk_full_pages"]
-            self._write_chain(node, shard)
-            if (node, shard) in self._writes:
+            self._write(node, shard)
+            if (node, shard) in self.writes:
                 verdict = Verdict.WRITING
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 return Verdict.FULL  # it waits for its place rather than be dropped
@@ -188,7 +189,7 @@ class DiskPages:
                 self._memory.slots.pin([slot], 0)
                 durable.pinned.append((node, slot))
             there = shard in node.disk
-            if not there and (self.degraded or not self._write_chain(node, shard, durable)):
+            if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
                 raise CapacityError("the disk, or the space's quota of it, is full now; try later")
@@ -205,8 +206,8 @@ class DiskPages:
         """
         if shard in node.disk:
             return True
-        if (node, shard) not in self._writes and (
-            self.degraded or not self._write_chain(node, shard, Durable())
+        if (node, shard) not in self.writes and (
+            self.degraded or not self._write(node, shard, Durable())
         ):
             raise CapacityError("the SSD tier does not take this page now")
         return False
@@ -216,14 +217,15 @@ class DiskPages:
         for space in spaces:
             for node in space.nodes.values():
                 if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
-                    self._backlog += [(node, at) for at in node.slots if self._is_dirty(node, at)]
+                    dirty = [at for at in node.slots if self.writes.is_dirty(node, at)]
+                    self._backlog += [(node, at) for at in dirty]
         self._pump()
 
     @property
     def settled(self) -> bool:
         """Whether nothing waits to be written or synced."""
         pending = self._backlog or self.graves.waiting_keys
-        if self._writes or (pending and not self.degraded):
+        if self.writes or (pending and not self.degraded):
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
@@ -256,137 +258,27 @@ class DiskPages:
             if node.parent is not None:
                 self.offer(node.parent)
 
-    def _is_dirty(self, node: Node, shard: int) -> bool:
-        """Whether the page is in memory only, and may be on disk."""
-        return (
-            shard in node.slots
-            and bool(node.ready >> shard & 1)
-            and shard not in node.disk
-            and not node.memory_only
-            and (node, shard) not in self._writes
-            and not self.graves.holds(node, shard)
-        )
-
-    def _write_chain(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
-        """Start to write a page and what precedes it; whether all of it is on its way."""
-        window = node.space.shards[shard].window_pages
-        chain: list[Node] = []
-        at: Node | None = node
-        while at is not None and at is not node.space.root and shard not in at.disk:
-            under_way = self._writes.get((at, shard))
-            if under_way is not None:
-                self._await(under_way, durable)
-                break
-            if not self._is_dirty(at, shard):
-                ask_later(chain[::-1])
-                return False  # its engine is still writing it, or it must not go to disk
-            chain.append(at)
-            at = None if window else at.parent
-        chain.reverse()
-        wanted, begun = len(chain), 0
-        size = record_bytes(node.space.shards[shard].page_bytes)
-        if durable is None:
-            pairs = [(one, shard) for one in chain]
-            admitted = self.admission.admit(pairs, size, self._now_ns, self._memory.tick)
-            del chain[admitted:]
-            self._memory.counts["not_admitted_pages"] += admitted < wanted
-        for one in chain:
-            if not self.limits.make_room(one, shard):
-                self._memory.counts["disk_refused_quota"] += len(chain) - begun
-                break
-            place = self.log.place(one, shard, self._memory.tick)
-            if place is None:
-                self._memory.counts["disk_full_pages"] += len(chain) - begun
-                break
-            begun += 1
-            self._begin_write(one, shard, place, durable)
-        if durable is None and begun < len(chain):
-            self.admission.take_back(len(chain) - begun, size)
+    def _write(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
+        begun = self.writes.begin(node, shard, self._now_ns, durable)
         self._keeper.tend(self._memory.tick)
-        return begun == wanted
-
-    def _begin_write(self, node: Node, shard: int, place: Place, durable: Durable | None) -> None:
-        slot = node.slots[shard]
-        job = DiskWrite(self._number(), place, page_name(node, shard), slot)
-        size = record_bytes(node.space.shards[shard].page_bytes)
-        write = self._writes[node, shard] = Write(job, size)
-        self._memory.slots.pin([slot], 0)
-        self.in_flight_bytes += size
-        node.space.disk_bytes += size
-        self._submit(job)
-        self._await(write, durable)
-
-    def _await(self, write: Write, durable: Durable | None) -> None:
-        if durable is not None and durable not in write.waiters:
-            write.waiters.append(durable)
-            durable.outstanding += 1
+        return begun
 
     def _pump(self) -> None:
         """Write what waits its turn, as far as may be under way at a time."""
         while (
             self._backlog
             and not self.degraded
-            and self.in_flight_bytes < self.rules.in_flight_bytes_max
+            and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
             node, shard = self._backlog[0]
             if self.graves.holds(node, shard):
                 return  # it was taken out before it was stored again, and that is not written yet
             self._backlog.popleft()
-            if is_live(node) and self._is_dirty(node, shard):
-                self._write_chain(node, shard)
-
-    def _wrote(self, write: Write, error: KVStoreError | None) -> None:
-        """Count the page as written once its head is, then those that waited for it."""
-        write.error = error
-        self.in_flight_bytes -= write.size
-        settling = [write]
-        while settling:
-            write = settling.pop()
-            head = self._head_of(*write.job.page[:2])
-            if head is not None:
-                head.followers.append(write)  # it may have begun later: it had left the disk
-            else:
-                self._settle(write)
-                settling += write.followers
-
-    def _head_of(self, node: Node, shard: int) -> Write | None:
-        """The write that one of this page counts only after."""
-        head, window = node.parent, node.space.shards[shard].window_pages
-        return None if window or head is None else self._writes.get((head, shard))
-
-    def _settle(self, write: Write) -> None:
-        """The page is on disk, if its bytes are and its head is."""
-        node, shard = write.job.page[:2]
-        del self._writes[node, shard]
-        window, head = node.space.shards[shard].window_pages, node.parent
-        reachable = window or head is node.space.root or (head is not None and shard in head.disk)
-        mine = is_live(node) and node.slots.get(shard) == write.job.slot
-        if write.error is None and mine and reachable:
-            node.demote(shard, write.job.place)
-            self.log.wrote(write.job.place)
-            self._memory.counts["demoted_pages"] += 1
-            self._memory.told(TierStored, node, shard, "ssd")
-        else:
-            self.log.abandon(write.job.place, node, shard)
-            node.space.disk_bytes -= write.size
-            if node.parent is not None:
-                self.offer(node.parent)
-            self._memory.counts["unwritten_pages"] += 1
-            write.error = write.error or CapacityError("the page left the store meanwhile")
-        self._memory.slots.unpin([write.job.slot])
-        self._memory.offer(node)
-        self._answer(write)
-
-    def _answer(self, write: Write) -> None:
-        if write.error is None:
-            self._syncs.wrote()
-        for durable in write.waiters:
-            self._syncs.part_ended(durable, write.error)
+            if is_live(node) and self.writes.is_dirty(node, shard):
+                self._write(node, shard)
 
     def _end_durable(self, durable: Durable) -> None:
-        for write in self._writes.values() if durable.outstanding else ():
-            if durable in write.waiters:
-                write.waiters.remove(durable)
+        self.writes.give_up(durable)
         self.loads.unpin(durable.pinned)
         self._durables.discard(durable)
         durable.ended = True
@@ -418,7 +310,7 @@ class DiskPages:
             case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
                     self._fail(error, ended.place)
-                self._wrote(self._writes[node, shard], error)
+                self.writes.wrote(node, shard, error)
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
@@ -460,10 +352,10 @@ class DiskPages:
         return {
             "write": self.rules.write,
             "sync": self.rules.sync,
-            "writes": len(self._writes),
+            "writes": len(self.writes),
             "loads": len(self.loads),
             "checks": len(self._checks),
-            "in_flight_bytes": self.in_flight_bytes,
+            "in_flight_bytes": self.writes.in_flight_bytes,
             "backlog_pages": len(self._backlog),
             "tombstone_keys_waiting": self.graves.waiting_keys,
             "degraded": self.troubled,

@@ -9,10 +9,10 @@ A reclaim carries over what is pinned, and what its space would miss in its rese
 """
 
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Final
 
-from kvstore.state.diskjobs import Memory
+from kvstore.state.diskjobs import Memory, Write
 from kvstore.state.log import Segment
 from kvstore.state.quotas import SHRINK_MAX, Quotas
 from kvstore.state.tree import Node, Space, is_live
@@ -51,15 +51,14 @@ class DiskLimits:
     Args:
         memory: the memory side.
         forget: takes a page off the disk that memory has too: ``forget(node, shard)``.
-        writing: the pages that are being written, as keys.
+
+    Attributes:
+        writing: the pages that are being written; :class:`~kvstore.state.writes.Writes` keeps them.
     """
 
-    def __init__(
-        self, memory: Memory, forget: Callable[[Node, int], None],
-        writing: Mapping[tuple[Node, int], object],
-    ) -> None:  # fmt: skip
+    def __init__(self, memory: Memory, forget: Callable[[Node, int], None]) -> None:
         """Start with no limits."""
-        self._writing = writing
+        self.writing: dict[tuple[Node, int], Write] = {}
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
         self._forget = forget
@@ -121,7 +120,7 @@ class DiskLimits:
 
     def writing_bytes(self, space: Space) -> int:
         """What is being written of a space."""
-        shards = [shard for node, shard in self._writing if node.space is space]
+        shards = [shard for node, shard in self.writing if node.space is space]
         return sum(space.shards[shard].record_bytes for shard in shards)
 
     def _take_out(self, node: Node) -> None:
@@ -148,7 +147,7 @@ class DiskLimits:
         if not node.disk.keys() <= node.slots.keys():
             return not node.children
         return not any(
-            child.disk or any((child, at) in self._writing for at in range(len(child.space.shards)))
+            child.disk or any((child, at) in self.writing for at in range(len(child.space.shards)))
             for child in node.children.values()
         )
 
