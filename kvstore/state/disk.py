@@ -305,6 +305,8 @@ class DiskPages:
         """A job has ended; ``error`` None = all of it was done."""
         ended = self._under_way.pop(job)
         if isinstance(ended, DiskSync):
+            if error is not None and not self._sync_failed:
+                self.log.fail_open()  # once: until a restart every later sync fails as well
             self._sync_failed = error is not None
         match ended:
             case DiskWrite(page=(node, shard, _, _)):
@@ -326,7 +328,6 @@ class DiskPages:
             case DiskSync() if not self._keeper.is_mine(job):
                 if error is not None:
                     self._fail(error)
-                    self.log.fail_open()
                 self._syncs.ended(error)
             case _:
                 self._keeper.completed(ended, error, self._memory.tick)

@@ -99,7 +99,6 @@ class SegmentKeeper:
                 self._copied(job, error)
             case DiskSync():
                 if error is not None:
-                    self._log.fail_open()
                     self._rests_until_ns = self._now_ns + self._retry_ns
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.errors import CapacityError
 from kvstore.state import disk
-from kvstore.state.diskjobs import DiskSync
+from kvstore.state.diskjobs import DiskSeal, DiskSync
 from kvstore.state.outcomes import PageStatus
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
 
@@ -39,6 +39,22 @@ def test_a_durable_put_fails_when_its_sync_does():
 
     assert durable.ended
     assert durable.error is IO_ERROR
+
+
+def test_syncs_that_fail_again_and_again_cost_one_segment():
+    world = DiskWorld()
+    for at, path in enumerate("abcde"):
+        world.disk.advance(10_000 * at)
+        world.store(world.me, world.mine, path)
+        assert not world.disk.degraded
+        durable = world.persist(path)
+        world.end_job(world.write_of(path))
+        for kind in (DiskSync, DiskSeal, DiskSync):
+            for job in world.jobs(kind):
+                world.end_job(job, IO_ERROR)
+        assert durable.error is IO_ERROR
+    assert world.disk.troubled
+    assert world.disk.log.stats().segments <= 2
 
 
 def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
