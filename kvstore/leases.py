@@ -1,7 +1,8 @@
 """Leases on runs of pages: asked for, and what of them is on disk brought to memory first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
+from time import perf_counter
 from typing import Final
 
 from kvstore import wire
@@ -22,12 +23,16 @@ class Leases:
 
     Args:
         services: the connections.
+        page_bytes: of each shard of the engine.
         numbers: what the space is called on one of them.
     """
 
-    def __init__(self, services: Services, numbers: Callable[[NodeLink], Opened]) -> None:
+    def __init__(
+        self, services: Services, page_bytes: Sequence[int], numbers: Callable[[NodeLink], Opened]
+    ) -> None:
         """Ask for nothing yet."""
         self._services = services
+        self._page_bytes = page_bytes
         self._numbers = numbers
 
     def acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
@@ -46,7 +51,10 @@ class Leases:
             nonlocal leased
             leased = self._ask(opened, keys, shard, lease)
 
+        known, start = len(leased.digests), perf_counter()
         self.warm(keys, shard, again)
+        brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
+        self._services.note_disk(brought * self._page_bytes[shard], perf_counter() - start)
         return leased
 
     def warm(self, keys: PrefixKeys, shard: int, then: Callable[[], None]) -> int:

@@ -72,7 +72,7 @@ class Loads:
         self._services = services
         self._pages = pages
         self._numbers = numbers
-        self.leases = Leases(services, numbers)
+        self.leases = Leases(services, [one.page_bytes for one in pages], numbers)
 
     def load(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
@@ -89,6 +89,7 @@ class Loads:
             at_once: pages leased at a time.
         """
         loaded, first, start = 0, 0, perf_counter()
+        disk_waits = self._services.disk_waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
             if self._services.promotion is not None:
@@ -106,7 +107,8 @@ class Loads:
         except KVStoreError as error:
             self._services.note_trouble(error)
         size = (loaded - first) * self._pages[shard].page_bytes
-        self._services.note_load(size, perf_counter() - start)
+        if self._services.disk_waits == disk_waits:
+            self._services.note_load(size, perf_counter() - start)
         return loaded
 
     def device_load(

@@ -15,7 +15,8 @@ class Hit(NamedTuple):
         pages: length of the longest prefix that is READY on every shard asked for; 0 = a miss.
         pending: further pages that are being written now.
         tiers: tier name → pages of the hit in it.
-        load_seconds: estimate of how long loading the hit takes, from what loads took so far.
+        load_seconds: estimate of how long loading the hit takes, from what loads from memory
+            and from disk took so far.
     """
 
     pages: int

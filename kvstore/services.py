@@ -13,6 +13,7 @@ from kvstore.promotion import Promotion
 log = logging.getLogger(__name__)
 
 LOAD_BYTES_PER_S_GUESS: Final = 5e9
+DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
 
 
@@ -27,7 +28,9 @@ class Services:
         loads: runs restores.
         stores: runs extracts.
         troubles: error code → how often a read became a miss because of it.
-        load_bytes_per_s: how fast loads from the node have been.
+        load_bytes_per_s: how fast loads of pages in the node's memory have been.
+        disk_bytes_per_s: how fast the node has brought pages from its disks to its memory.
+        disk_waits: how often that was waited for.
         promotion: the device slab; None for none.
     """
 
@@ -44,10 +47,22 @@ class Services:
         self.stores = Worker("kvstore-store")
         self.troubles: Counter[str] = Counter()
         self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
+        self.disk_bytes_per_s = DISK_BYTES_PER_S_GUESS
+        self.disk_waits = 0
         self._said: set[str] = set()
 
+    def load_seconds(self, size: int, on_disk: int) -> float:
+        """How long loading so many bytes may take, when so many of them are on disk only."""
+        return size / self.load_bytes_per_s + on_disk / self.disk_bytes_per_s
+
+    def note_disk(self, size: int, seconds: float) -> None:
+        """Learn from a wait for pages from the disks."""
+        self.disk_waits += 1
+        if size and seconds > 0:
+            self.disk_bytes_per_s += 0.1 * (size / seconds - self.disk_bytes_per_s)
+
     def note_load(self, size: int, seconds: float) -> None:
-        """Learn from a finished load (moving average over about ten)."""
+        """Learn from a finished load from memory (moving average over about ten)."""
         if size and seconds > 0:
             self.load_bytes_per_s += 0.1 * (size / seconds - self.load_bytes_per_s)
 

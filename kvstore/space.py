@@ -111,8 +111,9 @@ class Space:
         on_disk = min(found.on_disk, pages - on_device)
         tiers = {"host": pages - on_device - on_disk}
         tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
-        size = (pages - on_device) * sum(self.page_bytes)
-        return Hit(pages, found.pending, tiers, size / services.load_bytes_per_s)
+        each = sum(self.page_bytes)
+        seconds = services.load_seconds((pages - on_device) * each, on_disk * each)
+        return Hit(pages, found.pending, tiers, seconds)
 
     def put(
         self,
