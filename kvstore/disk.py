@@ -125,7 +125,6 @@ class DiskTier:
         try:
             pages = adopt(self._node.pages, segments, list(found.pairs), found.next_segment)
         finally:
-            gc.freeze()  # nodes leave by their counts; nothing of this is ever cyclic garbage
             if collecting:
                 gc.enable()
         self.recovery_s = monotonic() - start

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import logging
 import os
@@ -119,6 +120,7 @@ class Daemon:
                     self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
                 )
                 undo.callback(self.disk.close)
+                gc.freeze()  # no collection walks over all that was found: nodes go by their counts
             self.socket.listen()
             undo.callback(self.socket.close)
             http = HttpServer(self.config.http, loop, self)
