@@ -1,10 +1,12 @@
 """Goal: the daemon as engines, operators and strangers meet it: socket, HTTP, events, signals."""
 
+import gc
 import socket
 import stat
 import struct
 import sys
 import urllib.error
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import zmq
 from kvstore import wire
 from kvstore.events import EventBatch, RemovedEvent, StoredEvent
 from kvstore.kvpool import KVPool
+from kvstore.server.daemon import spare_survivors
 from tests.client.conftest import (
     FLAT,
     READY,
@@ -404,3 +407,25 @@ def test_it_does_not_run_without_its_assertions(spawn):
 
     assert refused.wait(TIMEOUT_S) == 2
     assert "python -O" in refused.stderr
+
+
+def test_what_outlived_a_full_collection_is_not_walked_again_and_garbage_still_goes():
+    class Ring:
+        def __init__(self) -> None:
+            self.me = self
+
+    gc.callbacks.append(spare_survivors)
+    try:
+        gc.collect()
+        before = gc.get_freeze_count()
+        kept = [[] for _ in range(10_000)]
+        gc.collect()
+        assert gc.get_freeze_count() >= before + len(kept)
+
+        ring = weakref.ref(Ring())
+        assert ring() is not None
+        gc.collect()
+        assert ring() is None
+    finally:
+        gc.callbacks.remove(spare_survivors)
+        gc.unfreeze()
