@@ -97,8 +97,9 @@ class Job(Generic[T]):
             self._value = self._call()
         except KVStoreError as error:
             self._error = error
-        except Exception as error:
-            # A mistake of ours must neither end the worker nor leave an engine waiting.
+        except BaseException as error:
+            # A mistake of ours, or what was meant for another thread, must neither end the worker
+            # nor leave an engine waiting.
             log.exception("a job failed")
             self._error = KVStoreError(f"{type(error).__name__}: {error}")
         finally:

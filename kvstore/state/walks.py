@@ -149,5 +149,6 @@ class Removal:
 
 
 def _some_children(node: Node) -> list[Node]:
-    """As many children as a pass looks at: more than may be pinned."""
-    return list(islice(node.children.values(), DROP_NODES + 2 * PINS_MAX))
+    """As many children as a pass looks at: more than may stay, pinned or being written."""
+    stay_max = 2 * PINS_MAX + min(len(node.space.writing), SIBLINGS_MAX)
+    return list(islice(node.children.values(), DROP_NODES + stay_max))

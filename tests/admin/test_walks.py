@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgument
+from kvstore.state import walks
 from kvstore.state.shelves import SHELF_NODES
 from kvstore.state.tree import Space
 from kvstore.state.walks import DROP_NODES, Removal, subtree
@@ -115,6 +116,23 @@ def test_what_stays_does_not_keep_what_comes_after_it():
 
     assert (removal.dropped, removal.kept) == (1, DROP_NODES + 1)
     assert world.lookup(space, "b") == (0, 0)
+
+
+def test_more_pages_being_written_than_a_turn_takes_hide_none_behind_them(monkeypatch):
+    monkeypatch.setattr(walks, "PINS_MAX", 0)
+    world = World(extents=4, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    writing = [chr(first) for first in range(0x4E00, 0x4E00 + DROP_NODES + 1)]
+    for path in [*writing, "z"]:
+        world.begin(process, space, path)
+    world.store(process, space, "ab")
+    removal = Removal(space.root, "cleared")
+    while removal.turn(world.table):
+        pass
+
+    assert (removal.dropped, removal.kept) == (2, len(writing) + 1)
+    assert world.lookup(space, "ab") == (0, 0)
 
 
 def test_spaces_do_not_show_each_others_pages():

@@ -112,17 +112,18 @@ def test_waiting_for_a_layer_ends_with_the_job(worker, layered):
     assert job.result(0).pages == 3
 
 
-def test_a_programmers_error_ends_its_job_but_strands_no_other(worker, gate, caplog):
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_a_programmers_error_ends_its_job_but_strands_no_other(worker, gate, caplog, kind):
     StoreJob(worker, gate)
     assert gate.entered.wait(TIMEOUT_S)
-    broken = StoreJob(worker, raising(ZeroDivisionError("mine")))
+    broken = StoreJob(worker, raising(kind("mine")))
     after = StoreJob(worker, lambda: 7)
     gate.opened.set()
 
-    with pytest.raises(KVStoreError, match="ZeroDivisionError: mine"):
+    with pytest.raises(KVStoreError, match=f"{kind.__name__}: mine"):
         broken.result(TIMEOUT_S)
     assert after.result(TIMEOUT_S) == 7
-    assert "ZeroDivisionError: mine" in caplog.text, "it is not swallowed either"
+    assert f"{kind.__name__}: mine" in caplog.text, "it is not swallowed either"
 
 
 def test_closing_runs_what_was_submitted_and_takes_no_more(worker, gate):
