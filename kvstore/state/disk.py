@@ -131,9 +131,9 @@ class DiskPages:
 
     def stored(self, nodes: Iterable[Node], shard: int) -> None:
         """Pages became READY in memory."""
-        if self.rules.write is WritePolicy.THROUGH:
-            self._backlog.extend((node, shard) for node in nodes)
-            self._pump()
+        through = self.rules.write is WritePolicy.THROUGH
+        self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
+        self._pump()
 
     def used(self, node: Node, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
@@ -275,7 +275,7 @@ class DiskPages:
                 return  # it was taken out before it was stored again, and that is not written yet
             self._backlog.popleft()
             if is_live(node) and self.writes.is_dirty(node, shard):
-                self._write(node, shard)
+                self._write(node, shard, Durable() if node.disk_pins else None)
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
@@ -312,7 +312,8 @@ class DiskPages:
             case DiskWrite(page=(node, shard, _, _)):
                 if error is not None and not isinstance(error, PageCorrupt):
                     self._fail(error, ended.place)
-                self.writes.wrote(node, shard, error)
+                unwritten = self.writes.wrote(node, shard, error)
+                self._backlog.extend(page for page in unwritten if page[0].disk_pins)
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():

@@ -107,20 +107,27 @@ class Writes:
             self._admission.take_back(len(chain) - begun, size)
         return begun == wanted
 
-    def wrote(self, node: Node, shard: int, error: KVStoreError | None) -> None:
-        """Count the page as written once its head is, then those that waited for it."""
+    def wrote(self, node: Node, shard: int, error: KVStoreError | None) -> list[tuple[Node, int]]:
+        """Count the page as written once its head is, then those that waited for it.
+
+        Returns:
+            the pages, of this one and those, that did not come to disk.
+        """
         write = self._writes[node, shard]
         write.error = error
         self.in_flight_bytes -= write.size
-        settling = [write]
+        settling, unwritten = [write], list[tuple[Node, int]]()
         while settling:
             write = settling.pop()
             head = self._head_of(*write.job.page[:2])
             if head is not None:
                 head.followers.append(write)  # it may have begun later: it had left the disk
-            else:
-                self._settle(write)
-                settling += write.followers
+                continue
+            self._settle(write)
+            if write.error is not None:
+                unwritten.append(write.job.page[:2])
+            settling += write.followers
+        return unwritten
 
     def give_up(self, durable: Durable) -> None:
         """A durable put is not told any more."""

@@ -212,16 +212,38 @@ def test_a_pin_on_disk_writes_what_is_in_memory_only_and_lets_memory_go_then():
     world.end_job(world.write_of("a"))
     world.end_job(world.write_of("ab"), IO_ERROR)
 
-    world.disk.advance(10_000)
-    world.flood(20)
-    assert world.there("a", "ab") == [True, False]
+    world.disk.advance(999)
+    assert not world.jobs(DiskWrite), "the disk rests"
     assert world.node("ab").slots, "it is nowhere else"
 
-    world.disk.ensure_written(world.node("ab"), 0)
-    world.end_all()
+    world.disk.advance(10_000)
+    assert world.there("a", "ab") == [True, False]
+    world.end_job(world.write_of("ab"))
     world.flood(20)
     assert world.there("a", "ab") == [True, True]
     assert not world.node("ab").slots
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_page_pinned_on_disk_that_is_stored_again_is_written_again(written, monkeypatch):
+    world = LimitedWorld("back")
+    monkeypatch.setattr(world.disk.admission, "admit", lambda *_: 0)
+    space = world.space(world.me, shards=[FULL, FULL_2])
+    for shard in (0, 1):
+        world.store(world.me, space, "a", shard=shard)
+    world.table.pin(space, key("a"), 0, "ssd")
+    stale = world.jobs(DiskWrite)[0]
+    node = space.nodes[key("a")]
+    if written:
+        world.end_job(stale)
+    world.table.drop(node, 0, "head_lost")
+    world.store(world.me, space, "a")
+    if not written:
+        world.end_job(stale)
+    assert 0 not in node.disk
+    world.end_all()
+
+    assert set(node.disk) == {0, 1}
 
 
 def test_a_pin_in_memory_keeps_a_page_that_is_on_disk_only(world):
