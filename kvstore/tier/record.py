@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity, digest_seed
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity, digest_seed
 from kvstore.state.log import (
     BLOCK_BYTES,
     FOOTER_ENTRY_BYTES,
@@ -218,13 +218,6 @@ def entry_of(header: Header, pair: int) -> bytes:
         header.key, header.parent, header.digest, header.sequence, header.place.offset,
         header.payload_bytes, pair, header.kind, _HAS_PARENT if header.parent else 0,
     )  # fmt: skip
-
-
-def parents_of(entries: Entries) -> list[PrefixKey]:
-    """The parent key of each entry; empty where its page begins a chain."""
-    flags = (entries["flags"] & _HAS_PARENT).tolist()
-    parents = entries["parent"].tolist()
-    return [PrefixKey(key if has else b"") for key, has in zip(parents, flags, strict=True)]
 
 
 # Footers

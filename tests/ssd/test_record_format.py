@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.page import KEY_BYTES, CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes
 from kvstore.tier.record import (
     ENTRY,
@@ -23,7 +23,6 @@ from kvstore.tier.record import (
     encode_identity,
     entry_of,
     pack_pair,
-    parents_of,
     refuse_foreign,
     trailer_records,
     unpack_pair,
@@ -142,7 +141,9 @@ def test_a_footer_comes_back_equal(listed, segment):
     assert decoded.pairs == pairs
     assert decoded.end == 4096
     assert decoded.entries["key"].tolist() == [header.key for header in listed]
-    assert parents_of(decoded.entries) == [header.parent for header in listed]
+    parents = [header.parent for header in listed]
+    assert decoded.entries["parent"].tolist() == [one or bytes(KEY_BYTES) for one in parents]
+    assert (decoded.entries["flags"] & 1).tolist() == [bool(one) for one in parents]
     for column, name in (("sequence", "sequence"), ("payload_bytes", "payload_bytes")):
         assert decoded.entries[column].tolist() == [getattr(header, name) for header in listed]
     assert decoded.entries["offset"].tolist() == [header.place.offset for header in listed]

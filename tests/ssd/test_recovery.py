@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError, TierUnavailable
-from kvstore.page import SpaceIdentity
+from kvstore.page import KEY_BYTES, SpaceIdentity
 from kvstore.state.log import Place, record_bytes
 from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
 from kvstore.tier.base import WriteTombstone
 from kvstore.tier.directories import Directory
-from kvstore.tier.record import IDENTITY_NAME, parents_of, segment_name
+from kvstore.tier.record import IDENTITY_NAME, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
 from kvstore.tier.ssd import SSDLog
 from tests.ssd.conftest import HOME, SEGMENT_BYTES, open_log, recovered
@@ -53,7 +53,8 @@ def test_a_start_finds_keys_parents_digests_and_places(disk, sealed):
     records = [page.record for _, page in placed]
     assert segment.entries["key"].tolist() == [record.key for record in records]
     assert segment.entries["digest"].tolist() == [record.digest for record in records]
-    assert parents_of(segment.entries) == [record.parent for record in records]
+    parents = [record.parent or bytes(KEY_BYTES) for record in records]
+    assert segment.entries["parent"].tolist() == parents
     assert segment.entries["offset"].tolist() == [place.offset for place, _ in placed]
     assert set(segment.entries["payload_bytes"].tolist()) == {5000}
     assert found.pairs == [(SPACE, SHARD)]
