@@ -163,10 +163,9 @@ class Node:
 
     def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         """The SSD tier has ended a job; ``error`` None = all of it was done."""
-        disk = self.pages.disk
-        assert disk is not None
+        assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        disk.completed(job, error)
+        self.pages.disk.completed(job, error)
         for waiter in self.waiting.on(_ROOM):
             self._resume(waiter, now_ns)
         self._after(now_ns)
@@ -326,7 +325,8 @@ class Node:
         if not request.wait_ms or self.waiting.full:
             raise CapacityError("nothing more may wait for a sync now; try later")
         try:
-            return wire.Persisted(request.id), disk.make_durable(run, request.shard)
+            not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
+            return not_yet, disk.make_durable(run, request.shard)
         except CapacityError as error:
             if not disk.busy:
                 raise

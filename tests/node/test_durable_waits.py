@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore import wire
+from kvstore.errors import TierUnavailable
 from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.admission import Admission
@@ -124,3 +125,22 @@ def test_a_report_about_a_page_that_has_gone_to_disk_meanwhile_changes_nothing()
     assert world.ask(wire.Corrupt(0, 0, keys[0], 1)) == []
 
     assert world.ask(wire.Lookup(6, 0, [0], keys.packed, 0)) == [wire.Found(6, 1, 0, 1)]
+
+
+def test_a_durable_put_that_may_begin_only_when_its_time_is_up_is_not_told_that_it_is_safe():
+    """Writing was off for a while, until the very moment at which its caller gives up."""
+    world = DurableWorld()
+    world.persist(world.store(1))
+    world.end(DiskWrite, error=TierUnavailable("the disk hangs"))
+    keys = world.store(2)
+    assert world.disk.degraded
+    assert world.disk.busy, "the failed segment is being given back"
+    assert world.persist(keys) == [], "it waits for room"
+
+    world.now_ns += WAIT_MS * MS
+    world.node.advance(world.now_ns)
+
+    [answer] = world.answers()
+    assert isinstance(answer, wire.Failure)
+    assert (answer.id, answer.code) == (5, "transfer_timeout")
+    assert any(isinstance(job, DiskWrite) for job in world.disk.jobs), "it is not written yet"
