@@ -22,7 +22,7 @@ from kvstore.state.diskjobs import (
 from kvstore.state.log import SegmentLog
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Node
-from tests.state.world import FULL, FULL_2, PAGE, WINDOW, World, chain, key
+from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
 
@@ -321,6 +321,20 @@ def test_window_pages_go_to_disk_without_their_heads():
     world.disk.make_durable([world.node("abc")], 1)
 
     assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
+
+
+def test_a_hit_of_which_only_the_last_page_was_ever_stored_is_found_in_its_tier():
+    """A state needs its last page only: those before it need not be there, and have no node."""
+    world = DiskWorld()
+    world.mine = world.space(world.me, [FULL, STATE])
+    world.store(world.me, world.mine, "abcde", start=4, shard=1)
+    world.end_all()
+    packed = b"".join(chain("abcde"))
+
+    assert world.lookup(world.mine, "abcde", [1]) == (5, 0)
+    assert world.table.on_disk(world.mine, [1], packed, 5) == 0
+    assert world.table.release_memory(world.node("abcde"))
+    assert world.table.on_disk(world.mine, [1], packed, 5) == 1, "nobody loads those before it"
 
 
 def test_before_an_orderly_end_everything_is_written_and_synced():
