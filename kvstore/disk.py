@@ -135,11 +135,12 @@ class DiskTier:
     # ---- jobs -------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Hand the tier what the node decided."""
+        """Hand the tier what the node decided, as far as it takes more now."""
         self.pages.go_on()
-        jobs, self.pages.jobs = self.pages.jobs, []
+        jobs = self.pages.jobs[: self._log.room]
         if not jobs:
             return
+        del self.pages.jobs[: len(jobs)]
         for job in jobs:
             self._jobs[job.job] = job
         try:

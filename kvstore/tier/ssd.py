@@ -185,6 +185,12 @@ class SSDLog:
 
     # ---- the tier ---------------------------------------------------------------------------
 
+    @property
+    def room(self) -> int:
+        """Jobs that :meth:`submit` takes now."""
+        with self._lock:
+            return JOBS_MAX - self._under_way
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """See :class:`kvstore.tier.base.Tier`.
 

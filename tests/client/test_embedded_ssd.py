@@ -188,3 +188,23 @@ def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened
         assert not store.stats()["ssd"]["degraded"]
     with open_store(tmp_path) as store:
         assert read(large_space(store, model=model), keys) == [bytes(page) for page in pages]
+
+
+def test_more_jobs_than_the_log_takes_at_a_time_wait_and_cost_no_page(tmp_path, monkeypatch):
+    """Small pages: one request can want more of them from disk than may be under way."""
+    model = identity().model
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        keys, pages = new_keys(space, 12), content(12, space.page_bytes[0])
+        space.put(keys, pages, durable=True)
+    monkeypatch.setattr("kvstore.tier.ssd.JOBS_MAX", 2)
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        assert read(space, keys) == [bytes(page) for page in pages]
+        assert "removed_unreadable" not in store.stats()["counts"]
+        assert not store.stats()["ssd"]["degraded"]
+
+        more, others = new_keys(space, 12, start=5000), content(12, space.page_bytes[0])
+        space.put(more, others, durable=True)
+        assert not store.stats()["ssd"]["degraded"]
+        assert read(space, more) == [bytes(page) for page in others]
