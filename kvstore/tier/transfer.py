@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
-from kvstore.page import page_seeds
+from kvstore.page import pack_pair, page_seeds
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, record_bytes
 from kvstore.tier.base import (
     Completion,
@@ -34,7 +34,6 @@ from kvstore.tier.record import (
     encode_header,
     entry_of,
     is_of,
-    pack_pair,
     pair_seed,
     segment_name,
     tombstone_digest,

@@ -208,3 +208,15 @@ def test_more_jobs_than_the_log_takes_at_a_time_wait_and_cost_no_page(tmp_path, 
         space.put(more, others, durable=True)
         assert not store.stats()["ssd"]["degraded"]
         assert read(space, more) == [bytes(page) for page in others]
+
+
+def test_names_too_long_for_the_log_are_refused_before_they_cost_anybody_the_disk(tmp_path):
+    """A write that the format cannot hold would fail a segment and stop all others for a while."""
+    with open_store(tmp_path) as store:
+        space = large_space(store)
+        space.put(new_keys(space, 1), content(1, space.page_bytes[0]), durable=True)
+        with pytest.raises(InvalidArgument) as refused:
+            large_space(store, model="m" * 1000)
+        assert refused.value.field == "space"
+        assert "1022" in str(refused.value)
+        assert not store.stats()["ssd"]["degraded"]
