@@ -8,12 +8,12 @@ dead at once, and its room comes back when its segment is reclaimed.
 A reclaim carries over what is pinned, and what its space would miss in its reservation.
 """
 
-import heapq
 from collections.abc import Callable, Collection
 from typing import Final
 
 from kvstore.state.diskjobs import Memory, Write
 from kvstore.state.log import Segment
+from kvstore.state.nodeheap import Entry, NodeHeap
 from kvstore.state.quotas import SHRINK_MAX, Quotas
 from kvstore.state.tree import Node, Space, is_live
 
@@ -26,23 +26,30 @@ class _Leaves:
 
     def __init__(self) -> None:
         #: (access, serial, node); may be out of date, which is found when it comes out.
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap = NodeHeap(self._stays)
         self.queued: set[Node] = set()
 
     def add(self, node: Node) -> None:
         if node not in self.queued:
             self.queued.add(node)
-            heapq.heappush(self._heap, (node.access, node.serial, node))
+            self._heap.push((node.access, node.serial, node))
 
     def pop(self, may_go: Callable[[Node], bool]) -> Node | None:
+        node: Node
         while self._heap:
-            access, _, node = heapq.heappop(self._heap)
+            access, _, node = self._heap.pop()
             self.queued.remove(node)
             if may_go(node):
                 if node.access == access:
                     return node
                 self.add(node)
         return None
+
+    def _stays(self, entry: Entry) -> bool:
+        if not is_live(entry[-1]):
+            self.queued.remove(entry[-1])
+            return False
+        return True
 
 
 class DiskLimits:

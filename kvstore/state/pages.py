@@ -13,6 +13,7 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.match import longest_match
+from kvstore.state.nodeheap import Entry, NodeHeap
 from kvstore.state.outcomes import PageStatus, Stored
 from kvstore.state.pins import Pin, Pins
 from kvstore.state.quotas import SHRINK_MAX
@@ -39,7 +40,8 @@ class PageTable(Residents):
         super().__init__(slots, policy)
         self.pins = Pins()
         self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
-        self._page_deadlines: list[tuple[int, int, Node]] = []
+        #: (expires_ns, number, node)
+        self._page_deadlines = NodeHeap(_still_expires)
         self._sequence = count()
 
     # ---- reading ----------------------------------------------------------------------------
@@ -217,7 +219,7 @@ class PageTable(Residents):
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
                 node.expires_ns = expires_ns
-                heapq.heappush(self._page_deadlines, (expires_ns, next(self._sequence), node))
+                self._page_deadlines.push((expires_ns, next(self._sequence), node))
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.offer(node)
@@ -335,8 +337,8 @@ class PageTable(Residents):
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
                     self.offer(node)
-        while pages and pages[0][0] <= now_ns:
-            _, _, node = heapq.heappop(pages)
+        while pages and pages.first()[0] <= now_ns:
+            *_, node = pages.pop()
             if is_live(node) and 0 < node.expires_ns <= now_ns:
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
@@ -345,10 +347,13 @@ class PageTable(Residents):
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        queues = (self._lease_deadlines, self._page_deadlines)
-        due = [queue[0][0] for queue in queues if queue]
-        pins = self.pins.next_deadline_ns()
-        return min([*due, *([pins] if pins else [])], default=0)
+        leases, pages = self._lease_deadlines, self._page_deadlines
+        due = (
+            leases[0][0] if leases else 0,
+            pages.first()[0] if pages else 0,
+            self.pins.next_deadline_ns(),
+        )
+        return min((at for at in due if at), default=0)
 
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
@@ -421,3 +426,8 @@ class PageTable(Residents):
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
+
+
+def _still_expires(deadline: Entry) -> bool:
+    expires_ns, _, node = deadline
+    return is_live(node) and node.expires_ns == expires_ns

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvstore.state.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.policy import POLICIES
+from kvstore.state.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.tree import Node, Space, is_live
+from tests.state.test_disk_pages import DiskWorld
 from tests.state.world import ROOT, World, identity, key
 
 PAGES = 2000
@@ -21,6 +23,11 @@ NODES_MAX = 600
 def nodes_alive() -> int:
     gc.collect()
     return sum(isinstance(one, Node) for one in gc.get_objects())
+
+
+def observations_alive() -> int:
+    gc.collect()
+    return sum(isinstance(one, Observation) for one in gc.get_objects())
 
 
 def letters(count: int) -> list[str]:
@@ -44,6 +51,48 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
     world.table.check()
     assert not space.nodes
     assert nodes_alive() - before < NODES_MAX
+
+
+def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
+    """A TTL of weeks must not keep what was evicted or read in a second."""
+    world = World()
+    engine = world.process()
+    space = world.space(engine)
+    before = nodes_alive()
+    stays = world.store(engine, space, "stays", expires_ns=1 << 60)
+
+    for letter in letters(PAGES):
+        world.store(engine, space, letter, expires_ns=1 << 60)
+        world.table.drop(space.nodes[key(letter)], 0, "operator")
+
+    assert nodes_alive() - before < NODES_MAX
+    assert world.table.next_deadline_ns() == 1 << 60
+    world.table.expire(1 << 60)
+    assert stays
+    assert not space.nodes
+
+
+def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered():
+    world = DiskWorld()
+    world.disk.limit(world.mine, 1 << 40, 0)
+    before = nodes_alive()
+
+    for letter in letters(PAGES):
+        world.store(world.me, world.mine, letter)
+        world.end_all()
+        world.table.drop(world.node(letter), 0, "expired")
+
+    world.table.check()
+    assert nodes_alive() - before < NODES_MAX
+
+
+def test_prompts_that_are_only_ever_used_again_are_watched_once_each():
+    reuse, space = LearnedReuse(), Space(0, identity())
+    nodes = [space.node(key(letter), ROOT) for letter in "abc"]
+    before = observations_alive()
+    for tick in range(3 * OBSERVED_MAX):
+        reuse.used(nodes[tick % 3], tick)
+    assert observations_alive() - before < 2 * OBSERVED_MAX
 
 
 def next_live(pop: Callable[[], Entry]) -> Entry:
