@@ -181,7 +181,7 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        durable = Durable()
+        durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
         self._durables.add(durable)
         for node in nodes:
             slot = node.slots.get(shard)
@@ -281,6 +281,9 @@ class DiskPages:
         self.writes.give_up(durable)
         self.loads.unpin(durable.pinned)
         self._durables.discard(durable)
+        if durable.error is None and not all(_is_there(*page) for page in durable.pages):
+            durable.error = CapacityError("a page left the store before its sync; put it again")
+        durable.pages.clear()
         durable.ended = True
         self.acknowledged.append(durable)
 
@@ -392,3 +395,8 @@ class DiskPages:
     def _submit(self, job: DiskJob) -> None:
         self._under_way[job.job] = job
         self.jobs.append(job)
+
+
+def _is_there(node: Node, shard: int, digest: bytes) -> bool:
+    """Whether a page is on disk, and is still the same."""
+    return is_live(node) and shard in node.disk and node.digests[shard] == digest
