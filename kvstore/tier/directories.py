@@ -42,6 +42,7 @@ class OpenDirectory:
         direct_io: its files are read and written past the page cache.
         lock: descriptor of the lock.
         used_bytes: of its segment files, those being made and foreign ones included.
+        failing: the last segment there could not be made or written: others come first.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class OpenDirectory:
     direct_io: bool
     lock: int
     used_bytes: int = 0
+    failing: bool = False
 
 
 def failure(path: Path, error: OSError) -> KVStoreError:

@@ -185,6 +185,7 @@ class RecordMover:
             try:
                 write_fully(self._disk, descriptor, buffers, first.offset)
             except OSError as error:
+                self._segments.directories[segment.directory].failing = True
                 raise self._failure(segment, error) from error
             self._segments.note_written(segment, entries, end)
         self.counts["written_records"] += len(run)
