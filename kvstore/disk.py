@@ -120,6 +120,7 @@ class DiskTier:
             )
             for one in found.segments
         ]
+        self.pages.log.capacity_bytes = self._log.capacity_bytes
         collecting = gc.isenabled()
         gc.disable()  # it would walk over all the nodes again and again
         try:
