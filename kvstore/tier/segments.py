@@ -7,7 +7,7 @@ and is taken first.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -226,7 +226,8 @@ class Segments:
         try:
             with segment.lock:
                 if not segment.dropped:
-                    self.disk.remove(path)
+                    with suppress(FileNotFoundError):  # somebody else deleted it
+                        self.disk.remove(path)
                     segment.dropped = True
                 self.disk.sync_directory(directory.path)
         except OSError as error:

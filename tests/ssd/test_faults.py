@@ -207,6 +207,17 @@ def test_new_segments_go_to_the_directory_with_most_room(disk):
     assert [one["segments"] for one in log.stats()["directories"]] == [3, 3]
 
 
+def test_a_segment_whose_file_somebody_deleted_is_dropped_like_any_other(disk):
+    """Else it would be tried for ever, and no other segment given back meanwhile."""
+    log = recovered(disk)
+    driver = TierDriver(log)
+    driver.write((Place(0, 0), pages(1)[0]))
+    disk.remove(HOME / "0" / segment_name(0))
+
+    assert driver.drop(0).error is None
+    assert log.stats()["directories"][0]["used_bytes"] == 0
+
+
 class OneBadDirectory(SimulatedDisk):
     """Nothing can be made, or written, in the first directory."""
 
