@@ -87,6 +87,8 @@ def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]
 
     Of two that would wait for each other only the younger one does.
     """
+    if not segment.last_tombstone:
+        return []  # nearly all: else a start would compare each of them with each other
     return [
         other.number
         for other in segments
