@@ -101,11 +101,8 @@ class DiskLimits:
             return True
         if size > self.quotas.get(space).quota_bytes:
             return False
-        spared = {node}
-        at = node.parent
-        while at is not None:
-            spared.add(at)
-            at = at.parent
+        # Of what is before it only its parent can look like a leaf: that one leads to nothing yet.
+        spared = [node, node.parent] if node.parent is not None else [node]
         return self.shrink(space, SHRINK_MAX, size, spared)
 
     def shrink(

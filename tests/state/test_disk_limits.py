@@ -9,7 +9,7 @@ from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.outcomes import PageStatus
-from kvstore.state.tree import Space
+from kvstore.state.tree import Node, Space
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
@@ -110,6 +110,26 @@ def test_a_page_larger_than_its_quota_costs_nothing_else(world):
     world.put("b")
 
     assert world.there("a", "b") == [True, False], "the one that is there goes with the next shrink"
+
+
+def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monkeypatch):
+    """The state serves nobody meanwhile: the square of 2,000 pages is most of a second."""
+    world, pages = LimitedWorld("back", extents=100, segments=100), 150
+    for at in range(pages):
+        world.put(chr(0x4E00 + at))
+        world.persist(chr(0x4E00 + at))
+        world.end_all()
+    world.limit(world.mine, quota=pages)
+    path = "".join(chr(0x8000 + at) for at in range(pages))
+    assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
+    looked: list[Node] = []
+    offer = world.disk.limits.offer
+    monkeypatch.setattr(world.disk.limits, "offer", lambda node: (looked.append(node), offer(node)))
+
+    world.persist(path)
+
+    assert len(world.jobs(DiskWrite)) == pages
+    assert len(looked) < 20 * pages
 
 
 def test_what_is_being_written_counts(world):
