@@ -57,14 +57,15 @@ def adopt(
     Args:
         table: takes them.
         segments: by number.
-        pairs: what the pages belong to.
+        pairs: what the pages belong to; those of none are left out.
         next_segment: first number for new segments.
 
     Returns:
         how many pages can be reached.
     """
     assert table.disk is not None
-    homes = [_home(table, identity, spec) for identity, spec in pairs]
+    used = set[int]().union(*(segment.pairs for segment in segments))
+    homes = [_home(table, *pair) if at in used else None for at, pair in enumerate(pairs)]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())
     doubts = _Doubts([], [])
     for segment in segments:
