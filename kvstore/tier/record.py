@@ -41,7 +41,8 @@ from kvstore.tier.base import PageRecord
 
 FORMAT_VERSION: Final = 1
 LOG_ID_BYTES: Final = 16
-SEGMENT_NAME: Final = re.compile(r"segment-([0-9a-f]{16})\.kvlog")
+SEGMENT_NAME: Final = re.compile(r"segment-(0[0-9a-f]{15})\.kvlog")
+"""No log comes to higher numbers; behind such a one the next might fit no header."""
 IDENTITY_NAME: Final = "kvstore-log.json"
 
 _RECORD_MAGIC: Final = b"kvsREC\r\n"
