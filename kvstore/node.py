@@ -55,7 +55,7 @@ class NodeLimits:
 
 
 _ROOM: Final = "room"
-"""What puts wait for while pages are being written to disk to make room."""
+"""What waits for room tries again in turn, one at each job's end or tick: it can take long."""
 
 
 class Node:
@@ -166,7 +166,7 @@ class Node:
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
         self.pages.disk.completed(job, error)
-        for waiter in self.waiting.on(_ROOM):
+        for waiter in self.waiting.on(_ROOM)[:1]:  # else it is the next one's turn
             self._resume(waiter, now_ns)
         self._after(now_ns)
 
@@ -176,7 +176,7 @@ class Node:
         self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
-        for waiter in self.waiting.due(now_ns):
+        for waiter in self.waiting.due(now_ns) or self.waiting.on(_ROOM)[:1]:
             self._resume(waiter, now_ns)
         self._after(now_ns)
 

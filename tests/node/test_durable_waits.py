@@ -1,6 +1,7 @@
 """Goal: a durable put waits for room on disk while it is being made, and no longer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvstore.state.diskjobs import (
     DiskSeal,
     DiskSync,
     DiskWrite,
+    Durable,
     SyncPolicy,
     WritePolicy,
 )
@@ -144,3 +146,33 @@ def test_a_durable_put_that_may_begin_only_when_its_time_is_up_is_not_told_that_
     assert isinstance(answer, wire.Failure)
     assert (answer.id, answer.code) == (5, "transfer_timeout")
     assert any(isinstance(job, DiskWrite) for job in world.disk.jobs), "it is not written yet"
+
+
+def test_of_all_that_wait_for_room_each_job_that_ends_lets_one_try_again(monkeypatch):
+    """An attempt costs milliseconds, and as many jobs may end a second as the disk has writes."""
+    world = DurableWorld()
+    world.fill()
+    waiting = [world.store(1000 + prompt) for prompt in range(8)]
+    assert [world.persist(keys) for keys in waiting] == [[]] * 8
+    attempts, ended, answers = 0, 0, list[wire.Answer]()
+    make_durable = world.disk.make_durable
+
+    def counted(*arguments: Any) -> Durable:
+        nonlocal attempts
+        attempts += 1
+        return make_durable(*arguments)
+
+    monkeypatch.setattr(world.disk, "make_durable", counted)
+    while jobs := list(world.disk.jobs):
+        for job in jobs:
+            ended += 1
+            world.disk.jobs.remove(job)
+            world.node.disk_completed(job.job, None, world.now_ns)
+        answers += world.answers()
+    assert attempts <= ended
+
+    for _ in range(20):  # time goes on when nothing ends any more
+        world.node.advance(world.now_ns)
+        answers += world.end(DiskJob)
+    assert answers == [wire.Persisted(5)] * 9
+    assert not len(world.node.waiting)
