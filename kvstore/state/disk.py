@@ -49,6 +49,7 @@ from kvstore.state.tree import Node, Space, is_live
 from kvstore.state.writes import Writes
 
 BACKLOG_MAX: Final = 65_536
+_FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
 class DiskPages:
@@ -181,6 +182,9 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
+        new = [at for at in nodes if shard not in at.disk and (at, shard) not in self.writes]
+        if new and (self.degraded or not self.log.has_room(new[0], shard)):
+            raise CapacityError(_FULL)  # in vain, and said before anything is touched
         durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
         self._durables.add(durable)
         for node in nodes:
@@ -192,7 +196,7 @@ class DiskPages:
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
-                raise CapacityError("the disk, or the space's quota of it, is full now; try later")
+                raise CapacityError(_FULL)
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)

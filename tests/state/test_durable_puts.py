@@ -113,6 +113,19 @@ def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
     assert not world.disk.acknowledged
 
 
+def test_a_durable_put_for_which_there_is_no_room_at_all_touches_no_page(monkeypatch):
+    """It is tried again for every job that ends, and may be of thousands of pages."""
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "abcd")
+
+    def pin(*_arguments: object) -> None:
+        pytest.fail("it begins all over again")
+
+    monkeypatch.setattr(world.slots, "pin", pin)
+    with pytest.raises(CapacityError):
+        world.persist("abcd")
+
+
 def test_durable_puts_do_not_pile_up_on_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(disk, "DURABLES_MAX", 2)
     world = DiskWorld()
