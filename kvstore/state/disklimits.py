@@ -164,7 +164,7 @@ class DiskLimits:
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
         for node, shard in segment.pages:
-            if node.disk_pins or (node.memory_pins and shard not in node.slots):
+            if is_pinned(node, shard):
                 kept.add((node, shard))
             elif node.space.number in reserved:
                 reserved[node.space.number].append((node, shard))
@@ -199,6 +199,11 @@ class DiskLimits:
             for node in limits.space.nodes.values() if leaves is not None else ():
                 assert leaves is not None
                 assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
+
+
+def is_pinned(node: Node, shard: int) -> bool:
+    """Whether an operator's pin keeps a page on disk."""
+    return node.disk_pins > 0 or (node.memory_pins > 0 and shard not in node.slots)
 
 
 def _below(

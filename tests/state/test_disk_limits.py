@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
+from kvstore.state import keeper
 from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
@@ -375,6 +376,28 @@ def test_the_walks_contain_what_they_are_there_for():
     assert counts["disk_quota_pages"] > 0
     assert counts["disk_kept_pages"] > 0
     assert counts["reclaimed_pages"] > 0
+
+
+def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
+    """All at once they would keep the state from its engines for a tenth of a second and more."""
+    monkeypatch.setattr(keeper, "DROPS_MAX", 2)
+    world = LimitedWorld(segments=6)
+    while not world.table.counts["reclaimed_pages"]:
+        world.put(chr(next(world.letters)))
+    assert world.table.counts["reclaimed_pages"] == 2
+    oldest = next(iter(world.disk.log.segments.values()))
+    assert oldest.state is SegmentState.DRAINING
+    *_, (last, _) = oldest.pages
+    world.table.pin(world.mine, last.key, 0, "ssd")
+
+    for at in range(1, 20):
+        before = world.table.counts["reclaimed_pages"]
+        world.disk.advance(at)
+        assert world.table.counts["reclaimed_pages"] - before <= 2
+        world.end_all()
+
+    assert oldest.number not in world.disk.log.segments
+    assert 0 in last.disk, "it was pinned before its turn came"
 
 
 def test_a_segment_whose_pages_are_all_pinned_is_copied_when_tombstones_wait_for_it():
