@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvstore.state.tree import is_live
 
 Entry = tuple[Any, ...]
-"""Ends with its node; no two are equal in what is before it."""
+"""Ends with its node, or a lease of some; no two are equal in what is before it."""
 
 MOVES_MAX: Final = 8
 """Entries that are looked at again with each that comes."""

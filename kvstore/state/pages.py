@@ -5,7 +5,6 @@ events, replace memory, wake waiters) is the node's business; nothing here does 
 clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
-import heapq
 from collections.abc import Sequence
 from itertools import count
 
@@ -39,7 +38,8 @@ class PageTable(Residents):
         """
         super().__init__(slots, policy)
         self.pins = Pins()
-        self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
+        #: (deadline_ns, number, process, number of the lease, lease)
+        self._lease_deadlines = NodeHeap(_still_held)
         #: (expires_ns, number, node)
         self._page_deadlines = NodeHeap(_still_expires)
         self._sequence = count()
@@ -329,8 +329,8 @@ class PageTable(Residents):
     def expire(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``."""
         leases, pages = self._lease_deadlines, self._page_deadlines
-        while leases and leases[0][0] <= now_ns:
-            _, _, process, lease_id, lease = heapq.heappop(leases)
+        while leases and leases.first()[0] <= now_ns:
+            _, _, process, lease_id, lease = leases.pop()
             if process.leases.get(lease_id) is lease and not lease.expired:
                 lease.expired = True
                 self.slots.pin_to_hold(lease.slots)
@@ -349,7 +349,7 @@ class PageTable(Residents):
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
         leases, pages = self._lease_deadlines, self._page_deadlines
         due = (
-            leases[0][0] if leases else 0,
+            leases.first()[0] if leases else 0,
             pages.first()[0] if pages else 0,
             self.pins.next_deadline_ns(),
         )
@@ -416,8 +416,9 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
-        entry = (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
-        heapq.heappush(self._lease_deadlines, entry)
+        self._lease_deadlines.push(
+            (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
+        )
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -431,3 +432,8 @@ class PageTable(Residents):
 def _still_expires(deadline: Entry) -> bool:
     expires_ns, _, node = deadline
     return is_live(node) and node.expires_ns == expires_ns
+
+
+def _still_held(deadline: Entry) -> bool:
+    _, _, process, lease_id, lease = deadline
+    return process.leases.get(lease_id) is lease

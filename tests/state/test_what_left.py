@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvstore.state.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.policy import POLICIES
 from kvstore.state.reuse import OBSERVED_MAX, LearnedReuse, Observation
+from kvstore.state.sessions import Lease
 from kvstore.state.tree import Node, Space, is_live
 from tests.state.test_disk_pages import DiskWorld
 from tests.state.world import ROOT, World, identity, key
@@ -20,14 +21,9 @@ PAGES = 2000
 NODES_MAX = 600
 
 
-def nodes_alive() -> int:
+def alive(kind: type) -> int:
     gc.collect()
-    return sum(isinstance(one, Node) for one in gc.get_objects())
-
-
-def observations_alive() -> int:
-    gc.collect()
-    return sum(isinstance(one, Observation) for one in gc.get_objects())
+    return sum(isinstance(one, kind) for one in gc.get_objects())
 
 
 def letters(count: int) -> list[str]:
@@ -41,7 +37,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
     world.table.eviction.change_policy(policy)
     engine = world.process()
     space = world.space(engine)
-    before = nodes_alive()
+    before = alive(Node)
 
     for letter in letters(PAGES):
         world.store(engine, space, letter, read_once=True)
@@ -50,7 +46,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
 
     world.table.check()
     assert not space.nodes
-    assert nodes_alive() - before < NODES_MAX
+    assert alive(Node) - before < NODES_MAX
 
 
 def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
@@ -58,24 +54,41 @@ def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
     world = World()
     engine = world.process()
     space = world.space(engine)
-    before = nodes_alive()
+    before = alive(Node)
     stays = world.store(engine, space, "stays", expires_ns=1 << 60)
 
     for letter in letters(PAGES):
         world.store(engine, space, letter, expires_ns=1 << 60)
         world.table.drop(space.nodes[key(letter)], 0, "operator")
 
-    assert nodes_alive() - before < NODES_MAX
+    assert alive(Node) - before < NODES_MAX
     assert world.table.next_deadline_ns() == 1 << 60
     world.table.expire(1 << 60)
     assert stays
     assert not space.nodes
 
 
+def test_leases_that_end_long_before_their_time_leave_no_deadline_behind():
+    world = World()
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "a")
+    before = alive(Lease)
+
+    for _ in range(PAGES):
+        number, _ = world.acquire(engine, space, "a")
+        world.table.release(engine, number)
+    world.acquire(engine, space, "a")
+
+    assert alive(Lease) - before < NODES_MAX
+    world.table.expire(1 << 60)
+    assert world.table.counts["expired_leases"] == 1
+
+
 def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered():
     world = DiskWorld()
     world.disk.limit(world.mine, 1 << 40, 0)
-    before = nodes_alive()
+    before = alive(Node)
 
     for letter in letters(PAGES):
         world.store(world.me, world.mine, letter)
@@ -83,16 +96,16 @@ def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered
         world.table.drop(world.node(letter), 0, "expired")
 
     world.table.check()
-    assert nodes_alive() - before < NODES_MAX
+    assert alive(Node) - before < NODES_MAX
 
 
 def test_prompts_that_are_only_ever_used_again_are_watched_once_each():
     reuse, space = LearnedReuse(), Space(0, identity())
     nodes = [space.node(key(letter), ROOT) for letter in "abc"]
-    before = observations_alive()
+    before = alive(Observation)
     for tick in range(3 * OBSERVED_MAX):
         reuse.used(nodes[tick % 3], tick)
-    assert observations_alive() - before < 2 * OBSERVED_MAX
+    assert alive(Observation) - before < 2 * OBSERVED_MAX
 
 
 def next_live(pop: Callable[[], Entry]) -> Entry:
