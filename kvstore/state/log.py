@@ -143,6 +143,8 @@ class SegmentLog:
     def __init__(self, segment_count: int, segment_bytes: int) -> None:
         """Start without segments."""
         self.segment_bytes = segment_bytes
+        #: A larger record fits no segment.
+        self.record_bytes_max = segment_bytes - footer_bytes(1)
         self.capacity_bytes = segment_count * segment_bytes
         self.segments: dict[int, Segment] = {}
         self.next_segment = 1
@@ -412,7 +414,7 @@ class SegmentLog:
     def _may_begin(self, size: int, *, carried: bool) -> bool:
         """Whether another segment can be made, and has room for a record of this size."""
         enough = self.free_segments >= (1 if carried else 2)
-        return enough and size + footer_bytes(1) <= self.segment_bytes
+        return enough and size <= self.record_bytes_max
 
     def _bury(self, place: Place, node: "Node", shard: int) -> None:
         segment = self.segments[place.segment]

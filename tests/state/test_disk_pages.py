@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from kvstore.errors import PageCorrupt, TierUnavailable
+from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.movements import Prefetch
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
@@ -17,9 +17,10 @@ from kvstore.state.diskjobs import (
     DiskWrite,
     Durable,
     SyncPolicy,
+    Verdict,
     WritePolicy,
 )
-from kvstore.state.log import SegmentLog
+from kvstore.state.log import Segment, SegmentLog
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Node
 from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
@@ -353,6 +354,17 @@ def test_before_an_orderly_end_everything_is_written_and_synced():
 
     assert world.disk.settled
     assert world.on_disk("ab") == [True, True]
+
+
+def test_a_page_too_large_for_any_segment_waits_for_none():
+    """Room is nearly always being made, and it will never be enough for this page."""
+    world = DiskWorld(write="back", segment_bytes=(80 << 10) - PAGE)
+    world.store(world.me, world.mine, "a")
+    world.disk.log.full.append(Segment(7, 1 << 20))
+
+    assert world.disk.before_eviction(world.node("a")) is Verdict.EVICT
+    with pytest.raises(CapacityError):
+        world.persist("a")
 
 
 def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
