@@ -66,6 +66,8 @@ class SegmentKeeper:
         self._victim: Segment | None = None
         #: Segments that are not worth reclaiming → pages in them when that was found.
         self._barren: dict[int, int] = {}
+        #: Segments whose file could not be deleted → when that is tried again.
+        self._stuck: dict[int, int] = {}
         self._stage = _Drain.COPYING
         #: What of the victim has still to leave, and what is to be copied then.
         self._plan = Reclaim([], [])
@@ -111,12 +113,15 @@ class SegmentKeeper:
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
+                assert self._victim is not None
                 if error is None:
                     self._log.free(number)
-                    self._victim = None
+                    self._stuck.pop(number, None)
                 else:
                     self._rests_until_ns = self._now_ns + self._retry_ns
-                    self._stage = _Drain.READ
+                    self._stuck[number] = self._rests_until_ns
+                    self._victim.state = SegmentState.SEALED
+                self._victim = None
             case _:
                 raise AssertionError(job)
         if error is None:
@@ -135,7 +140,7 @@ class SegmentKeeper:
         for number, pages in list(self._barren.items()):
             if number not in segments or len(segments[number].pages) != pages:
                 del self._barren[number]
-        while (victim := self._log.victim(self._barren)) is not None:
+        while (victim := self._log.victim(self._passed_over())) is not None:
             kept = self._kept(victim)
             sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
             room = victim.size_bytes - footer_bytes(victim.records + 1)
@@ -148,6 +153,10 @@ class SegmentKeeper:
                 self._begin(victim, plan, tick)
                 return
             self._barren[victim.number] = len(victim.pages)
+
+    def _passed_over(self) -> set[int]:
+        stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}
+        return stuck | self._barren.keys()
 
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state import keeper
-from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
+from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.outcomes import PageStatus
@@ -376,6 +376,34 @@ def test_the_walks_contain_what_they_are_there_for():
     assert counts["disk_quota_pages"] > 0
     assert counts["disk_kept_pages"] > 0
     assert counts["reclaimed_pages"] > 0
+
+
+def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_back():
+    """One directory has become read-only, and the others would still take what is written."""
+    world = LimitedWorld(segments=6)
+    log = world.disk.log
+    stuck, now_ns, reclaimed = -1, 0, set[int]()
+    while len(reclaimed) < 3 and now_ns < 100_000:
+        now_ns += 200  # it is tried again after 1000
+        world.disk.advance(now_ns)
+        world.store(world.me, world.other, chr(next(world.letters)))
+        before = set(log.segments)
+        while jobs := world.jobs(DiskJob):
+            for job in jobs:
+                if isinstance(job, DiskDrop) and stuck in (-1, job.segment):
+                    stuck = job.segment
+                    world.end_job(job, IO_ERROR)
+                else:
+                    world.end_job(job)
+        reclaimed |= before - set(log.segments)
+
+    assert len(reclaimed) == 3
+    assert stuck in log.segments
+    for _ in range(3):
+        now_ns += 1000
+        world.disk.advance(now_ns)
+        world.end_all()
+    assert stuck not in log.segments, "it is tried again"
 
 
 def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
