@@ -55,7 +55,7 @@ class NodeLimits:
 
 
 _ROOM: Final = "room"
-"""What puts wait for while pages are being written to disk to make room."""
+"""What waits for room tries again in turn, one at each job's end or tick: it can take long."""
 
 
 class Node:
@@ -163,11 +163,10 @@ class Node:
 
     def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         """The SSD tier has ended a job; ``error`` None = all of it was done."""
-        disk = self.pages.disk
-        assert disk is not None
+        assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        disk.completed(job, error)
-        for waiter in self.waiting.on(_ROOM):
+        self.pages.disk.completed(job, error)
+        for waiter in self.waiting.on(_ROOM)[:1]:  # else it is the next one's turn
             self._resume(waiter, now_ns)
         self._after(now_ns)
 
@@ -177,7 +176,7 @@ class Node:
         self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
-        for waiter in self.waiting.due(now_ns):
+        for waiter in self.waiting.due(now_ns) or self.waiting.on(_ROOM)[:1]:
             self._resume(waiter, now_ns)
         self._after(now_ns)
 
@@ -326,7 +325,8 @@ class Node:
         if not request.wait_ms or self.waiting.full:
             raise CapacityError("nothing more may wait for a sync now; try later")
         try:
-            return wire.Persisted(request.id), disk.make_durable(run, request.shard)
+            not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
+            return not_yet, disk.make_durable(run, request.shard)
         except CapacityError as error:
             if not disk.busy:
                 raise
