@@ -55,7 +55,7 @@ class NodeLimits:
 
 
 _ROOM: Final = "room"
-"""What waits for room tries again in turn, one at each job's end or tick: it can take long."""
+"""What puts wait for while pages are being written to disk to make room."""
 
 
 class Node:
@@ -166,8 +166,7 @@ class Node:
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
         self.pages.disk.completed(job, error)
-        for waiter in self.waiting.on(_ROOM)[:1]:  # else it is the next one's turn
-            self._resume(waiter, now_ns)
+        self._try_again(now_ns)
         self._after(now_ns)
 
     def advance(self, now_ns: int) -> None:
@@ -176,8 +175,9 @@ class Node:
         self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
-        for waiter in self.waiting.due(now_ns) or self.waiting.on(_ROOM)[:1]:
+        for waiter in self.waiting.due(now_ns):
             self._resume(waiter, now_ns)
+        self._try_again(now_ns)
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
@@ -228,7 +228,7 @@ class Node:
         self, process: Process, request: wire.Lookup, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, request.shards)
-        _check_keys(request.keys)
+        wire.count_keys(request.keys)
         pages, pending = self.pages.lookup(space, request.shards, request.keys)
         on_disk = self.pages.on_disk(space, request.shards, request.keys, pages)
         awaited: Hashable = None
@@ -241,7 +241,7 @@ class Node:
         self, process: Process, request: wire.Acquire, now_ns: int, earlier: Fetch | None = None
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        _check_keys(request.keys)
+        wire.count_keys(request.keys)
         if not 1 <= request.lease_ms <= self.limits.lease_ms_max:
             limit = self.limits.lease_ms_max
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
@@ -279,7 +279,7 @@ class Node:
         self, process: Process, request: wire.BeginPut, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        count = _check_keys(request.keys)
+        count = wire.count_keys(request.keys)
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
         token_bytes = count * space.identity.page_tokens * 4
@@ -312,7 +312,7 @@ class Node:
         self, process: Process, request: wire.Persist, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        count = _check_keys(request.keys)
+        count = wire.count_keys(request.keys)
         disk = self.pages.disk
         if disk is None or disk.rules.sync is SyncPolicy.NONE:
             raise DurabilityUnavailable(
@@ -386,6 +386,13 @@ class Node:
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
         self.waiting.add(Waiter(process.connection, request, deadline_ns, awaited))
         return None
+
+    def _try_again(self, now_ns: int) -> None:
+        """Let what waits for room try again, in turn, until one finds none: that can take long."""
+        for waiter in self.waiting.on(_ROOM):
+            self._resume(waiter, now_ns)
+            if waiter in self.waiting.on(_ROOM)[-1:]:
+                return
 
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
         """What a request waited for has come, or its time is up."""
@@ -484,17 +491,3 @@ def _acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
-
-
-def _check_keys(packed: bytes) -> int:
-    """The number of keys packed.
-
-    Raises:
-        InvalidArgument: their length or number cannot be right.
-    """
-    count, rest = divmod(len(packed), KEY_BYTES)
-    if rest:
-        raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
-    if not 1 <= count <= wire.BATCH_KEYS_MAX:
-        raise InvalidArgument("keys", f"{count} keys, not 1..{wire.BATCH_KEYS_MAX}")
-    return count

@@ -29,6 +29,8 @@ class _Drain(Enum):
 
 DROPS_MAX: Final = 250
 """Pages that leave at once: some milliseconds. Of a segment with thousands more go at each tick."""
+DROPS_A_JOB: Final = 8
+"""Pages that leave with each job that begins or ends, so that reclaiming keeps up with writes."""
 GAIN_MIN: Final = 1 / 8
 """A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor
 is one of which all but less than a page must be."""
@@ -83,7 +85,7 @@ class SegmentKeeper:
         """Time has come to ``now_ns``: do what is to be done, what failed a while ago included."""
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
-            self._drop(self._victim, tick)
+            self._drop(self._victim, tick, DROPS_MAX)
         self.tend(tick)
 
     def tend(self, tick: int) -> None:
@@ -94,6 +96,8 @@ class SegmentKeeper:
                 self._submit(DiskSeal(self._number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
+        elif self._victim is not None and self._stage is _Drain.DROPPING:
+            self._drop(self._victim, tick, DROPS_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
@@ -161,12 +165,12 @@ class SegmentKeeper:
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
-        self._drop(victim, tick)
+        self._drop(victim, tick, DROPS_MAX)
 
-    def _drop(self, victim: Segment, tick: int) -> None:
-        """Let pages that go leave, tails first, then copy the others."""
+    def _drop(self, victim: Segment, tick: int, limit: int) -> None:
+        """Let up to ``limit`` pages that go leave, tails first, then copy the others."""
         carry, drop = self._plan
-        for _ in range(min(DROPS_MAX, len(drop))):
+        for _ in range(min(limit, len(drop))):
             node, shard = drop.pop()
             there = (node, shard) in victim.pages  # its head may have taken it along
             if there and is_pinned(node, shard):

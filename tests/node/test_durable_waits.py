@@ -148,7 +148,7 @@ def test_a_durable_put_that_may_begin_only_when_its_time_is_up_is_not_told_that_
     assert any(isinstance(job, DiskWrite) for job in world.disk.jobs), "it is not written yet"
 
 
-def test_of_all_that_wait_for_room_each_job_that_ends_lets_one_try_again(monkeypatch):
+def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monkeypatch):
     """An attempt costs milliseconds, and as many jobs may end a second as the disk has writes."""
     world = DurableWorld()
     world.fill()

@@ -409,6 +409,7 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_b
 def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
     """All at once they would keep the state from its engines for a tenth of a second and more."""
     monkeypatch.setattr(keeper, "DROPS_MAX", 2)
+    monkeypatch.setattr(keeper, "DROPS_A_JOB", 0)
     world = LimitedWorld(segments=6)
     while not world.table.counts["reclaimed_pages"]:
         world.put(chr(next(world.letters)))
@@ -426,6 +427,20 @@ def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
 
     assert oldest.number not in world.disk.log.segments
     assert 0 in last.disk, "it was pinned before its turn came"
+
+
+def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
+    monkeypatch.setattr(keeper, "DROPS_MAX", 2)
+    monkeypatch.setattr(keeper, "DROPS_A_JOB", 1)
+    world = LimitedWorld(segments=6)
+    counts, before = world.table.counts, 0
+    while not before:
+        world.put(chr(next(world.letters)))
+        before = counts["reclaimed_pages"]
+
+    world.store(world.me, world.mine, chr(next(world.letters)))
+
+    assert counts["reclaimed_pages"] == before + 1, "no time has passed, but a write began"
 
 
 def test_a_segment_whose_pages_are_all_pinned_is_copied_when_tombstones_wait_for_it():
