@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from kvstore import doctor
 from kvstore.cli import show, top
-from kvstore.cli.remote import Remote
+from kvstore.cli.remote import Remote, path_of
 from kvstore.config import cli_defaults
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 
@@ -19,20 +20,20 @@ Verb = Callable[[Remote, argparse.Namespace], Any]
 Show = Callable[[Any, Console], None]
 
 _JOB_WAIT_S: Final = 3600.0
+_INTERVAL_MAX_S: Final = 3600.0
+_SPACES_MAX: Final = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
     options = _parser().parse_args(arguments)
-    node = Remote(options.url, options.token)
     try:
-        if options.verb == "doctor":
-            return doctor.run(
-                options.url, options.token, options.directory, options.config, as_json=options.json
-            )
-        if options.verb == "top":
-            return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
-        answer = options.ask(node, options)
+        status = _carried_out(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
     except (ConfigError, InvalidArgument) as error:
         sys.stderr.write(f"kvstore: {error}\n")
         return 2
@@ -41,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    return status
+
+
+def _carried_out(options: argparse.Namespace) -> int:
+    """Ask, and say what was answered; returns the exit status."""
+    node = Remote(options.url, options.token)
+    if options.verb == "doctor":
+        return doctor.run(
+            options.url, options.token, options.directory, options.config, as_json=options.json
+        )
+    if options.verb == "top":
+        return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
+    answer = options.ask(node, options)
     if options.json:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
     else:
@@ -69,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(verb)
     live = verb("top", "watch a node", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print one frame and end")
-    live.add_argument("--interval", type=float, default=1.0, help="seconds between frames")
+    live.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
+                      help="between frames; default: 1")  # fmt: skip
     ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
     ill.add_argument("--directory", type=Path, default=Path(), help="where an SSD tier would be")
     ill.add_argument("--config", type=Path, help="a node's TOML file: checks its capacity")
@@ -83,13 +98,15 @@ def _add_looks(verb: _Add) -> None:
     """The verbs that change nothing."""
     for name, summary, path, shown in (
         ("stats", "capacity, pages, sessions", "/v1/stats", show.stats),
-        ("spaces", "the spaces and their limits", "/v1/spaces?limit=1000", show.spaces),
         ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every configured value and its source", "/v1/config", show.config),
         ("pins", "what operators pinned", "/v1/pins", show.pins),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
+    verb("spaces", "the spaces and their limits",
+         lambda node, _options: node.listed("spaces", "/v1/spaces", {}, _SPACES_MAX),
+         show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
     pages.add_argument("space")
     pages.add_argument("--prefix", help="only at and below this key")
@@ -98,14 +115,13 @@ def _add_looks(verb: _Add) -> None:
     pages.add_argument("--age-max", type=float, metavar="SECONDS")
     pages.add_argument("--hits-min", type=int)
     pages.add_argument("--hits-max", type=int)
-    pages.add_argument("--limit", type=int, default=100)
-    page = verb("page", "one page", lambda node, at: node.get(f"/v1/pages/{at.space}/{at.key}"),
-                show.page)  # fmt: skip
+    pages.add_argument("--limit", type=_positive, default=100)
+    page = verb("page", "one page", _page, show.page)
     tree = verb("tree", "what follows a key", _tree, show.tree)
     tree.add_argument("space")
     tree.add_argument("key", nargs="?")
     tree.add_argument("--depth", type=int, default=8)
-    tree.add_argument("--limit", type=int, default=100)
+    tree.add_argument("--limit", type=_positive, default=100)
     explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
     explain.add_argument("key", nargs="?")
     explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
@@ -125,9 +141,10 @@ def _add_changes(verb: _Add) -> None:
     unpin.add_argument("pin", type=int)
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
     quota.add_argument("space", nargs="?")
-    quota.add_argument("--quota-bytes", type=int, default=0, help="0 = no quota")
-    quota.add_argument("--reserved-bytes", type=int, default=0, help="0 = no reservation")
-    quota.add_argument("--tier", choices=["host", "ssd"], default="host", help="of which tier")
+    quota.add_argument("--quota-bytes", type=int, help="0 = no quota; default: as it is")
+    quota.add_argument("--reserved-bytes", type=int, help="0 = no reservation; default: as it is")
+    quota.add_argument("--tier", choices=["host", "ssd"], default="host",
+                       help="which tier to limit it in")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
     policy.add_argument("name", nargs="?")
 
@@ -165,6 +182,20 @@ def _add_jobs(verb: _Add) -> None:
     jobs.add_argument("--cancel", action="store_true")
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _INTERVAL_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0 to {_INTERVAL_MAX_S:.0f}")
+    return seconds
+
+
 def _names_page(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("space", help="label, or its first 8 digits or more")
     verb.add_argument("key", help="64 hex digits")
@@ -186,12 +217,16 @@ def _pages(node: Remote, at: argparse.Namespace) -> Any:
         "space": at.space, "prefix": at.prefix, "tier": at.tier, "age_min_s": at.age_min,
         "age_max_s": at.age_max, "hits_min": at.hits_min, "hits_max": at.hits_max,
     }  # fmt: skip
-    return node.pages("/v1/pages", query, at.limit)
+    return node.listed("pages", "/v1/pages", query, at.limit)
+
+
+def _page(node: Remote, at: argparse.Namespace) -> Any:
+    return node.get(path_of("pages", at.space, at.key))
 
 
 def _tree(node: Remote, at: argparse.Namespace) -> Any:
     query = {"space": at.space, "key": at.key, "depth": at.depth}
-    return node.pages("/v1/tree", query, at.limit)
+    return node.listed("pages", "/v1/tree", query, at.limit)
 
 
 def _explain(node: Remote, at: argparse.Namespace) -> Any:
@@ -217,13 +252,19 @@ def _pin(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _quota(node: Remote, at: argparse.Namespace) -> Any:
-    if at.space is not None:
-        limits = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
-        body = {**limits, "tier": at.tier}
-        job = node.finished(node.send("PUT", f"/v1/quotas/{at.space}", body), _JOB_WAIT_S)
-        if job["state"] != "done":
-            return job
-    return node.get("/v1/quotas")
+    asked = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
+    limits = {name: size for name, size in asked.items() if size is not None}
+    if bool(limits) != (at.space is not None):
+        message = "to limit a space name it, and give --quota-bytes or --reserved-bytes"
+        raise InvalidArgument("space", message)
+    shown = node.get("/v1/quotas")
+    if at.space is None:
+        return shown
+    every = (one for one in shown["quotas"] if one["tier"] == at.tier)
+    before: dict[str, Any] = next((one for one in every if one["space"].startswith(at.space)), {})
+    body = {**{name: before.get(name, 0) for name in asked}, **limits, "tier": at.tier}
+    job = node.finished(node.send("PUT", path_of("quotas", at.space), body), _JOB_WAIT_S)
+    return node.get("/v1/quotas") if job["state"] == "done" else job
 
 
 def _policy(node: Remote, at: argparse.Namespace) -> Any:
@@ -240,7 +281,7 @@ def _bulk(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _clear(node: Remote, at: argparse.Namespace) -> Any:
-    return _job(node, at, {"all": True} if at.all else {"space": at.space})
+    return _job(node, at, {"space": at.space, "all": at.all})
 
 
 def _moved(node: Remote, at: argparse.Namespace) -> Any:
@@ -254,6 +295,8 @@ def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
 
 
 def _jobs(node: Remote, at: argparse.Namespace) -> Any:
+    if at.job is None and at.cancel:
+        raise InvalidArgument("job", "name the job to cancel; see kvstore jobs")
     if at.job is None:
         return node.get("/v1/jobs")
     return {"jobs": [node.send("DELETE" if at.cancel else "GET", f"/v1/jobs/{at.job}")]}

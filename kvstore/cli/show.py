@@ -6,15 +6,25 @@ from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command, which ends the same way for JSON."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Where answers go."""
-    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
+    return _Console(
+        width=width, markup=False, emoji=False
+    )  # engines choose names: they are no code
 
 
 def stats(answer: Any, console: Console) -> None:
@@ -23,6 +33,12 @@ def stats(answer: Any, console: Console) -> None:
     for name, size in answer["host"].items():
         memory.add_row(name.removesuffix("_bytes"), mib(size))
     console.print(memory)
+    if ssd := answer["ssd"]:
+        table = Table(title="SSD tier" + (", DEGRADED" if ssd["degraded"] else ""),
+                      show_header=False)  # fmt: skip
+        for name in ("capacity", "used", "live", "dead"):
+            table.add_row(name, mib(ssd[f"{name}_bytes"]))
+        console.print(table)
     names = ("space", "model", "kv_dtype", "page_tokens", "tenant", "scope", "pages")
     rows = ([_short(one["space"]), *(one[name] for name in names[1:])] for one in answer["spaces"])
     _table(console, "spaces", [name.replace("_", " ") for name in names], rows)
@@ -88,7 +104,7 @@ def tree(answer: Any, console: Console) -> None:
     branches: dict[str, Tree] = {}
     for one in answer["pages"]:
         above = branches.get(one["parent"] or "", root)
-        label = f"{one['key'][:16]}  {one['tier']}  {one['hits']} hits"
+        label = f"{one['key']}  {one['tier']}  {one['hits']} hits"
         branches[one["key"]] = above.add(label)
     console.print(root)
     if answer["next"] is not None:
@@ -157,7 +173,7 @@ def explanation(answer: Any, console: Console) -> None:
     """Why a page is a hit or not."""
     at: Any = answer
     while at is not None:
-        console.print(f"[bold]{at['verdict']}[/bold]: {at['text']}", highlight=False)
+        console.print(Text.assemble((at["verdict"], "bold"), f": {at['text']}"))
         console.print(f"  page {at['key']}", highlight=False)
         if at["space"]:
             console.print(f"  space {at['space']}", highlight=False)
@@ -202,7 +218,12 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
         elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
             yield label, seconds(value)
         else:
-            yield label, str(value)
+            yield label, cell(value)
+
+
+def cell(value: object) -> str:
+    """A value for people; what would move a terminal's cursor is shown as its code."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(value))
 
 
 def _limit(size: int) -> str:
@@ -216,7 +237,9 @@ def _short(label: str) -> str:
 def _table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
 ) -> None:
-    table = Table(*columns, title=title)
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a key that is cut is none
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(cell, row))
     console.print(table)

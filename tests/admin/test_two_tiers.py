@@ -20,13 +20,16 @@ def two_tiers(spawn, tmp_path):
     return Daemon(spawn([*arguments(tmp_path / "own.sock"), "--config", str(config)], ready=READY))
 
 
-def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_until):
+def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_until, capsys):
     with two_tiers.connect() as store:
         mine, api = Stored(store), Api(two_tiers)
         keys = mine.put(20)
         listing = f"/v1/pages?space={mine.label}"
         wait_until(lambda: len(api.get(f"{listing}&tier=ssd")["pages"]) == 20)
         assert [tier["tier"] for tier in api.get("/v1/tiers")["tiers"]] == ["host", "ssd"]
+        for words, heard in ((["stats"], "SSD tier"), (["top", "--once"], "of 256.0 MiB (6%)")):
+            assert main([*words, "--url", two_tiers.http]) == 0
+            assert heard in capsys.readouterr().out
 
         limits = {"quota_bytes": 5 * PAGE_BYTES}
         assert api.ended(api.send("PUT", f"/v1/quotas/{mine.label}", limits)[1])["state"] == "done"
