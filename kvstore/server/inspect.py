@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from time import monotonic_ns
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvstore.config import values
 from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey, page_keys
-from kvstore.server.api import ApiError, Turns, key_of
+from kvstore.server.api import Checked, Turns, key_of, not_stored
 from kvstore.server.auth import Auth
 from kvstore.state.explain import Explainer, Explanation, where
 from kvstore.state.tree import Node, Space
@@ -23,6 +23,7 @@ _SHELVES_MAX: Final = 64
 """Shelves that one request looks through; a filter that finds little goes on with the next one."""
 _NS_PER_S: Final = 1_000_000_000
 
+Seconds = Annotated[float | None, Query(allow_inf_nan=False)]
 Limit = Annotated[int, Query(ge=1, le=PAGES_MAX)]
 
 
@@ -42,9 +43,9 @@ class Filter(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tier: str | None = None
-    age_min_s: float | None = None
-    age_max_s: float | None = None
+    tier: Literal["host", "ssd"] | None = None
+    age_min_s: Seconds = None
+    age_max_s: Seconds = None
     hits_min: int | None = None
     hits_max: int | None = None
 
@@ -73,8 +74,9 @@ class Inspection:
         """Make the routes."""
         self._turns = turns
         self.router = APIRouter(
-            prefix="/v1", dependencies=[Depends(auth.require("read"))], tags=["inspect"]
-        )
+            prefix="/v1", dependencies=[Depends(auth.require("read"))], tags=["inspect"],
+            route_class=Checked,
+        )  # fmt: skip
         for path, route in (
             ("/stats", self.stats), ("/spaces", self.spaces), ("/pages", self.pages),
             ("/pages/{space}/{key}", self.page), ("/tree", self.tree),
@@ -133,7 +135,7 @@ class Inspection:
         """
         of = self._turns.space(space)
         if prefix is not None:
-            return self._below(of, key_of(prefix, "prefix"), cursor, limit, shown)
+            return self._below(of, self._stored(of, prefix, "prefix"), cursor, limit, shown)
         if len(cursor) == 64:
             raise InvalidArgument("cursor", "is one of a listing with a prefix")
         rows: list[dict[str, Any]] = []
@@ -170,8 +172,7 @@ class Inspection:
 
         found = self._turns.ask(detail)
         if found is None:
-            message = f"{key} is not stored in this space; ask /v1/explain why"
-            raise ApiError(404, "not_found", message, "key")
+            raise not_stored(key, "key")
         return {"space": of.label, **found}
 
     def tree(
@@ -180,7 +181,7 @@ class Inspection:
     ) -> dict[str, Any]:  # fmt: skip
         """What lies at and below a key (or the whole space), every page before what follows it."""
         of = self._turns.space(space)
-        top = key_of(key) if key is not None else PrefixKey(b"")
+        top = self._stored(of, key, "key") if key is not None else PrefixKey(b"")
         after = key_of(cursor, "cursor") if cursor is not None else PrefixKey(b"")
         rows, more = self._subtree(of, top, after, depth, limit)
         return {"pages": rows, "next": rows[-1]["key"] if more else None}
@@ -298,6 +299,13 @@ class Inspection:
                 lambda: Explainer(pages, monotonic_ns()).tokens(chains, space, question.shard)
             )
         )
+
+    def _stored(self, space: Space, text: str, field: str) -> PrefixKey:
+        """The key that a request names, if the space has it."""
+        key = key_of(text, field)
+        if not self._turns.ask(lambda: key in space.nodes):
+            raise not_stored(key.hex(), field)
+        return key
 
     def _below(
         self, space: Space, top: PrefixKey, cursor: str, limit: int, shown: Filter

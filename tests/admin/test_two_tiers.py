@@ -106,6 +106,29 @@ def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until
         assert (status, job["result"]["complete"]) == (0, False)
 
 
+def test_a_movement_says_what_is_there_in_the_end(two_tiers, capsys, wait_until):
+    def kvstore(*words: str, status: int = 0) -> dict:
+        assert main([*words, "--json", "--url", two_tiers.http]) == status
+        return json.loads(capsys.readouterr().out or "{}")
+
+    unknown = "cd" * 32
+    with two_tiers.connect() as store:
+        mine = Stored(store)
+        keys = [key.hex() for key in mine.put(20)]
+        head = kvstore("move", mine.label, keys[0], unknown, "--deadline", "0.2")
+        assert head["result"] == {"there": 0, "kept": 1, "missing": 1, "complete": False}
+        assert (head["done"], head["total"]) == (0, 2), "what follows it is in memory"
+        tail = kvstore("move", mine.label, *keys[10:])
+        assert tail["result"] == {"there": 10, "kept": 0, "missing": 0}
+        back = kvstore("prefetch", mine.label, *keys)
+        assert back["result"] == {"there": 20, "kept": 0, "missing": 0}
+        with mine.space.get(mine.space.page_keys(range(80))[:20]):
+            held = kvstore("move", mine.label, *keys, "--deadline", "0.2")
+        assert held["result"] == {"there": 0, "kept": 20, "missing": 0, "complete": False}
+        for verb in ("move", "prefetch"):
+            kvstore(verb, mine.label, unknown, status=1)
+
+
 def test_quotas_and_pins_on_the_ssd_are_set_shown_and_kept(two_tiers, capsys, wait_until):
     def kvstore(*words: object) -> dict:
         assert main([*map(str, words), "--json", "--url", two_tiers.http]) == 0
