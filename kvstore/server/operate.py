@@ -29,6 +29,8 @@ from kvstore.state.tree import Node, Space
 KEYS_MAX: Final = 10_000
 _POLL_S: Final = 0.05
 _SHRINK_PAGES: Final = 64
+LIMIT_S: Final = 60.0
+"""So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
 
 Tier = Literal["host", "ssd"]
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -284,7 +286,10 @@ class Operation:
             raise ApiError(409, "tier_unavailable", message, "tier")
 
     def _limit(self, job: Job, space: Space, tier: str) -> None:
-        """Offer every page anew, then evict until the quota is kept."""
+        """Offer every page anew, then evict until the quota is kept.
+
+        ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
+        """
         for number in self._turns.ask(lambda: space.shelves.numbers(0)):
 
             def seed(table: PageTable, shelf: int = number) -> None:
@@ -298,19 +303,32 @@ class Operation:
             if job.cancelled:
                 return
 
-        def shrink(table: PageTable) -> int:
+        def shrink(table: PageTable) -> tuple[int, bool, bool]:
+            disk = table.disk
             if tier == "ssd":
-                assert table.disk is not None
+                assert disk is not None
                 before = space.disk_bytes
-                table.disk.limits.shrink(space, _SHRINK_PAGES)
-                return before - space.disk_bytes
+                kept = disk.limits.shrink(space, _SHRINK_PAGES)
+                return before - space.disk_bytes, kept, False
             before = space.host_bytes
-            table.shrink(space, _SHRINK_PAGES)
-            return before - space.host_bytes
+            kept = table.shrink(space, _SHRINK_PAGES)
+            return before - space.host_bytes, kept, disk is not None and disk.busy
 
         job.result["evicted_bytes"] = 0
-        while (freed := self._turns.operate(shrink)) and not job.cancelled:
+        deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
+        while True:
+            freed, kept, waits = self._turns.operate(shrink)
             job.result["evicted_bytes"] += freed
+            now_ns = monotonic_ns()
+            if kept:
+                return
+            if job.cancelled or now_ns >= deadline_ns or not (freed or waits):
+                job.result["complete"] = False
+                return
+            if freed:
+                deadline_ns = now_ns + int(LIMIT_S * 1e9)
+            else:
+                job.pause(_POLL_S)  # its pages are being written, and go when that is done
 
     def _movements(self) -> Movements:
         movements = self._turns.observed.movements

@@ -106,6 +106,25 @@ def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until
         assert (status, job["result"]["complete"]) == (0, False)
 
 
+def test_a_lower_quota_is_kept_when_pages_have_to_be_written_first(spawn, tmp_path):
+    settings = {
+        "ssd__directories": tmp_path / "ssd", "ssd__capacity_bytes": "256MiB",
+        "ssd__segment_bytes": "16MiB", "ssd__write": "back",
+    }  # fmt: skip
+    daemon = Daemon(spawn(arguments(tmp_path / "own.sock", **settings), ready=READY))
+    with daemon.connect() as store:
+        mine, api = Stored(store), Api(daemon)
+        keys = mine.put(20)
+        path = f"/v1/quotas/{mine.label}"
+
+        job = api.ended(api.send("PUT", path, {"quota_bytes": 5 * PAGE_BYTES})[1])
+        assert job["result"] == {"evicted_bytes": 15 * PAGE_BYTES}
+        assert mine.space.lookup(keys).tiers == {"host": 5, "ssd": 15}
+        with mine.space.get(keys[:3]):
+            job = api.ended(api.send("PUT", path, {"quota_bytes": PAGE_BYTES})[1])
+        assert job["result"] == {"evicted_bytes": 2 * PAGE_BYTES, "complete": False}, "in use"
+
+
 def test_a_movement_says_what_is_there_in_the_end(two_tiers, capsys, wait_until):
     def kvstore(*words: str, status: int = 0) -> dict:
         assert main([*words, "--json", "--url", two_tiers.http]) == status
