@@ -263,7 +263,9 @@ def load(
         at = re.search(r"at `\$\.([\w.]+)", str(error))
         key_name, what = at.group(1) if at else "", str(error).split(" - at ")[0]
         # A section refuses values that do not go together, and names them.
-        said = {s: None for k, s in sources.items() if k == key_name or f"{k}=" in what}
+        said = {s: None for k, s in sources.items() if k == key_name or f"{k}=" in what} or {
+            s: None for k, s in sources.items() if k.startswith(f"{key_name}.")
+        }
         source = ", ".join(said) or "configuration"
         raise ConfigError(f"{source}: {key_name}: {what}") from error
 
