@@ -50,8 +50,9 @@ def _carried_out(options: argparse.Namespace) -> int:
     node = Remote(options.url, options.token)
     if options.verb == "doctor":
         return doctor.run(
-            options.url, options.token, options.directory, options.config, as_json=options.json
-        )
+            options.url, options.token, options.directory, options.config, show.console(),
+            as_json=options.json,
+        )  # fmt: skip
     if options.verb == "top":
         return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
     answer = options.ask(node, options)
@@ -86,8 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     live.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
                       help="between frames; default: 1")  # fmt: skip
     ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
-    ill.add_argument("--directory", type=Path, default=Path(), help="where an SSD tier would be")
-    ill.add_argument("--config", type=Path, help="a node's TOML file: checks its capacity")
+    ill.add_argument("--directory", type=Path,
+                     help="where an SSD tier would be; default: where the file says, else where the"
+                     " node has one, else here")  # fmt: skip
+    ill.add_argument("--config", type=Path,
+                     help="a node's TOML file: its capacity and its SSD directories")  # fmt: skip
     return parser
 
 
