@@ -45,6 +45,15 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
         assert api.post("/v1/explain", key=keys[19].hex())["verdict"] == "cleared"
 
 
+def test_every_metric_of_a_node_is_documented(two_tiers):
+    known = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    lines = two_tiers.ask("/metrics").decode().splitlines()
+    named = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
+
+    assert len(named) > 40
+    assert not {name for name in named if f"`{name}" not in known}
+
+
 def flip_on_disk(folder: Path, wanted: bytes) -> None:
     """Change one byte of the page that holds ``wanted`` in a segment file."""
     for path in folder.glob("**/*.kvlog"):
