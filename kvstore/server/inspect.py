@@ -287,12 +287,14 @@ class Inspection:
                 lambda: Explainer(pages, monotonic_ns()).key(key, space, question.shard)
             )
             return _told(found)
-        every = [space] if space is not None else self._turns.ask(lambda: list(pages.spaces))
+        every = self._turns.ask(lambda: list(pages.spaces))
+        if not every:
+            raise InvalidArgument("tokens", "no space is open here: nothing was stored yet")
         sizes = {one.identity.page_tokens for one in every}
         chains = {size: list(page_keys(question.tokens or [], size)) for size in sorted(sizes)}
         chains = {size: keys for size, keys in chains.items() if keys}
-        if not chains:
-            least = min(sizes, default=0)
+        least = space.identity.page_tokens if space is not None else min(sizes)
+        if least not in chains:
             raise InvalidArgument("tokens", f"they fill no page of {least} tokens")
         return _told(
             self._turns.ask(
