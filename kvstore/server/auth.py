@@ -30,7 +30,8 @@ class Auth:
         """Read the tokens.
 
         Raises:
-            ConfigError: a file cannot be read, or a token is too short.
+            ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that
+                of both roles.
         """
         self._tokens: dict[Role, bytes] = {}
         for role, token, path in (
@@ -43,8 +44,14 @@ class Auth:
                     f"http.{role}_token has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more"
                     " are needed"
                 )
+            if text and not (text.isascii() and text.isprintable()):
+                raise ConfigError(
+                    f"http.{role}_token has characters that no HTTP header carries: ASCII only"
+                )
             if text:
                 self._tokens["read" if role == "read" else "operate"] = text.encode()
+        if self._tokens.get("read", b"") == self._tokens.get("operate"):
+            raise ConfigError("http.read_token and http.operate_token are the same: make two")
 
     def require(self, role: Role) -> Callable[[Request], None]:
         """A dependency that lets only ``role`` through: 401 without a known token, else 403."""

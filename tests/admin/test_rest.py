@@ -7,9 +7,10 @@ import urllib.parse
 
 import pytest
 
-from kvstore.config import ServerConfig, load
+from kvstore.config import HttpConfig, ServerConfig, load
 from kvstore.errors import ConfigError
 from kvstore.server.api import BODY_BYTES_MAX, ApiError
+from kvstore.server.auth import Auth
 from kvstore.server.jobs import RUNNING_MAX, Jobs
 from tests.admin.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
@@ -368,6 +369,18 @@ def test_without_a_token_only_loopback_is_served(tmp_path):
             load(ServerConfig, None, {}, [f"http.host={address}"])
 
     assert load(ServerConfig, None, {}, ["http.host=0.0.0.0", f"http.read_token={READ}"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ({"read_token": READ, "operate_token": READ}, "the same"),
+        ({"read_token": "ü" * 20}, "http.read_token"), ({"operate_token": "a\n" * 20}, "ASCII"),
+    ],
+)  # fmt: skip
+def test_tokens_that_could_not_work_are_refused(tokens, said):
+    with pytest.raises(ConfigError, match=said):
+        Auth(HttpConfig(**tokens))
 
 
 @pytest.mark.parametrize("setting", ["http.read_token=short", "http.operate_token_file=/nowhere/x"])
