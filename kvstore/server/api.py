@@ -105,7 +105,11 @@ class Observed(Protocol):
         """Each tier's name, sizes and state; its values are plain."""
 
     def policy(self) -> dict[str, Any]:
-        """``name``: the eviction policy at work; ``known``: all there are; and its own state."""
+        """The policies at work.
+
+        ``name``: of eviction; ``known``: all there are; ``configured``: the one a start takes;
+        ``ssd``: those of the SSD tier and its wear, if there is one.
+        """
 
     def set_policy(self, name: str) -> None:
         """Change the eviction policy.

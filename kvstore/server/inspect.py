@@ -222,7 +222,7 @@ class Inspection:
         return {"values": values(self._turns.observed.loaded)}
 
     def policy(self) -> dict[str, Any]:
-        """The eviction policy at work, and all that are known."""
+        """The eviction policy at work, all that are known, and those of the SSD tier."""
         return self._turns.ask(self._turns.observed.policy)
 
     def pins(self) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def test_tiers_and_the_policy_are_shown_and_unknown_policies_refused(api):
     assert {"lru", "lfu", "s3-fifo", "tinylfu", "kvstore"} == set(shown["known"])
     status, changed = api.send("PUT", "/v1/policy", {"name": "kvstore"})
     assert (status, changed["name"], changed["previous"]) == (200, "kvstore", "lru")
+    assert changed["configured"] == "lru"
     assert api.send("PUT", "/v1/policy", {"name": "lru"})[0] == 200
     assert api.refused("PUT", "/v1/policy", {"name": "x"}) == (400, "invalid_argument", "name")
 

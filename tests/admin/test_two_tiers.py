@@ -27,6 +27,9 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
         listing = f"/v1/pages?space={mine.label}"
         wait_until(lambda: len(api.get(f"{listing}&tier=ssd")["pages"]) == 20)
         assert [tier["tier"] for tier in api.get("/v1/tiers")["tiers"]] == ["host", "ssd"]
+        wear = api.get("/v1/policy")["ssd"]["wear"]
+        assert wear["today_bytes"] >= 20 * PAGE_BYTES
+        assert wear["forecast_bytes"] > wear["today_bytes"]
         for words, heard in ((["stats"], "SSD tier"), (["top", "--once"], "of 256.0 MiB (6%)")):
             assert main([*words, "--url", two_tiers.http]) == 0
             assert heard in capsys.readouterr().out
