@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Message
@@ -40,6 +41,20 @@ _CODES: Final = {
 }  # fmt: skip
 BODY_BYTES_MAX: Final = 32 << 20
 """More than the longest prompt that :class:`~kvstore.server.inspect.Question` takes."""
+
+
+class Fault(BaseModel):
+    """Why a request was refused; ``field`` is empty when no part of it in particular is wrong."""
+
+    code: str
+    message: str
+    field: str
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: Fault
 
 
 class ApiError(Exception):

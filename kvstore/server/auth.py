@@ -3,9 +3,10 @@
 import hmac
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from fastapi import Request
+from fastapi import Request, Security
+from fastapi.security import HTTPBearer
 
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError
@@ -14,6 +15,7 @@ from kvstore.server.api import ApiError
 Role = Literal["read", "operate"]
 
 _TOKEN_CHARACTERS_MIN: Final = 16
+_BEARER: Final = HTTPBearer(auto_error=False)
 
 
 class Auth:
@@ -74,7 +76,13 @@ class Auth:
                     403, "forbidden", "this token may read; operating needs http.operate_token"
                 )
 
-        return check
+        def described(
+            request: Request,
+            _token: Annotated[object, Security(_BEARER)] = None,  # for OpenAPI
+        ) -> None:
+            check(request)
+
+        return described if self._tokens else check
 
     def _role(self, token: bytes) -> Role | None:
         for role, known in self._tokens.items():

@@ -136,9 +136,16 @@ def test_the_configuration_says_where_each_value_is_from(api):
 
 
 def test_all_routes_are_described(api):
-    described = api.get("/openapi.json")["paths"]
+    described = api.get("/openapi.json")
 
-    assert {"/v1/explain", "/v1/verify", "/v1/pins", "/v1/jobs/{job}"} <= described.keys()
+    assert {"/v1/explain", "/v1/verify", "/v1/pins", "/v1/jobs/{job}"} <= described["paths"].keys()
+    for path, methods in described["paths"].items():
+        for route in methods.values():
+            assert route["description"], path
+            answer = route["responses"]["default"]["content"]["application/json"]["schema"]
+            assert answer["$ref"].endswith("/Refusal"), path
+            assert "422" not in route["responses"], path
+    assert "securitySchemes" not in described["components"], "this node wants no token"
 
 
 # Changing
@@ -343,6 +350,10 @@ def test_a_role_may_do_what_it_may_and_no_more(own_daemon_with, tmp_path):
     reader, operator = Api(daemon, READ), Api(daemon, OPERATE)
 
     assert nobody.get("/healthz") == {"status": "ok"}
+    described = nobody.get("/openapi.json")
+    assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert described["paths"]["/v1/evict"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert "security" not in described["paths"]["/healthz"]["get"]
     assert nobody.get("/readyz")["status"] == "ready"
     for who in (nobody, stranger):
         for method, path in (
