@@ -22,6 +22,8 @@ Show = Callable[[Any, Console], None]
 _JOB_WAIT_S: Final = 3600.0
 _INTERVAL_MAX_S: Final = 3600.0
 _SPACES_MAX: Final = 1 << 20
+_SPACE: Final = "label, or its first 8 digits or more"
+_KEY: Final = "64 hex digits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", default=url, help="the node's HTTP address (or KVSTORE_URL)")
     shared.add_argument("--token", default=token, help="a bearer token (or KVSTORE_TOKEN)")
-    shared.add_argument("--json", action="store_true", help="the answer as it came")
+    shared.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser = argparse.ArgumentParser(
         prog="kvstore", description="Ask a node what it holds and why, and operate it."
     )
@@ -112,25 +114,26 @@ def _add_looks(verb: _Add) -> None:
          lambda node, _options: node.listed("spaces", "/v1/spaces", {}, _SPACES_MAX),
          show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
-    pages.add_argument("space")
-    pages.add_argument("--prefix", help="only at and below this key")
-    pages.add_argument("--tier", choices=["host", "ssd"])
-    pages.add_argument("--age-min", type=float, metavar="SECONDS")
-    pages.add_argument("--age-max", type=float, metavar="SECONDS")
-    pages.add_argument("--hits-min", type=int)
-    pages.add_argument("--hits-max", type=int)
-    pages.add_argument("--limit", type=_positive, default=100)
+    pages.add_argument("space", help=_SPACE)
+    pages.add_argument("--prefix", metavar="KEY", help="only at and below this key")
+    pages.add_argument("--tier", choices=["host", "ssd"], help="only what is there")
+    for bound, compared in (("min", "at least"), ("max", "at most")):
+        pages.add_argument(f"--age-{bound}", type=float, metavar="SECONDS",
+                           help=f"only stored {compared} so long ago")  # fmt: skip
+        pages.add_argument(f"--hits-{bound}", type=int, metavar="N",
+                           help=f"only hit {compared} so often")  # fmt: skip
+    pages.add_argument("--limit", type=_positive, default=100, help="default: 100")
     page = verb("page", "one page", _page, show.page)
     tree = verb("tree", "what follows a key", _tree, show.tree)
-    tree.add_argument("space")
-    tree.add_argument("key", nargs="?")
-    tree.add_argument("--depth", type=int, default=8)
-    tree.add_argument("--limit", type=_positive, default=100)
+    tree.add_argument("space", help=_SPACE)
+    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: from the chains' beginning")
+    tree.add_argument("--depth", type=_positive, default=8, help="levels; default: 8")
+    tree.add_argument("--limit", type=_positive, default=100, help="pages; default: 100")
     explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
-    explain.add_argument("key", nargs="?")
+    explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
-    explain.add_argument("--space")
-    explain.add_argument("--shard", type=int)
+    explain.add_argument("--space", help=f"{_SPACE}; default: wherever it is known best")
+    explain.add_argument("--shard", type=int, help="its number in the space; default: any")
     _names_page(page)
 
 
@@ -138,19 +141,23 @@ def _add_changes(verb: _Add) -> None:
     """The verbs that need the role operate and are done at once."""
     pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
     _names_page(pin)
-    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS", help="0 = no end")
-    pin.add_argument("--tier", choices=["host", "ssd"], default="host", help="where it stays")
+    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS",
+                     help="when it ends; 0 = never; default: 3600")  # fmt: skip
+    pin.add_argument("--tier", choices=["host", "ssd"], default="host",
+                     help="where it stays; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=int)
+    unpin.add_argument("pin", type=int, help="its number; see kvstore pins")
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
-    quota.add_argument("space", nargs="?")
-    quota.add_argument("--quota-bytes", type=int, help="0 = no quota; default: as it is")
-    quota.add_argument("--reserved-bytes", type=int, help="0 = no reservation; default: as it is")
+    quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
+    quota.add_argument("--quota-bytes", type=int, metavar="N",
+                       help="the most it may have; 0 = no quota; default: as it is")  # fmt: skip
+    quota.add_argument("--reserved-bytes", type=int, metavar="N",
+                       help="what others leave it; 0 = none; default: as it is")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
-                       help="which tier to limit it in")  # fmt: skip
+                       help="which tier to limit it in; default: host")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
-    policy.add_argument("name", nargs="?")
+    policy.add_argument("name", nargs="?", help="the one to use until the node ends")
 
 
 def _add_jobs(verb: _Add) -> None:
@@ -160,14 +167,15 @@ def _add_jobs(verb: _Add) -> None:
         ("verify", "read pages again and compare them with their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
-        made.add_argument("space", nargs="?" if name == "verify" else None)
-        made.add_argument("key", nargs="?")
+        made.add_argument("space", nargs="?" if name == "verify" else None, help=_SPACE)
+        made.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
         _waits(made)
         if name == "verify":
             made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
-            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS")
+            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS",
+                              help="begin nothing later; default: 3600")  # fmt: skip
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
-    clear.add_argument("space", nargs="?")
+    clear.add_argument("space", nargs="?", help=_SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
     _waits(clear)
     for name, summary in (
@@ -175,15 +183,16 @@ def _add_jobs(verb: _Add) -> None:
         ("move", "move pages to another tier"),
     ):
         made = verb(name, summary, _moved, show.job)
-        made.add_argument("space")
-        made.add_argument("keys", nargs="+", metavar="KEY")
-        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
+        made.add_argument("space", help=_SPACE)
+        made.add_argument("keys", nargs="+", metavar="KEY", help="those of one chain, in order")
+        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS",
+                          help="begin nothing later; default: 60")  # fmt: skip
         if name == "move":
-            made.add_argument("--to", choices=["host", "ssd"], default="ssd")
+            made.add_argument("--to", choices=["host", "ssd"], default="ssd", help="default: ssd")
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=int, nargs="?")
-    jobs.add_argument("--cancel", action="store_true")
+    jobs.add_argument("job", type=int, nargs="?", help="its number; default: all")
+    jobs.add_argument("--cancel", action="store_true", help="end it; what it has done stays done")
 
 
 def _positive(text: str) -> int:
@@ -201,8 +210,8 @@ def _seconds(text: str) -> float:
 
 
 def _names_page(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("space", help="label, or its first 8 digits or more")
-    verb.add_argument("key", help="64 hex digits")
+    verb.add_argument("space", help=_SPACE)
+    verb.add_argument("key", help=_KEY)
 
 
 def _waits(verb: argparse.ArgumentParser) -> None:

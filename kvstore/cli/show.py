@@ -86,6 +86,8 @@ def pages(answer: Any, console: Console) -> None:
     )  # fmt: skip
     columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
     _table(console, f"{len(answer['pages'])} pages", columns, rows)
+    if answer["next"] is not None:
+        console.print("there is more: raise --limit")
 
 
 def page(answer: Any, console: Console) -> None:

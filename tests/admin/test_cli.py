@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socketserver
 import threading
 
@@ -53,6 +54,8 @@ def test_long_listings_are_fetched_to_their_limit(kvstore, stored):
     stored.put(12)
 
     assert len(kvstore("pages", stored.label, "--limit", 5, as_json=True)[1]["pages"]) == 5
+    assert "there is more" in kvstore("pages", stored.label, "--limit", 5)[1]
+    assert "there is more" not in kvstore("pages", stored.label)[1]
     assert len(kvstore("pages", stored.label, as_json=True)[1]["pages"]) == 12
     assert kvstore("pages", stored.label, "--hits-min", 99, as_json=True)[1]["pages"] == []
 
@@ -148,7 +151,7 @@ def test_keys_are_whole_in_a_narrow_window(stored):
     row = {"key": keys[0].hex(), "tier": "host", "shards": {}, "hits": 0, "stored_s_ago": 1.0,
            "used_s_ago": None, "children": 0}  # fmt: skip
     with console.capture() as told:
-        show.pages({"pages": [row]}, console)
+        show.pages({"pages": [row], "next": None}, console)
 
     first = "".join(line.strip("│ ").split("│")[0].strip() for line in told.get().splitlines())
     assert keys[0].hex() in first
@@ -219,6 +222,25 @@ def test_tokens_of_roles_are_sent_and_their_lack_is_said(spawn, tmp_path, kvstor
     status, told = kvstore("clear", "--all", to=own)
     assert (status, "operating needs" in told) == (1, True)
     assert kvstore("clear", "--all", "--token", operate, to=own)[0] == 0
+
+
+def test_the_help_describes_every_argument(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    verbs = re.findall(r"^    (\w+) ", told, re.MULTILINE)
+    assert len(verbs) == 22
+
+    for verb in verbs:
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        bare = [
+            line
+            for line, after in zip(lines, [*lines[1:], ""], strict=True)
+            if re.fullmatch(r"  -?\S+( \S+)?", line) and not after.startswith(" " * 8)
+        ]
+        assert not bare, verb
 
 
 def test_a_job_to_cancel_is_named(kvstore):
