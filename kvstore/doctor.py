@@ -150,8 +150,9 @@ def _existing(path: Path) -> Path:
 def _stats(url: str, token: str) -> dict[str, Any] | None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/stats", headers=headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with direct.open(request, timeout=_TIMEOUT_S) as answer:
             stats = json.load(answer)
     except urllib.error.HTTPError as error:
         error.close()

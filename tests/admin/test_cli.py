@@ -189,6 +189,15 @@ def test_who_answers_and_is_no_node_is_said(capsys):
     assert "is no node" in capsys.readouterr().err
 
 
+def test_a_proxy_of_the_environment_is_not_asked(kvstore, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+
+    assert kvstore("stats")[0] == 0
+    assert "none answers" not in kvstore("doctor", "--directory", "/nowhere")[1]
+
+
 def test_a_node_that_is_not_there_is_said(capsys):
     for words in (["stats"], ["top", "--once"], ["explain", UNKNOWN]):
         assert main([*words, "--url", "http://127.0.0.1:1"]) == 1
