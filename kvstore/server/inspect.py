@@ -103,7 +103,7 @@ class Inspection:
                 shown.append(
                     {
                         "space": space.label,
-                        **msgspec.to_builtins(space.identity),
+                        "identity": space.identity,
                         "pages": len(space.nodes),
                         "host_bytes": space.host_bytes,
                         "quota_bytes": limits.quota_bytes,
@@ -111,17 +111,27 @@ class Inspection:
                         "ssd_bytes": space.disk_bytes,
                         "ssd_quota_bytes": ssd.quota_bytes if ssd is not None else 0,
                         "ssd_reserved_bytes": ssd.reserved_bytes if ssd is not None else 0,
-                        "shards": [
-                            {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
-                            for one in space.shards
-                        ],
+                        "shards": list(space.shards),
                     }
                 )
             return shown, len(every)
 
         found, total = self._turns.ask(rows)
         end = cursor + len(found)
-        return {"spaces": found, "next": end if end < total else None, "total": total}
+        # What never changes is made plain here: for a thousand spaces that is longer than a turn.
+        shown = [
+            {
+                "space": row.pop("space"),
+                **msgspec.to_builtins(row.pop("identity")),
+                **row,
+                "shards": [
+                    {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
+                    for one in row["shards"]
+                ],
+            }
+            for row in found
+        ]
+        return {"spaces": shown, "next": end if end < total else None, "total": total}
 
     def pages(
         self, space: str, shown: Annotated[Filter, Depends()],
