@@ -205,6 +205,8 @@ class Explainer:
             if left["wanted_bytes"]:
                 text += f" to make room for a slot of {left['wanted_bytes']} bytes"
                 text += f" of space {left['wanted_by'][:12]}" if left["wanted_by"] else ""
+            elif left["wanted_by"]:
+                text += " because its space was over its quota"
         elif ghost.cause == "corrupt":
             text = f"quarantined {ago}: its bytes were not those that were stored"
         else:

@@ -69,6 +69,17 @@ def test_an_evicted_page_tells_when_by_what_and_for_what(asked):
     assert found.left["stored_s_ago"] == 10.0
 
 
+def test_a_page_evicted_for_its_spaces_quota_says_so(asked):
+    asked.world.store(asked.process, asked.space, "ab")
+    asked.table.quotas.set(asked.space, PAGE, 0, 4 * PAGE)
+    asked.table.eviction.offer_all(asked.space.nodes.values(), anew=True)
+    assert asked.table.shrink(asked.space, 8)
+
+    found = asked.why("ab")
+    assert (found.verdict, found.left["wanted_by"]) == ("evicted", asked.space.label)
+    assert found.text.endswith("by policy lru because its space was over its quota")
+
+
 def test_an_expired_page_says_so(asked):
     asked.world.store(asked.process, asked.space, "a", expires_ns=95 * SECOND)
     asked.table.expire(96 * SECOND)
