@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class _Console(Console):
@@ -30,14 +31,14 @@ def console() -> Console:
 def stats(answer: Any, console: Console) -> None:
     """Capacity, spaces and sessions."""
     memory = Table(title=f"node {answer['node']} ({answer['mover']})", show_header=False)
-    for name, size in answer["host"].items():
-        memory.add_row(name.removesuffix("_bytes"), mib(size))
+    for name, value in answer["host"].items():
+        memory.add_row(name.removesuffix("_bytes"), size(value))
     console.print(memory)
     if ssd := answer["ssd"]:
         table = Table(title="SSD tier" + (", DEGRADED" if ssd["degraded"] else ""),
                       show_header=False)  # fmt: skip
         for name in ("capacity", "used", "live", "dead"):
-            table.add_row(name, mib(ssd[f"{name}_bytes"]))
+            table.add_row(name, size(ssd[f"{name}_bytes"]))
         console.print(table)
     names = ("space", "model", "kv_dtype", "page_tokens", "tenant", "scope", "pages")
     rows = ([_short(one["space"]), *(one[name] for name in names[1:])] for one in answer["spaces"])
@@ -50,8 +51,8 @@ def spaces(answer: Any, console: Console) -> None:
     rows = (
         [
             one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
-            one["tenant"], one["scope"], len(one["shards"]), one["pages"], mib(one["host_bytes"]),
-            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), mib(one["ssd_bytes"]),
+            one["tenant"], one["scope"], len(one["shards"]), one["pages"], size(one["host_bytes"]),
+            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), size(one["ssd_bytes"]),
             _limit(one["ssd_quota_bytes"]), _limit(one["ssd_reserved_bytes"]),
         ]
         for one in answer["spaces"]
@@ -68,7 +69,7 @@ def sessions(answer: Any, console: Console) -> None:
         [
             one["name"], one["tenant"],
             one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
-            mib(one["used_bytes"]), mib(one["quota_bytes"]),
+            size(one["used_bytes"]), size(one["quota_bytes"]),
         ]
         for one in answer["sessions"]
     )  # fmt: skip
@@ -131,12 +132,12 @@ def config(answer: Any, console: Console) -> None:
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
+        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], size(one["bytes"]),
          seconds(one["ends_in_s"])]
         for one in answer["pins"]
     )  # fmt: skip
-    title = f"pins: {mib(answer['used_bytes'])} of {mib(answer['budget_bytes'])}"
-    title += f"; on SSD: {mib(answer['ssd_used_bytes'])} of {mib(answer['ssd_budget_bytes'])}"
+    title = f"pins: {size(answer['used_bytes'])} of {size(answer['budget_bytes'])}"
+    title += f"; on SSD: {size(answer['ssd_used_bytes'])} of {size(answer['ssd_budget_bytes'])}"
     _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
@@ -146,7 +147,7 @@ def quotas(answer: Any, console: Console) -> None:
         job(answer, console)
         return
     rows = (
-        [one["space"], one["tier"], mib(one["used_bytes"]), _limit(one["quota_bytes"]),
+        [one["space"], one["tier"], size(one["used_bytes"]), _limit(one["quota_bytes"]),
          _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
@@ -181,9 +182,10 @@ def explanation(answer: Any, console: Console) -> None:
             console.print(f"  space {at['space']}", highlight=False)
         for one in at["differs"]:
             console.print(f"  {one['field']}: asked {one['asked']!r}, stored {one['there']!r}")
-        for name, value in (at["left"] or {}).items():
-            if value not in ("", None):
-                console.print(f"  {name.replace('_', ' ')}: {value}", highlight=False)
+        left = {name: value for name, value in (at["left"] or {}).items() if value != ""}
+        for name, text in _flat(left):
+            if text:
+                console.print(f"  {name}: {text}", highlight=False)
         at = at["head"]
 
 
@@ -195,9 +197,10 @@ def anything(answer: Any, console: Console) -> None:
     console.print(table)
 
 
-def mib(size: float) -> str:
+def size(value: float) -> str:
     """Bytes for people."""
-    return f"{size / 2**20:,.1f} MiB"
+    scale = max(0, min((int(value).bit_length() - 1) // 10, len(_UNITS) - 1))
+    return f"{value / 1024**scale:,.1f} {_UNITS[scale]}" if scale else f"{value:,.0f} B"
 
 
 def seconds(value: float | None) -> str:
@@ -216,7 +219,7 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
         elif value is None:
             yield label, ""
         elif name.endswith("_bytes"):
-            yield label, mib(value)
+            yield label, size(value)
         elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
             yield label, seconds(value)
         else:
@@ -228,8 +231,8 @@ def cell(value: object) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(value))
 
 
-def _limit(size: int) -> str:
-    return mib(size) if size else ""
+def _limit(value: int) -> str:
+    return size(value) if value else ""
 
 
 def _short(label: str) -> str:

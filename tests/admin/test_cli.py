@@ -328,6 +328,15 @@ def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
         assert after[name] - before.get(name, 0) == 3 * len(stored.content(1)[0])
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (36_864, "36.0 KiB"), (1 << 20, "1.0 MiB"),
+     (80 << 30, "80.0 GiB"), (3 << 50, "3,072.0 TiB")],
+)  # fmt: skip
+def test_sizes_have_the_unit_in_which_they_can_be_read(value, text):
+    assert show.size(value) == text
+
+
 def test_nested_values_have_a_row_each(capsys):
     wear = {"admitted": 3, "today_bytes": 5 << 20}
     show.tiers({"tiers": [{"tier": "ssd", "directories": [{"path": "/d"}], "wear": wear}]},
