@@ -429,3 +429,12 @@ def test_what_outlived_a_full_collection_is_not_walked_again_and_garbage_still_g
     finally:
         gc.callbacks.remove(spare_survivors)
         gc.unfreeze()
+
+
+def test_too_few_descriptors_end_the_start_and_say_what_to_raise(spawn, tmp_path):
+    command = arguments(tmp_path / "own.sock", host__extent_bytes="64KiB")
+    process = spawn(["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *command])
+
+    assert process.wait() == 2
+    assert "ulimit -n" in process.stderr
+    assert "Traceback" not in process.stderr
