@@ -62,7 +62,7 @@ def _carried_out(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
     else:
         options.show(answer, show.console())
-    return 1 if isinstance(answer, dict) and answer.get("state") == "failed" else 0
+    return int(isinstance(answer, dict) and answer.get("state") in ("failed", "cancelled"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -304,7 +304,12 @@ def _moved(node: Remote, at: argparse.Namespace) -> Any:
 
 def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
     job = node.send("POST", f"/v1/{at.verb}", body)
-    return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
+    try:
+        return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
+    except KeyboardInterrupt:
+        number = job["job"]
+        sys.stderr.write(f"kvstore: job {number} goes on; kvstore jobs {number} --cancel ends it\n")
+        raise
 
 
 def _jobs(node: Remote, at: argparse.Namespace) -> Any:

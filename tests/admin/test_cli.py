@@ -252,6 +252,23 @@ def test_the_help_describes_every_argument(capsys):
         assert not bare, verb
 
 
+def test_a_job_that_somebody_cancelled_is_no_success(kvstore, monkeypatch):
+    monkeypatch.setattr(Remote, "finished", lambda _self, job, _wait: {**job, "state": "cancelled"})
+
+    assert kvstore("verify")[0] == 1
+
+
+def test_who_stops_waiting_is_told_that_the_job_goes_on(kvstore, monkeypatch):
+    def interrupted(_self, job, _wait):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Remote, "finished", interrupted)
+    status, told = kvstore("verify")
+
+    assert status == 130
+    assert re.search(r"job (\d+) goes on; kvstore jobs \1 --cancel", told)
+
+
 def test_a_job_to_cancel_is_named(kvstore):
     status, told = kvstore("jobs", "--cancel")
 
