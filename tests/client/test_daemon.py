@@ -382,6 +382,8 @@ def test_a_daemon_that_was_killed_leaves_a_socket_that_the_next_one_takes(own_da
         ("host.capacity_bytes=big", "host.capacity_bytes"),
         ("host.extent_bytes=1000", "host.extent_bytes"),
         ("nonsense", "expected key=value"),
+        ("events.endpoint=foo", "config: events.endpoint"),
+        ("events.replay_endpoint=tcp://1.2.3.4:1", "config: events.replay_endpoint"),
     ],
 )
 def test_a_wrong_setting_ends_it_with_2_and_the_keys_name(spawn, tmp_path, setting, said):
