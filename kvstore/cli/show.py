@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import Any, Final
 
 from rich.console import Console
@@ -22,6 +23,8 @@ class _Console(Console):
 
 def console() -> Console:
     """Where answers go."""
+    if isinstance(sys.stdout, TextIOWrapper):  # names may have what the terminal's set has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
     return _Console(
         width=width, markup=False, emoji=False

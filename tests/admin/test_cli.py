@@ -119,6 +119,16 @@ def test_names_that_engines_chose_are_shown_as_they_are(kvstore, daemon):
             assert (status, heard in told, "\x1b[2J" in told) == (0, True, False), told
 
 
+def test_a_name_that_the_terminal_cannot_show_is_escaped(daemon, monkeypatch, tmp_path):
+    with daemon.connect() as store:
+        Stored(store, model="mödel-模").put(1)
+        with (tmp_path / "told").open("w+", encoding="ascii") as ascii_only:
+            monkeypatch.setattr("sys.stdout", ascii_only)
+            assert main(["spaces", "--url", daemon.http]) == 0
+            ascii_only.seek(0)
+            assert r"m\xf6del-\u6a21" in ascii_only.read()
+
+
 def test_limits_are_changed_one_by_one_and_only_when_told(kvstore, stored):
     def limits():
         shown = kvstore("quota", as_json=True)[1]["quotas"]
