@@ -170,6 +170,9 @@ def _node(stats: dict[str, Any] | None) -> Check:
     found = f"{stats['node']}: {_gib(stats['host']['capacity_bytes'])}, loop lag {lag:.1f} ms"
     if lag > 20:
         return Check("node", "warn", found, "its loop is late: give it a core of its own")
+    if (ssd := stats.get("ssd")) and ssd["degraded"]:
+        advice = "look at its log and at kvstore tiers; it serves on from memory"
+        return Check("node", "warn", f"{found}, SSD tier degraded", advice)
     return Check("node", "ok", found)
 
 

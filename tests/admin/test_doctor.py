@@ -98,6 +98,16 @@ def test_the_disk_is_held_against_what_engines_report(machine, tmp_path):
     assert checks(tmp_path, stats=stats(1.0))["disk speed"].status == "ok"
 
 
+def test_a_node_whose_ssd_tier_is_degraded_is_warned_of(machine, tmp_path):
+    def stats(*, degraded: bool) -> dict:
+        return {"node": "n", "host": {"capacity_bytes": GIB}, "loop_lag_s": 0.0, "sessions": [],
+                "ssd": {"degraded": degraded}}  # fmt: skip
+
+    assert checks(tmp_path, stats=stats(degraded=False))["node"].status == "ok"
+    found = checks(tmp_path, stats=stats(degraded=True))["node"]
+    assert (found.status, "degraded" in found.found) == ("warn", True)
+
+
 def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path, capsys):
     words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1"]
     assert main([*words, "--json"]) == 0
