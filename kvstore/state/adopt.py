@@ -70,7 +70,7 @@ def adopt(
     doubts = _Doubts([], [])
     for segment in segments:
         _take_over(segment, homes, doubts)
-    _dispel(doubts)
+    table.counts["orphaned_bytes"] += _dispel(doubts)
     log = table.disk.log
     for segment in segments:
         log.adopt(
@@ -148,8 +148,13 @@ _PLACE: Final = partial(tuple.__new__, Place)
 """``Place._make``, three times as fast: it is called for every page of a start."""
 
 
-def _dispel(doubts: _Doubts) -> None:
-    """Hang up what can be, then take out pages whose head is not there, with all below them."""
+def _dispel(doubts: _Doubts) -> int:
+    """Hang up what can be, then take out pages whose head is not there, with all below them.
+
+    Returns:
+        what the records of these take on disk.
+    """
+    orphaned_bytes = 0
     for node, parent_key in doubts.lost:
         space = node.space
         known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
@@ -166,8 +171,10 @@ def _dispel(doubts: _Doubts) -> None:
             for below in subtree(node):
                 if shard in below.disk:
                     below.forget_disk(shard)
+                    orphaned_bytes += node.space.shards[shard].record_bytes
     for node, _ in doubts.headless:
         _prune_below(node)
+    return orphaned_bytes
 
 
 def _cut_rings(lost: list[Node]) -> None:

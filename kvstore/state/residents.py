@@ -141,7 +141,9 @@ class Residents:
             if chosen is None or verdict is Verdict.FULL:
                 return False
             if verdict is Verdict.EVICT:
+                self.ghosts.wanted = (space.number, 0)
                 self._evict(chosen)
+                self.ghosts.wanted = None
         return not self.quotas.exceeded(space)
 
     # ---- leaving ----------------------------------------------------------------------------

@@ -147,7 +147,10 @@ def _read_identity(disk: Disk, path: Path) -> Identity | None:
         return decode_identity(disk.read_file(path / IDENTITY_NAME))
     except FileNotFoundError:
         if any(map(SEGMENT_NAME.fullmatch, disk.names(path))):
-            raise ConfigError(f"{path}: it has segments but no {IDENTITY_NAME}") from None
+            raise ConfigError(
+                f"{path}: it has segments but no {IDENTITY_NAME}: put back a copy of it, or use"
+                " another directory"
+            ) from None
         return None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
