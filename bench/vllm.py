@@ -1,6 +1,7 @@
 """How soon is vLLM's first token when the node has the prompt, and what does storing cost?
 
-``cold/overhead``: two servers, with and without the connector, compute the same prompts in turn.
+``cold/overhead``: two servers, with and without the connector, compute the same prompts in turn,
+and then other two, and so on.
 ``ttft/*``: each store behind a server of its own that computes prompts, is restarted, and is asked
 for them twice: what was loaded stands beside what the engine's own prefix cache then has. Only one
 server works at a time, and the cases that are compared take turns.
@@ -31,13 +32,15 @@ OUTPUT_TOKENS: Final = 4
 _OTHER: Final = {"plain": "store", "store": "plain"}
 _STORED: Final = "kvstore:stored_pages_total"
 _COLD_SEED: Final = 20_000
+_WARM_SEED: Final = 19_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the group."""
     parser.add_argument("--load", default="async", choices=["async", "layerwise"], help="how")
     parser.add_argument("--prompts", type=int, default=9, help="prompts, at least 5")
-    parser.add_argument("--pairs", type=int, default=30, help="turns of each server, at least 2")
+    parser.add_argument("--pairs", type=int, default=36, help="turns with and without, in all")
+    parser.add_argument("--servers", type=int, default=6, help="pairs of servers, at least 2")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which")
 
 
@@ -47,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Report(json=options.json) as report, Progress("part", 2 + len(options.peers)) as part:
             part.step("cold: every prompt is computed, with the connector and without")
-            asyncio.run(_cold(max(2, options.pairs), count, report, part))
+            servers = max(2, options.servers)
+            asyncio.run(_cold(max(servers, options.pairs), servers, count, report, part))
             part.step("kvstore: restart, then from the node and from the engine's own cache")
             ours = _ours(count, options.load, part)
             hit = statistics.median(ours.cached_s) * 1e3
@@ -102,39 +106,62 @@ def _ours(count: int, load: str, progress: Progress) -> Restarted:
         return result
 
 
-async def _cold(pairs: int, count: int, report: Report, progress: Progress) -> None:
+async def _cold(pairs: int, servers: int, count: int, report: Report, progress: Progress) -> None:
+    """Every turn of one server beside the next turn of its twin, with several pairs of servers.
+
+    A server can be faster or slower than its twin by several percent for as long as it lives (where
+    its memory came to lie), so turns of one pair alone would measure that.
+    """
+    lost, lost_cpu, of_each, pages = list[float](), list[float](), list[float](), 0.0
     with VllmCluster(capacity_bytes=2 << 30) as cluster:
         cluster.start_node()
-        cluster.start_server("plain")
-        cluster.start_server("store", cluster.transfer())
-        for name in ("plain", "store"):
-            cluster.wait_server(name)
-            await _batch_s(cluster, name, _COLD_SEED)
-        begun = cluster.metric("store", _STORED)
-        seconds: dict[str, list[float]] = {"plain": [], "store": []}
-        cpu_s: dict[str, list[float]] = {"plain": [], "store": []}
-        for pair in range(pairs):
-            for name in sorted(seconds, reverse=pair % 2 == 0):
-                with cluster.suspended(_OTHER[name]):
-                    seed = _COLD_SEED + BATCH * (pair + 1)
-                    before_s = cluster.cpu_s(name)
-                    seconds[name].append(await _batch_s(cluster, name, seed))
-                    cpu_s[name].append(cluster.cpu_s(name) - before_s)
-        pages = cluster.metric("store", _STORED) - begun
-        lost, lost_cpu = (
-            [(1 - plain / store) * 100 for plain, store in zip(*both.values(), strict=True)]
-            for both in (seconds, cpu_s)
-        )
-        report.add(Result("cold/overhead", statistics.median(lost), "%"))
+        for pair in range(servers):
+            turns = range(pair * pairs // servers, (pair + 1) * pairs // servers)
+            cluster.start_server("plain")
+            cluster.start_server("store", cluster.transfer())
+            for name in ("plain", "store"):
+                cluster.wait_server(name)
+                await _batch_s(cluster, name, _WARM_SEED)
+            begun = cluster.metric("store", _STORED)
+            seconds, cpu_s = await _turns(cluster, turns)
+            pages += cluster.metric("store", _STORED) - begun
+            of_each.append(statistics.median(_lost(seconds)))
+            lost += _lost(seconds)
+            lost_cpu += _lost(cpu_s)
+            if pair < servers - 1:
+                cluster.stop("plain")
+            cluster.stop("store")
+        value = statistics.mean(of_each)
+        error = statistics.stdev(of_each) / len(of_each) ** 0.5
+        report.add(Result("cold/overhead", value, "%"))
+        each = ", ".join(f"{percent:.1f}" for percent in of_each)
         progress.note(
-            f"cold/overhead of {pairs} pairs: {_quartiles(lost)}; of CPU seconds,"
+            f"cold/overhead: mean {value:.1f} % (standard error {error:.1f}) of {servers} pairs of"
+            f" servers, {each}; of all {pairs} turns, {_quartiles(lost)}; of their CPU seconds,"
             f" {_quartiles(lost_cpu)}; {pages:.0f} pages were stored"
         )
-        with cluster.suspended("store"):
-            alone = statistics.median(
-                [await ttft_s(cluster, "plain", seed) for seed in range(count)]
-            )
+        alone = statistics.median([await ttft_s(cluster, "plain", seed) for seed in range(count)])
         report.add(Result("ttft/recompute", alone * 1e3, "ms"))
+
+
+async def _turns(
+    cluster: VllmCluster, turns: range
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and CPU seconds of the turns of two servers, of which one stands still."""
+    seconds: dict[str, list[float]] = {"plain": [], "store": []}
+    cpu_s: dict[str, list[float]] = {"plain": [], "store": []}
+    for turn in turns:
+        for name in sorted(seconds, reverse=turn % 2 == 0):
+            with cluster.suspended(_OTHER[name]):
+                before_s = cluster.cpu_s(name)
+                seconds[name].append(await _batch_s(cluster, name, _COLD_SEED + BATCH * turn))
+                cpu_s[name].append(cluster.cpu_s(name) - before_s)
+    return seconds, cpu_s
+
+
+def _lost(both: dict[str, list[float]]) -> list[float]:
+    """Percent of the throughput that each turn with the connector lost."""
+    return [(1 - plain / store) * 100 for plain, store in zip(*both.values(), strict=True)]
 
 
 async def _batch_s(cluster: VllmCluster, name: str, seed: int) -> float:
