@@ -70,6 +70,9 @@ class _Holder:
         # The last of a prefix goes first: what stays is of use without it.
         self._pool.free_blocks([self._pool.blocks[number] for number in reversed(blocks)])
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        self._pool.evict_blocks(set(blocks))
+
     def free_soon(self, blocks: Iterable[int]) -> bool:
         return any(self._pool.blocks[number].ref_cnt == 1 for number in blocks)
 

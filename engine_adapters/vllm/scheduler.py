@@ -117,6 +117,12 @@ class SchedulerSide:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._loads: list[Load] = []
+        #: Of the step under way: layer-wise loads that have not come whole, to their blocks; what
+        #: it computed on them; and its stores, which begin when they have come.
+        self._layered: dict[int, list[int]] = {}
+        self._tables: list[Sequence[int]] = []
+        self._withheld: list[Store] = []
+        self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
         self._step_tokens = 0
@@ -274,16 +280,18 @@ class SchedulerSide:
             scheduled: its requests.
             tokens: computed in it, in all.
         """
+        loads, self._loads = self._loads, []
+        self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
         # A step that waits for layers says nothing about computing.
-        waits = any(load.layerwise for load in self._loads)
-        self._step_began, self._step_tokens = self._clock(), 0 if waits else tokens
-        step = Step(loads=self._loads, idle=not tokens)
-        self._loads = []
-        if self._setup.role.stores:
-            for progress in scheduled:
-                store = self._store(progress)
-                if store is not None:
-                    step.stores.append(store)
+        self._step_began, self._step_tokens = self._clock(), 0 if self._layered else tokens
+        step = Step(loads, self._stores, idle=not tokens)
+        self._stores = []
+        for progress in scheduled:
+            if self._layered:
+                self._tables.append(progress.blocks[self._setup.groups[0].index])
+            store = self._store(progress) if self._setup.role.stores else None
+            if store is not None:
+                (self._withheld if self._layered else step.stores).append(store)
         return step
 
     def see(self, request: Request, names: Names) -> None:
@@ -367,8 +375,11 @@ class SchedulerSide:
             self._report_at = now + REPORT_S
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
-        if report is None:
-            return
+        self._take(report or Report())
+        self._judge_layers()
+
+    def _take(self, report: Report) -> None:
+        """Jobs have ended, or are not waited for any longer."""
         for number in report.late:
             job = self._jobs.get(number)
             state = self._states.get(job.request_id) if job else None
@@ -384,12 +395,37 @@ class SchedulerSide:
             if job.ranks_left <= 0:
                 del self._jobs[number]
                 self._end(job)
+                if job.pages == job.wanted:
+                    self._layered.pop(number, None)
 
-    def _end(self, job: _Job) -> None:
-        """Nobody touches its blocks any more."""
+    def _judge_layers(self) -> None:
+        """The step is done: what it computed on layer-wise loads counts if all ranks had them."""
+        assert self._holder is not None
+        spoilt = {block for held in self._layered.values() for block in held}
+        stores, tables = self._withheld, self._tables
+        self._layered, self._withheld, self._tables = {}, [], []
+        if not spoilt:
+            self._stores += stores
+            return
+        for table in tables:
+            # The engine finds such blocks in its own cache before it has computed them again.
+            first = next((at for at, block in enumerate(table) if block in spoilt), len(table))
+            self._holder.forget(table[first:])
+        for store in stores:
+            job = self._jobs.pop(store.job)
+            self._let_go(job)
+            state = self._states.get(job.request_id)
+            if state is not None:
+                state.stored = min(state.stored, job.first)
+
+    def _let_go(self, job: _Job) -> None:
         assert self._holder is not None
         self._holder.release(job.held)
         self._held -= len(job.held)
+
+    def _end(self, job: _Job) -> None:
+        """Nobody touches its blocks any more."""
+        self._let_go(job)
         state = self._states.get(job.request_id)
         if job.is_load:
             self.pace.note_load(job.pages, job.seconds)

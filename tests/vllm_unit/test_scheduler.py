@@ -323,3 +323,73 @@ def test_waiting_for_a_job_is_offered_only_when_it_frees_blocks():
     assert not world.side.frees_soon()
     world.blocks.only_ours = {3}
     assert world.side.frees_soon()
+
+
+def layerwise_step(world, *more):
+    """A request of which two pages are loaded in the step that computes the other two."""
+    world.store.answer = Hit(2)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (128, False)
+    world.side.allocated(asked, [table()], 128)
+    step = world.step(Progress("r", 300, [table()]), *more, tokens=172)
+    (load,) = step.loads
+    assert load.layerwise
+    return step
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_what_was_computed_on_layers_is_stored_when_all_ranks_have_had_them(finishes):
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    assert not step.stores
+    report = Report()
+    for _ in range(2):
+        report.end(step.loads[0].job, 2)
+    world.side.reported(report)
+    if finishes:
+        world.side.finished("r")
+    assert world.blocks.held == dict.fromkeys(table(4, 5), 1), "kept until then"
+    assert world.side.busy, "so that there is another step"
+
+    (store,) = world.step().stores
+
+    assert store.blocks[0].blocks == [5, 6, 7, 8]
+    assert not world.step().stores
+
+
+def test_what_was_computed_on_layers_that_did_not_come_is_not_stored():
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    report = Report()
+    report.end(step.loads[0].job, 2)
+    report.end(step.loads[0].job, 1)  # one rank lacks a page: all have computed without it
+    world.side.reported(report)
+
+    assert not world.step().stores
+    assert not world.blocks.held
+    (store,) = world.step(Progress("r", 300, [table()])).stores
+    assert store.blocks[0].blocks == [3, 4, 5, 6, 7, 8], "computed again, and stored then"
+
+
+def test_what_was_computed_on_layers_that_some_rank_cannot_tell_of_is_not_stored():
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    world.ended(step.loads[0].job, 2)
+
+    assert not world.step().stores
+    assert world.blocks.held == dict.fromkeys(table(4), 1), "only the load's"
+
+
+def test_the_engine_finds_no_block_that_was_computed_on_layers_that_did_not_come():
+    world = World(load="layerwise", role=Role(loads=True, stores=False))
+    # Two that share blocks with the load, one that does not.
+    shares, other = Progress("s", 200, [[1, 2, 20, 21]]), Progress("o", 200, [table(6, 30)])
+    step = layerwise_step(world, shares, other)
+    world.ended(step.loads[0].job, 1)
+
+    assert world.blocks.forgotten == {*table(), 20, 21}
+
+    world.blocks.forgotten.clear()
+    world.step(Progress("r", 300, [table()]), tokens=172)
+    world.side.reported(None)
+    assert not world.blocks.forgotten
