@@ -98,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._page_tokens = self._options.page_tokens_for(largest)
         for group in facts.groups:
             self._options.page_tokens_for(group.block_tokens)
+        self._options.load_for(len(facts.groups))
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER

@@ -112,6 +112,13 @@ def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
         read_options({"page_tokens": 96}).page_tokens_for(64)
 
 
+def test_layerwise_loads_are_refused_where_the_engine_could_not_be_told_that_one_failed():
+    assert read_options({"load": "layerwise"}).load_for(1) is LoadOrder.LAYERWISE
+    assert read_options({}).load_for(2) is LoadOrder.ASYNC
+    with pytest.raises(ConfigError, match="load: layerwise"):
+        read_options({"load": "layerwise"}).load_for(2)
+
+
 def test_without_options_everything_has_a_default():
     options = read_options({})
 
