@@ -331,23 +331,27 @@ class SchedulerSide:
         if end <= state.stored:
             return None
         keys = self._keys(state)
-        end = min(end, len(keys))
-        first = state.stored
+        wanted, first = min(end, len(keys)), state.stored
+        end = min(wanted, first + self._room_pages())
+        self.counts.add("skipped_pages", wanted - end)
         blocks = [
             part
             for place in range(len(self._setup.groups))
             if (part := self._source(place, progress.blocks, first, end)) is not None
         ]
-        held = sum(len(part.blocks) for part in blocks)
-        if self._held + held > self._held_max or len(self._jobs) >= STORES_MAX:
-            self.counts.add("skipped_pages", end - first)
-            return None
         if end <= first or not blocks:
             return None
         state.stored = end
         store = Store(self._next_job, keys[first:end], blocks)
         self._begin(progress.request_id, store, first, is_load=False)
         return store
+
+    def _room_pages(self) -> int:
+        """How many pages a store may have now."""
+        if len(self._jobs) >= STORES_MAX:
+            return 0
+        blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
+        return max(0, self._held_max - self._held) // blocks
 
     def _source(
         self, place: int, blocks: Sequence[Sequence[int]], first: int, end: int

@@ -229,7 +229,7 @@ def test_output_is_stored_unless_that_is_switched_off():
 
 
 def test_stores_hold_a_bounded_share_of_the_engines_blocks():
-    world = World(blocks=40)
+    world = World(blocks=32)
     for name in ("a", "b"):
         world.side.see(request(name), PLAIN)
 
@@ -238,6 +238,20 @@ def test_stores_hold_a_bounded_share_of_the_engines_blocks():
     assert world.side.counts.take()["skipped_pages"] == 4
     world.ended(first.stores[0].job, 4)
     assert len(world.step(Progress("b", 300, [table(first=20)])).stores) == 1, "tried again"
+
+
+def test_a_prompt_that_is_larger_than_that_share_is_stored_in_parts():
+    world = World(blocks=24)  # six blocks, three pages, may be held
+    world.side.see(request(), PLAIN)
+    parts = []
+    while step := world.step(Progress("r", 300, [table()])).stores:
+        (store,) = step
+        assert len(world.blocks.held) <= 6
+        parts.append(store.blocks[0].blocks)
+        world.ended(store.job, len(store.keys))
+
+    assert parts == [table(6), table(2, 7)]
+    assert world.side.counts.take()["skipped_pages"] == 1
 
 
 def test_roles_say_what_is_done():
