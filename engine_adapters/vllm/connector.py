@@ -230,8 +230,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
-        total = scheduler_output.total_num_scheduled_tokens
-        return StepMetadata(self._deciding.build(_progress(scheduler_output), total))
+        total, decoded = scheduler_output.total_num_scheduled_tokens, _decoded(scheduler_output)
+        return StepMetadata(self._deciding.build(_progress(scheduler_output), total, decoded))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have done a step."""
@@ -339,6 +339,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _decoded(output: Any) -> int:
+    """Tokens of a step that follow from the one before, with those that were guessed."""
+    guessed = output.scheduled_spec_decode_tokens
+    counts = output.num_scheduled_tokens.items()
+    return sum(count for name, count in counts if count <= 1 + len(guessed.get(name, ())))
 
 
 def _progress(output: Any) -> Iterable[Progress]:

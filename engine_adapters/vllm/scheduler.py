@@ -273,17 +273,20 @@ class SchedulerSide:
 
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Iterable[Progress], tokens: int) -> Step:
+    def build(self, scheduled: Iterable[Progress], tokens: int, decoded: int = 0) -> Step:
         """Everything the workers are to start in this step.
 
         Args:
             scheduled: its requests.
             tokens: computed in it, in all.
+            decoded: those among them that follow from the token before, with what was guessed.
         """
         loads, self._loads = self._loads, []
         self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
-        # A step that waits for layers says nothing about computing.
-        self._step_began, self._step_tokens = self._clock(), 0 if self._layered else tokens
+        # A step that waits for layers says nothing about computing, one that decodes nothing about
+        # prefill, of which a token takes far less.
+        tells = not self._layered and 2 * decoded <= tokens
+        self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
         step = Step(loads, self._stores, idle=not tokens)
         self._stores = []
         for progress in scheduled:

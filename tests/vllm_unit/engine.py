@@ -98,8 +98,8 @@ class World:
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 
-    def step(self, *scheduled: Progress, tokens: int = 0) -> Step:
-        return self.side.build(scheduled, tokens)
+    def step(self, *scheduled: Progress, tokens: int = 0, decoded: int = 0) -> Step:
+        return self.side.build(scheduled, tokens, decoded)
 
     def load(self, request: Request, computed: int = 0, table: Sequence[int] = ()) -> Step:
         """Match, allocate and build: what the workers are told."""

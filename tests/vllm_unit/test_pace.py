@@ -29,6 +29,16 @@ def test_short_steps_are_no_measure_of_prefill():
     assert pace.recompute_s(10) == pytest.approx(0.1)
 
 
+def test_steps_that_mostly_decode_are_no_measure_of_prefill():
+    world = World()
+    for tokens, decoded, seconds in ((1000, 10, 1.0), (64, 64, 0.6), (100, 60, 0.6)):
+        world.step(tokens=tokens, decoded=decoded)
+        world.now += seconds
+        world.side.reported(None)
+
+    assert world.side.pace.seconds_per_token == pytest.approx(1e-3)
+
+
 def test_loads_that_were_slower_than_computing_are_tried_again_later():
     world = World()
     world.store.answer = Hit(4)
