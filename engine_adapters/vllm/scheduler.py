@@ -48,6 +48,7 @@ class _State:
         wait_until: while it waits for pages that are being written.
         ask_at: when to look again.
         loads_over: nothing more is loaded for it.
+        slower: loading was slower than computing when it was first asked about.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class _State:
     wait_until: float | None = None
     ask_at: float = 0.0
     loads_over: bool = False
+    slower: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class _Job:
         pages: leading ones that are there on all ranks that have reported.
         seconds: the longest that one of these ranks took.
         held: blocks it holds references to.
+        late: its request does not wait for it any longer.
     """
 
     request_id: str
@@ -80,6 +83,7 @@ class _Job:
     is_load: bool
     ranks_left: int
     seconds: float = 0.0
+    late: bool = False
 
 
 class SchedulerSide:
@@ -171,7 +175,7 @@ class SchedulerSide:
             return None, False
         state.hit = state.stored = hit.pages
         tokens = hit.pages * self._page_tokens - computed
-        if tokens <= 0 or self._is_slower(hit, tokens):
+        if tokens <= 0 or self._is_slower(state, hit, tokens):
             return 0, False
         return tokens, self._options.load is LoadOrder.ASYNC
 
@@ -198,13 +202,15 @@ class SchedulerSide:
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 
-    def _is_slower(self, hit: Hit, tokens: int) -> bool:
+    def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
         """Whether computing the last ``tokens`` of a hit takes less than loading them."""
         load_s = self.pace.load_s(hit, tokens / self._page_tokens)
         if load_s <= self.pace.recompute_s(tokens):
             return False
-        self.counts.add("slower_tokens", tokens)
-        self.pace.doubt_loads()
+        if not state.slower:
+            state.slower = True
+            self.counts.add("slower_tokens", tokens)
+            self.pace.doubt_loads()
         return True
 
     def _wait_s(self, tokens: int) -> float:
@@ -389,7 +395,10 @@ class SchedulerSide:
         """Jobs have ended, or are not waited for any longer."""
         for number in report.late:
             job = self._jobs.get(number)
-            state = self._states.get(job.request_id) if job else None
+            if job is None:
+                continue
+            job.late = True
+            state = self._states.get(job.request_id)
             if state is not None:
                 state.loads_over = True
         for number, end in report.ended.items():
@@ -434,14 +443,15 @@ class SchedulerSide:
         """Nobody touches its blocks any more."""
         self._let_go(job)
         state = self._states.get(job.request_id)
-        if job.is_load:
-            self.pace.note_load(job.pages, job.seconds)
-        if job.is_load and job.pages < job.wanted:
-            self.counts.add("load_failed_tokens", (job.wanted - job.pages) * self._page_tokens)
-            if state is not None:
-                # What is missing is computed, and then stored again.
-                state.stored = min(state.stored, job.first + job.pages)
-                state.loads_over = True
+        if not job.is_load:
+            return
+        self.pace.note_load(job.pages, job.seconds)
+        used = 0 if job.late else job.pages
+        self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        if job.pages < job.wanted and state is not None:
+            # What is missing is computed, and then stored again.
+            state.stored = min(state.stored, job.first + job.pages)
+            state.loads_over = True
 
     def _begin(self, request_id: str, message: Load | Store, first: int, *, is_load: bool) -> None:
         assert self._holder is not None, "blocks were allocated before they existed"

@@ -265,7 +265,8 @@ class WorkerSide:
             seconds += result.seconds
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
-        self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
+        if not loading.late:
+            self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
         return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:

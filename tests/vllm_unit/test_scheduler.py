@@ -151,6 +151,19 @@ def test_computing_is_preferred_where_it_is_faster():
     assert world.reports == [pytest.approx(1e-6)]
 
 
+def test_a_request_that_is_asked_about_again_is_counted_once():
+    world = World()
+    world.side.pace.seconds_per_token, world.side.pace.seconds_per_page = 1e-6, 1e-3
+    world.store.answer = Hit(4)
+    asked = request()
+
+    # As while the engine has no blocks for it.
+    for _ in range(50):
+        assert world.side.match(asked, PLAIN, 0) == (0, False)
+
+    assert world.side.counts.take()["slower_tokens"] == 256
+
+
 def test_a_load_may_take_what_computing_takes_within_its_bounds():
     world = World(load_timeout_ms=2000, load_timeout_ms_min=20)
     world.store.answer = Hit(4)
@@ -189,6 +202,16 @@ def test_a_late_load_keeps_its_blocks_and_its_request_goes_on_without_it():
     world.side.finished("r")
     world.ended(load.job, 4)
     assert not world.blocks.held
+
+
+def test_tokens_of_a_load_that_came_too_late_were_computed_and_count_so():
+    world = World()
+    world.store.answer = Hit(4)
+    (load,) = world.load(request()).loads
+    world.side.reported(Report(late={load.job}))
+    world.ended(load.job, 4)
+
+    assert world.side.counts.take()["load_failed_tokens"] == 256
 
 
 def test_every_rank_must_have_ended_and_the_worst_counts():

@@ -113,6 +113,7 @@ def test_no_step_waits_for_a_load_that_its_request_has_given_up():
     assert job.cancelled
     machine.side.poll(idle=True)
     assert machine.now == pytest.approx(10.001)
+    assert "loaded_tokens" not in machine.side.counts.take(), "nobody used them"
 
 
 def test_a_layer_that_was_computed_on_before_it_came_makes_the_whole_load_invalid():
