@@ -36,6 +36,8 @@ STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
 """Stores hold at most this share of the engine's blocks; further pages are offered later."""
 REPORT_S: Final = 1.0
+FREES_SOON_S: Final = 0.1
+"""For so long the engine rather waits for the end of a job than take a running request's blocks."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class _Job:
         wanted: its pages.
         pages: leading ones that are there on all ranks that have reported.
         seconds: the longest that one of these ranks took.
+        began: the end of the first step after which it may have begun; infinite until then.
         held: blocks it holds references to.
         late: its request does not wait for it any longer.
     """
@@ -83,6 +86,7 @@ class _Job:
     is_load: bool
     ranks_left: int
     seconds: float = 0.0
+    began: float = float("inf")
     late: bool = False
 
 
@@ -143,9 +147,11 @@ class SchedulerSide:
         return bool(self._jobs)
 
     def frees_soon(self) -> bool:
-        """Whether jobs are all that keeps some block from being free."""
+        """Whether young jobs are all that keeps some block from being free."""
         assert self._holder is not None
-        return any(self._holder.free_soon(job.held) for job in self._jobs.values())
+        since = self._clock() - FREES_SOON_S
+        young = (job for job in self._jobs.values() if job.began > since)
+        return any(self._holder.free_soon(job.held) for job in young)
 
     def forget_all(self) -> None:
         """The engine's KV is not what it was (new weights): nothing stored so far may be used."""
@@ -390,6 +396,8 @@ class SchedulerSide:
         self._step_tokens = 0
         self._take(report or Report())
         self._judge_layers()
+        for job in self._jobs.values():
+            job.began = min(job.began, now)
 
     def _take(self, report: Report) -> None:
         """Jobs have ended, or are not waited for any longer."""

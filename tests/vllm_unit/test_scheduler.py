@@ -360,6 +360,11 @@ def test_waiting_for_a_job_is_offered_only_when_it_frees_blocks():
     assert not world.side.frees_soon()
     world.blocks.only_ours = {3}
     assert world.side.frees_soon()
+    world.now += 1.0
+    assert world.side.frees_soon(), "it begins when the step is done"
+    world.side.reported(None)
+    world.now += 1.0
+    assert not world.side.frees_soon(), "a node that is slow holds up no request that runs"
 
 
 def layerwise_step(world, *more):
