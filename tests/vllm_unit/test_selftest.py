@@ -5,6 +5,8 @@ import pytest
 
 from engine_adapters.vllm import selftest
 from kvstore.client import KVStore
+from kvstore.errors import TransferTimeout
+from kvstore.jobs import RestoreJob
 from kvstore.kvpool import KVPool
 from kvstore.space import Space
 from tests.vllm_unit.engine import IDENTITY, SHARD
@@ -36,6 +38,9 @@ def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
 ):
     ended = []
 
+    def out_of_time(job, timeout_s):
+        raise TransferTimeout("it has not ended")
+
     def slow(space, keys, target, shard, progress, order):
         wait_until(lambda: progress.cancelled)
         pages = real(space, keys, target, shard, None, order)  # what was under way all the same
@@ -44,7 +49,7 @@ def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
 
     real = Space.load_pieces
     monkeypatch.setattr(Space, "load_pieces", slow)
-    monkeypatch.setattr(selftest, "_WAIT_S", 0.05)
+    monkeypatch.setattr(RestoreJob, "result", out_of_time)
 
     assert "transfer_timeout" in selftest.round_trip(store, IDENTITY, SHARD, pool)
     assert ended == [1]
