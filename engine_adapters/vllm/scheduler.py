@@ -205,6 +205,7 @@ class SchedulerSide:
             wait_s=self._wait_left_s(state, tokens),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )
+        state.wait_until = None
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 

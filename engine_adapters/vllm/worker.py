@@ -155,6 +155,7 @@ class WorkerSide:
             storing = _Storing(store, [], [], self.clock())
             self._stores.append(storing)
             if space is None:
+                self.counts.add("store_failures")
                 continue
             for blocks in store.blocks:
                 memory = self.groups[blocks.group]
@@ -163,6 +164,7 @@ class WorkerSide:
                 try:
                     job = space.extract_from_kvpool(memory.pool, blocks.blocks, keys, memory.shard)
                 except KVStoreError as error:
+                    self.counts.add("store_failures")
                     _note("store", error)
                     continue
                 storing.jobs.append(job)

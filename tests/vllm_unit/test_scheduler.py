@@ -116,6 +116,22 @@ def test_pages_that_somebody_writes_are_waited_for_until_the_deadline():
     assert world.side.match(asked, PLAIN, 0) == (64, True)
 
 
+def test_a_preempted_request_that_waited_once_has_as_long_for_its_next_load():
+    world = World(load_timeout_ms=500, load_timeout_ms_min=20)
+    world.store.answer = Hit(1, pending=3)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.store.answer = Hit(4)
+    world.now += 0.3
+    (load,) = world.load(asked).loads
+    assert load.wait_s == pytest.approx(0.2), "what is left"
+    world.ended(load.job, 4)
+
+    world.now += 60.0
+    (load,) = world.load(asked).loads
+    assert load.wait_s == pytest.approx(0.5)
+
+
 def test_pages_that_the_prefill_engine_promised_are_waited_for():
     promise = {"do_remote_prefill": True, "kvstore_pages": 4, "kvstore_page_tokens": 64}
     world = World()

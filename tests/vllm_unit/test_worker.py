@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from engine_adapters.vllm.messages import Blocks, Load
+from engine_adapters.vllm.messages import Blocks, Load, Store
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.worker import IDLE_WAIT_S, GroupMemory, WorkerSide
+from kvstore.errors import LayoutMismatch
 from kvstore.page import PrefixKeys
 from kvstore.results import RestoreResult
 from tests.vllm_unit.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
@@ -157,3 +158,20 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
     outcome = machine.side.poll()
     assert outcome.report.ended[1].pages == 0
     assert not outcome.invalid_blocks, "reported once"
+
+
+def test_a_store_that_cannot_even_begin_is_counted_as_failed():
+    def refuse(*arguments: Any) -> Any:
+        raise LayoutMismatch("page_bytes", "too large")
+
+    stores = [Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])]
+    machine = Machine()
+    machine.extract_from_kvpool = refuse
+    machine.side.start_stores(stores)
+    refused = Machine()
+    refused.space = refuse
+    refused.side.start_stores(stores)
+
+    for one in (machine, refused):
+        assert one.side.poll().report.ended[1].pages == 0
+        assert one.side.counts.take()["store_failures"] == 1
