@@ -20,6 +20,16 @@ def test_before_the_first_load_the_nodes_guess_counts_and_then_what_was_measured
     assert pace.load_s(hit, 2) == pytest.approx(0.02), "a load of nothing says nothing"
 
 
+def test_what_loads_from_memory_took_says_nothing_of_pages_on_disk():
+    pace = Pace()
+    pace.note_load(10, 0.01)
+    on_disk = Hit(4, tiers={"host": 2, "ssd": 2}, load_seconds=0.4)
+
+    assert pace.load_s(on_disk, 4) == pytest.approx(0.4)
+    pace.note_load(10, 100.0)
+    assert pace.load_s(on_disk, 4) > 10.0, "nor is it better than what was seen"
+
+
 def test_short_steps_are_no_measure_of_prefill():
     pace = Pace()
 
