@@ -223,7 +223,8 @@ class Cache:
                 return  # the prompt is longer than memory, or it is there already
 
     def _end_jobs(self) -> None:
-        while self.disk.jobs:
+        while self.disk.jobs or self.disk.busy:
+            self.disk.advance(self.table.now_ns)  # the pages of a segment leave in turns
             jobs, self.disk.jobs = self.disk.jobs, []
             for job in jobs:
                 self.disk.completed(job.job, None)

@@ -141,7 +141,8 @@ class Cache:
 
     def _end_jobs(self) -> None:
         disk = self.table.disk
-        while disk is not None and disk.jobs:
+        while disk is not None and (disk.jobs or disk.busy):
+            disk.advance(0)  # the pages of a segment leave in turns
             jobs, disk.jobs = disk.jobs, []
             for job in jobs:
                 disk.completed(job.job, None)

@@ -18,13 +18,20 @@ from kvstore import mover
 from kvstore.config import SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.node import Node, NodeLimits
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.page import (
+    CanonicalLayout,
+    PrefixKey,
+    ShardSpec,
+    SpaceIdentity,
+    pack_pair,
+    page_seeds,
+)
 from kvstore.state.log import Place, footer_bytes, record_bytes
 from kvstore.state.slots import SlotTable
 from kvstore.tier.base import PageRecord, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.host import HostMemory
-from kvstore.tier.record import ENTRY, Kind, encode_footer, pack_pair, pair_seed, segment_name
+from kvstore.tier.record import ENTRY, Kind, encode_footer, pair_seed, segment_name
 from kvstore.tier.ssd import SSDLog
 from kvstore.tier.vectored import aligned
 

@@ -6,6 +6,7 @@ that does not fit is refused with the key and the source that named it.
 """
 
 import difflib
+import ipaddress
 import os
 import re
 import tomllib
@@ -22,7 +23,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 _UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE: Final = re.compile(r"^\s*(\d+)\s*([A-Za-z]*)\s*$")
 
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+EXTENTS_MAX: Final = 1 << 20
+"""Descriptors that Linux lets a process have unless it is told otherwise (fs.nr_open)."""
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,11 +80,16 @@ class HostConfig(Section, frozen=True):
     prefault: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a capacity that holds no extent."""
+        """Refuse a capacity that holds no extent, or more than a process can have open."""
         if self.capacity_bytes < self.extent_bytes:
             raise ValueError(
                 f"host.capacity_bytes={self.capacity_bytes} is smaller than"
                 f" host.extent_bytes={self.extent_bytes}"
+            )
+        if self.capacity_bytes // self.extent_bytes > EXTENTS_MAX:
+            raise ValueError(
+                f"host.capacity_bytes={self.capacity_bytes} is more than {EXTENTS_MAX} times"
+                f" host.extent_bytes={self.extent_bytes}: each of these takes a file descriptor"
             )
 
 
@@ -122,8 +130,8 @@ class SSDConfig(Section, frozen=True):
                 f"ssd.capacity_bytes={self.capacity_bytes} is less than four segments of"
                 f" ssd.segment_bytes={self.segment_bytes}: raise it or make segments smaller"
             )
-        if len(set(self.directories)) < len(self.directories):
-            raise ValueError("ssd.directories names a directory twice")
+        if len({os.path.normpath(path) for path in self.directories}) < len(self.directories):
+            raise ValueError(f"ssd.directories={','.join(self.directories)} names one twice")
 
 
 class DeviceSlabConfig(Section, frozen=True):
@@ -159,7 +167,10 @@ class HttpConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse to listen for strangers without a token."""
-        local = self.host == "localhost" or self.host.startswith("127.")
+        try:
+            local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, whatever it begins with
+            local = False
         tokens = (
             self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
         )  # fmt: skip
@@ -249,10 +260,14 @@ def load(
     try:
         return Loaded(msgspec.convert(tree, kind, strict=False), sources)
     except msgspec.ValidationError as error:
-        at = re.search(r"at `\$\.([\w.]+)`", str(error))
-        key_name = at.group(1) if at else ""
-        source = next((s for k, s in sources.items() if k.startswith(key_name)), "configuration")
-        raise ConfigError(f"{source}: {key_name}: {str(error).split(' - at ')[0]}") from error
+        at = re.search(r"at `\$\.([\w.]+)", str(error))
+        key_name, what = at.group(1) if at else "", str(error).split(" - at ")[0]
+        # A section refuses values that do not go together, and names them.
+        said = {s: None for k, s in sources.items() if k == key_name or f"{k}=" in what} or {
+            s: None for k, s in sources.items() if k.startswith(f"{key_name}.")
+        }
+        source = ", ".join(said) or "configuration"
+        raise ConfigError(f"{source}: {key_name}: {what}") from error
 
 
 def show(loaded: Loaded[T]) -> str:

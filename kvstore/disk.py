@@ -120,6 +120,7 @@ class DiskTier:
             )
             for one in found.segments
         ]
+        self.pages.log.capacity_bytes = self._log.capacity_bytes
         collecting = gc.isenabled()
         gc.disable()  # it would walk over all the nodes again and again
         try:
@@ -135,11 +136,12 @@ class DiskTier:
     # ---- jobs -------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Hand the tier what the node decided."""
+        """Hand the tier what the node decided, as far as it takes more now."""
         self.pages.go_on()
-        jobs, self.pages.jobs = self.pages.jobs, []
+        jobs = self.pages.jobs[: self._log.room]
         if not jobs:
             return
+        del self.pages.jobs[: len(jobs)]
         for job in jobs:
             self._jobs[job.job] = job
         try:

@@ -5,6 +5,7 @@ memfd, and writes one file of 64 MiB in the directory it is pointed at, which it
 """
 
 import errno
+import http.client
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,7 @@ from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvstore import mover
 from kvstore.config import ServerConfig, load
@@ -62,14 +64,19 @@ class Check:
     advice: str = ""
 
 
-def run(url: str, token: str, directory: Path, config: Path | None = None, *, as_json: bool) -> int:
+def run(
+    url: str, token: str, directory: Path | None, config: Path | None, console: Console,
+    *, as_json: bool,
+) -> int:  # fmt: skip
     """Make all checks and print them.
 
     Args:
         url: where a node may be; nobody there is fine.
         token: shown to it; may be empty.
-        directory: where an SSD tier would be.
-        config: a node's configuration file; its capacity counts when no node answers.
+        directory: where an SSD tier would be; None = where the configuration says, else where the
+            node has one, else here.
+        config: a node's configuration file; its capacity counts, not that of a node that answers.
+        console: where they are printed.
         as_json: print them as JSON.
 
     Returns:
@@ -78,34 +85,44 @@ def run(url: str, token: str, directory: Path, config: Path | None = None, *, as
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    configured = load(ServerConfig, config).config.host.capacity_bytes if config is not None else 0
-    checks = examine(directory, _stats(url, token), configured)
+    wanted = load(ServerConfig, config).config if config is not None else None
+    stats = _stats(url, token)
+    if directory is not None:
+        places = [directory]
+    elif wanted is not None:
+        places = [_existing(Path(path)) for path in wanted.ssd.directories]
+    else:
+        ssd = stats.get("ssd") if stats is not None else None
+        places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
+    capacity = wanted.host.capacity_bytes if wanted is not None else 0
+    checks = examine(places or [Path()], stats, capacity)
     if as_json:
         sys.stdout.write(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) + "\n")
     else:
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-        table = Table("check", "", "found", "what to do", title="kvstore doctor")
+        table = Table(title="kvstore doctor")
+        for name in ("check", "", "found", "what to do"):
+            table.add_column(name, overflow="fold")  # a path that is cut helps nobody
         for one in checks:
-            status = f"[{colours[one.status]}]{one.status}[/]"
-            table.add_row(one.name, status, one.found, one.advice)
-        Console().print(table)
+            table.add_row(one.name, Text(one.status, colours[one.status]), one.found, one.advice)
+        console.print(table)
     return int(any(one.status == "fail" for one in checks))
 
 
 def examine(
-    directory: Path, stats: dict[str, Any] | None, capacity_bytes: int = 0,
+    directories: Sequence[Path], stats: dict[str, Any] | None, capacity_bytes: int = 0,
     proc: Path = Path("/proc"), system: Path = Path("/sys"),
 ) -> list[Check]:  # fmt: skip
     """All checks.
 
     Args:
-        directory: where an SSD tier would be.
+        directories: where an SSD tier would be; at least one.
         stats: what a node of this machine says of itself; None = there is none.
-        capacity_bytes: what a node is to have, when there is none; 0 = not known.
+        capacity_bytes: what a node is to have; 0 = what it says it has.
         proc: where the process file system is.
         system: where sysfs is.
     """
-    capacity = int(stats["host"]["capacity_bytes"]) if stats is not None else capacity_bytes
+    capacity = capacity_bytes or (int(stats["host"]["capacity_bytes"]) if stats is not None else 0)
     reported = [one["prefill_s_per_token"] for one in stats["sessions"]] if stats else []
     prefill = max((1 / one for one in reported if one > 0), default=PREFILL_TOKENS_PER_S_ASSUMED)
     return [
@@ -120,21 +137,27 @@ def examine(
         _memory(proc, capacity),
         _huge_pages(system),
         _clock(system),
-        _direct_io(directory),
-        _disk_speed(directory, prefill),
+        *map(_direct_io, directories),
+        _disk_speed(directories, prefill),
     ]
+
+
+def _existing(path: Path) -> Path:
+    """A directory, or the one that it would be made in."""
+    return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
 def _stats(url: str, token: str) -> dict[str, Any] | None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/stats", headers=headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with direct.open(request, timeout=_TIMEOUT_S) as answer:
             stats = json.load(answer)
     except urllib.error.HTTPError as error:
         error.close()
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
     known = isinstance(stats, dict) and {"host", "sessions", "loop_lag_s"} <= stats.keys()
     return stats if known else None
@@ -147,6 +170,9 @@ def _node(stats: dict[str, Any] | None) -> Check:
     found = f"{stats['node']}: {_gib(stats['host']['capacity_bytes'])}, loop lag {lag:.1f} ms"
     if lag > 20:
         return Check("node", "warn", found, "its loop is late: give it a core of its own")
+    if (ssd := stats.get("ssd")) and ssd["degraded"]:
+        advice = "look at its log and at kvstore tiers; it serves on from memory"
+        return Check("node", "warn", f"{found}, SSD tier degraded", advice)
     return Check("node", "ok", found)
 
 
@@ -304,18 +330,24 @@ def _direct_io(directory: Path) -> Check:
         if error.errno in _NOT_DIRECT:
             return Check("direct I/O", "warn", f"{directory}: not supported",
                          "an SSD tier goes through the page cache; use ext4 or xfs")  # fmt: skip
-        return Check("direct I/O", "warn", f"{directory}: {error}",
-                     "name a writable directory with --directory")  # fmt: skip
+        return _not_writable("direct I/O", directory, error)
     return Check("direct I/O", "ok", f"{directory}: {_DIRECT_BYTES}-byte writes")
 
 
-def _disk_speed(directory: Path, prefill: float) -> Check:
+def _not_writable(name: str, directory: Path, error: OSError) -> Check:
+    advice = "let the node's user write there, or name another one with --directory"
+    return Check(name, "warn", f"{directory}: {error.strerror or error}", advice)
+
+
+def _disk_speed(directories: Sequence[Path], prefill: float) -> Check:
     needed = TOKEN_BYTES_ASSUMED * prefill
-    try:
-        speed, way = disk_speed(directory)
-    except OSError as error:
-        return Check("disk speed", "warn", f"{directory}: {error}",
-                     "name a writable directory with --directory")  # fmt: skip
+    speed, way = 0.0, ""
+    for directory in directories:
+        try:
+            more, way = disk_speed(directory)
+        except OSError as error:
+            return _not_writable("disk speed", directory, error)
+        speed += more
     found = (
         f"{speed / 1e9:.2f} GB/s {way}; computing {prefill:,.0f} tokens/s of"
         f" {TOKEN_BYTES_ASSUMED >> 10} KiB makes {needed / 1e9:.2f} GB/s"

@@ -163,12 +163,10 @@ class Node:
 
     def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
         """The SSD tier has ended a job; ``error`` None = all of it was done."""
-        disk = self.pages.disk
-        assert disk is not None
+        assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        disk.completed(job, error)
-        for waiter in self.waiting.on(_ROOM):
-            self._resume(waiter, now_ns)
+        self.pages.disk.completed(job, error)
+        self._try_again(now_ns)
         self._after(now_ns)
 
     def advance(self, now_ns: int) -> None:
@@ -179,6 +177,7 @@ class Node:
             self.pages.disk.advance(now_ns)
         for waiter in self.waiting.due(now_ns):
             self._resume(waiter, now_ns)
+        self._try_again(now_ns)
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
@@ -229,7 +228,7 @@ class Node:
         self, process: Process, request: wire.Lookup, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, request.shards)
-        _check_keys(request.keys)
+        wire.count_keys(request.keys)
         pages, pending = self.pages.lookup(space, request.shards, request.keys)
         on_disk = self.pages.on_disk(space, request.shards, request.keys, pages)
         awaited: Hashable = None
@@ -242,7 +241,7 @@ class Node:
         self, process: Process, request: wire.Acquire, now_ns: int, earlier: Fetch | None = None
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        _check_keys(request.keys)
+        wire.count_keys(request.keys)
         if not 1 <= request.lease_ms <= self.limits.lease_ms_max:
             limit = self.limits.lease_ms_max
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
@@ -280,7 +279,7 @@ class Node:
         self, process: Process, request: wire.BeginPut, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        count = _check_keys(request.keys)
+        count = wire.count_keys(request.keys)
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
         token_bytes = count * space.identity.page_tokens * 4
@@ -313,7 +312,7 @@ class Node:
         self, process: Process, request: wire.Persist, _now_ns: int
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
-        count = _check_keys(request.keys)
+        count = wire.count_keys(request.keys)
         disk = self.pages.disk
         if disk is None or disk.rules.sync is SyncPolicy.NONE:
             raise DurabilityUnavailable(
@@ -326,7 +325,8 @@ class Node:
         if not request.wait_ms or self.waiting.full:
             raise CapacityError("nothing more may wait for a sync now; try later")
         try:
-            return wire.Persisted(request.id), disk.make_durable(run, request.shard)
+            not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
+            return not_yet, disk.make_durable(run, request.shard)
         except CapacityError as error:
             if not disk.busy:
                 raise
@@ -386,6 +386,13 @@ class Node:
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
         self.waiting.add(Waiter(process.connection, request, deadline_ns, awaited))
         return None
+
+    def _try_again(self, now_ns: int) -> None:
+        """Let what waits for room try again, in turn, until one finds none: that can take long."""
+        for waiter in self.waiting.on(_ROOM):
+            self._resume(waiter, now_ns)
+            if waiter in self.waiting.on(_ROOM)[-1:]:
+                return
 
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
         """What a request waited for has come, or its time is up."""
@@ -484,17 +491,3 @@ def _acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
-
-
-def _check_keys(packed: bytes) -> int:
-    """The number of keys packed.
-
-    Raises:
-        InvalidArgument: their length or number cannot be right.
-    """
-    count, rest = divmod(len(packed), KEY_BYTES)
-    if rest:
-        raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
-    if not 1 <= count <= wire.BATCH_KEYS_MAX:
-        raise InvalidArgument("keys", f"{count} keys, not 1..{wire.BATCH_KEYS_MAX}")
-    return count

@@ -14,6 +14,7 @@ stored under. This module is pure: values in, values out.
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NewType, overload
 
 import msgspec
@@ -29,6 +30,8 @@ KEY_BYTES: Final = 32
 ALL_KEYS: Final = bytes(KEY_BYTES)
 """No page's key; in a tombstone it stands for every page of the space and shard."""
 DIGEST_BYTES: Final = 16
+PAIR_BYTES_MAX: Final = 1022
+"""Most bytes of a packed (space, shard) pair: 64 of them fit a footer of the SSD log."""
 PAGE_TOKENS_MIN_DEFAULT: Final = 64
 
 _ITEM_BYTES: Final = {
@@ -162,6 +165,20 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if block_bytes < 1:
                     raise LayoutMismatch("block_bytes", f"{block_bytes} is not positive")
                 return self.layer_count * (space.page_tokens // block_tokens) * block_bytes
+
+
+@lru_cache(maxsize=1024)
+def pack_pair(space: SpaceIdentity, shard: ShardSpec) -> bytes:
+    """The msgpack of a space and a shard of it: equal exactly when both are.
+
+    Raises:
+        InvalidArgument: the names in them take more than :data:`PAIR_BYTES_MAX`.
+    """
+    packed = _ENCODER.encode((space, shard))
+    if len(packed) > PAIR_BYTES_MAX:
+        what = f"its names take {len(packed)} bytes in all, more than {PAIR_BYTES_MAX}"
+        raise InvalidArgument("space", what)
+    return packed
 
 
 def digest_seed(space: SpaceIdentity, shard: ShardSpec) -> int:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 2
@@ -358,3 +358,17 @@ class FrameReader:
         if start:
             del buffer[:start]
         return bodies
+
+
+def count_keys(packed: bytes) -> int:
+    """The number of keys packed, 1..:data:`BATCH_KEYS_MAX`.
+
+    Raises:
+        InvalidArgument: their length or number cannot be right.
+    """
+    count, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
+    if not 1 <= count <= BATCH_KEYS_MAX:
+        raise InvalidArgument("keys", f"{count} keys, not 1..{BATCH_KEYS_MAX}")
+    return count

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from kvstore import doctor
 from kvstore.cli import show, top
-from kvstore.cli.remote import Remote
+from kvstore.cli.remote import Remote, path_of
 from kvstore.config import cli_defaults
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 
@@ -19,20 +20,22 @@ Verb = Callable[[Remote, argparse.Namespace], Any]
 Show = Callable[[Any, Console], None]
 
 _JOB_WAIT_S: Final = 3600.0
+_INTERVAL_MAX_S: Final = 3600.0
+_SPACES_MAX: Final = 1 << 20
+_SPACE: Final = "label, or its first 8 digits or more"
+_KEY: Final = "64 hex digits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
     options = _parser().parse_args(arguments)
-    node = Remote(options.url, options.token)
     try:
-        if options.verb == "doctor":
-            return doctor.run(
-                options.url, options.token, options.directory, options.config, as_json=options.json
-            )
-        if options.verb == "top":
-            return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
-        answer = options.ask(node, options)
+        status = _carried_out(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
     except (ConfigError, InvalidArgument) as error:
         sys.stderr.write(f"kvstore: {error}\n")
         return 2
@@ -41,11 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    return status
+
+
+def _carried_out(options: argparse.Namespace) -> int:
+    """Ask, and say what was answered; returns the exit status."""
+    node = Remote(options.url, options.token)
+    if options.verb == "doctor":
+        return doctor.run(
+            options.url, options.token, options.directory, options.config, show.console(),
+            as_json=options.json,
+        )  # fmt: skip
+    if options.verb == "top":
+        return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
+    answer = options.ask(node, options)
     if options.json:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
     else:
         options.show(answer, show.console())
-    return 1 if isinstance(answer, dict) and answer.get("state") == "failed" else 0
+    return int(isinstance(answer, dict) and answer.get("state") in ("failed", "cancelled"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--url", default=url, help="the node's HTTP address (or KVSTORE_URL)")
     shared.add_argument("--token", default=token, help="a bearer token (or KVSTORE_TOKEN)")
-    shared.add_argument("--json", action="store_true", help="the answer as it came")
+    shared.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser = argparse.ArgumentParser(
         prog="kvstore", description="Ask a node what it holds and why, and operate it."
     )
@@ -69,10 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(verb)
     live = verb("top", "watch a node", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print one frame and end")
-    live.add_argument("--interval", type=float, default=1.0, help="seconds between frames")
+    live.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
+                      help="between frames; default: 1")  # fmt: skip
     ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
-    ill.add_argument("--directory", type=Path, default=Path(), help="where an SSD tier would be")
-    ill.add_argument("--config", type=Path, help="a node's TOML file: checks its capacity")
+    ill.add_argument("--directory", type=Path,
+                     help="where an SSD tier would be; default: where the file says, else where the"
+                     " node has one, else here")  # fmt: skip
+    ill.add_argument("--config", type=Path,
+                     help="a node's TOML file: its capacity and its SSD directories")  # fmt: skip
     return parser
 
 
@@ -83,34 +104,36 @@ def _add_looks(verb: _Add) -> None:
     """The verbs that change nothing."""
     for name, summary, path, shown in (
         ("stats", "capacity, pages, sessions", "/v1/stats", show.stats),
-        ("spaces", "the spaces and their limits", "/v1/spaces?limit=1000", show.spaces),
         ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every configured value and its source", "/v1/config", show.config),
         ("pins", "what operators pinned", "/v1/pins", show.pins),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
+    verb("spaces", "the spaces and their limits",
+         lambda node, _options: node.listed("spaces", "/v1/spaces", {}, _SPACES_MAX),
+         show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
-    pages.add_argument("space")
-    pages.add_argument("--prefix", help="only at and below this key")
-    pages.add_argument("--tier", choices=["host", "ssd"])
-    pages.add_argument("--age-min", type=float, metavar="SECONDS")
-    pages.add_argument("--age-max", type=float, metavar="SECONDS")
-    pages.add_argument("--hits-min", type=int)
-    pages.add_argument("--hits-max", type=int)
-    pages.add_argument("--limit", type=int, default=100)
-    page = verb("page", "one page", lambda node, at: node.get(f"/v1/pages/{at.space}/{at.key}"),
-                show.page)  # fmt: skip
+    pages.add_argument("space", help=_SPACE)
+    pages.add_argument("--prefix", metavar="KEY", help="only at and below this key")
+    pages.add_argument("--tier", choices=["host", "ssd"], help="only what is there")
+    for bound, compared in (("min", "at least"), ("max", "at most")):
+        pages.add_argument(f"--age-{bound}", type=float, metavar="SECONDS",
+                           help=f"only stored {compared} so long ago")  # fmt: skip
+        pages.add_argument(f"--hits-{bound}", type=int, metavar="N",
+                           help=f"only hit {compared} so often")  # fmt: skip
+    pages.add_argument("--limit", type=_positive, default=100, help="default: 100")
+    page = verb("page", "one page", _page, show.page)
     tree = verb("tree", "what follows a key", _tree, show.tree)
-    tree.add_argument("space")
-    tree.add_argument("key", nargs="?")
-    tree.add_argument("--depth", type=int, default=8)
-    tree.add_argument("--limit", type=int, default=100)
+    tree.add_argument("space", help=_SPACE)
+    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: from the chains' beginning")
+    tree.add_argument("--depth", type=_positive, default=8, help="levels; default: 8")
+    tree.add_argument("--limit", type=_positive, default=100, help="pages; default: 100")
     explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
-    explain.add_argument("key", nargs="?")
+    explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
-    explain.add_argument("--space")
-    explain.add_argument("--shard", type=int)
+    explain.add_argument("--space", help=f"{_SPACE}; default: wherever it is known best")
+    explain.add_argument("--shard", type=int, help="its number in the space; default: any")
     _names_page(page)
 
 
@@ -118,18 +141,23 @@ def _add_changes(verb: _Add) -> None:
     """The verbs that need the role operate and are done at once."""
     pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
     _names_page(pin)
-    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS", help="0 = no end")
-    pin.add_argument("--tier", choices=["host", "ssd"], default="host", help="where it stays")
+    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS",
+                     help="when it ends; 0 = never; default: 3600")  # fmt: skip
+    pin.add_argument("--tier", choices=["host", "ssd"], default="host",
+                     help="where it stays; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=int)
+    unpin.add_argument("pin", type=int, help="its number; see kvstore pins")
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
-    quota.add_argument("space", nargs="?")
-    quota.add_argument("--quota-bytes", type=int, default=0, help="0 = no quota")
-    quota.add_argument("--reserved-bytes", type=int, default=0, help="0 = no reservation")
-    quota.add_argument("--tier", choices=["host", "ssd"], default="host", help="of which tier")
+    quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
+    quota.add_argument("--quota-bytes", type=int, metavar="N",
+                       help="the most it may have; 0 = no quota; default: as it is")  # fmt: skip
+    quota.add_argument("--reserved-bytes", type=int, metavar="N",
+                       help="what others leave it; 0 = none; default: as it is")  # fmt: skip
+    quota.add_argument("--tier", choices=["host", "ssd"], default="host",
+                       help="which tier to limit it in; default: host")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
-    policy.add_argument("name", nargs="?")
+    policy.add_argument("name", nargs="?", help="the one to use until the node ends")
 
 
 def _add_jobs(verb: _Add) -> None:
@@ -139,14 +167,15 @@ def _add_jobs(verb: _Add) -> None:
         ("verify", "read pages again and compare them with their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
-        made.add_argument("space", nargs="?" if name == "verify" else None)
-        made.add_argument("key", nargs="?")
+        made.add_argument("space", nargs="?" if name == "verify" else None, help=_SPACE)
+        made.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
         _waits(made)
         if name == "verify":
             made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
-            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS")
+            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS",
+                              help="begin nothing later; default: 3600")  # fmt: skip
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
-    clear.add_argument("space", nargs="?")
+    clear.add_argument("space", nargs="?", help=_SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
     _waits(clear)
     for name, summary in (
@@ -154,20 +183,35 @@ def _add_jobs(verb: _Add) -> None:
         ("move", "move pages to another tier"),
     ):
         made = verb(name, summary, _moved, show.job)
-        made.add_argument("space")
-        made.add_argument("keys", nargs="+", metavar="KEY")
-        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
+        made.add_argument("space", help=_SPACE)
+        made.add_argument("keys", nargs="+", metavar="KEY", help="those of one chain, in order")
+        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS",
+                          help="begin nothing later; default: 60")  # fmt: skip
         if name == "move":
-            made.add_argument("--to", choices=["host", "ssd"], default="ssd")
+            made.add_argument("--to", choices=["host", "ssd"], default="ssd", help="default: ssd")
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=int, nargs="?")
-    jobs.add_argument("--cancel", action="store_true")
+    jobs.add_argument("job", type=int, nargs="?", help="its number; default: all")
+    jobs.add_argument("--cancel", action="store_true", help="end it; what it has done stays done")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _INTERVAL_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0 to {_INTERVAL_MAX_S:.0f}")
+    return seconds
 
 
 def _names_page(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("space", help="label, or its first 8 digits or more")
-    verb.add_argument("key", help="64 hex digits")
+    verb.add_argument("space", help=_SPACE)
+    verb.add_argument("key", help=_KEY)
 
 
 def _waits(verb: argparse.ArgumentParser) -> None:
@@ -186,12 +230,16 @@ def _pages(node: Remote, at: argparse.Namespace) -> Any:
         "space": at.space, "prefix": at.prefix, "tier": at.tier, "age_min_s": at.age_min,
         "age_max_s": at.age_max, "hits_min": at.hits_min, "hits_max": at.hits_max,
     }  # fmt: skip
-    return node.pages("/v1/pages", query, at.limit)
+    return node.listed("pages", "/v1/pages", query, at.limit)
+
+
+def _page(node: Remote, at: argparse.Namespace) -> Any:
+    return node.get(path_of("pages", at.space, at.key))
 
 
 def _tree(node: Remote, at: argparse.Namespace) -> Any:
     query = {"space": at.space, "key": at.key, "depth": at.depth}
-    return node.pages("/v1/tree", query, at.limit)
+    return node.listed("pages", "/v1/tree", query, at.limit)
 
 
 def _explain(node: Remote, at: argparse.Namespace) -> Any:
@@ -217,13 +265,19 @@ def _pin(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _quota(node: Remote, at: argparse.Namespace) -> Any:
-    if at.space is not None:
-        limits = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
-        body = {**limits, "tier": at.tier}
-        job = node.finished(node.send("PUT", f"/v1/quotas/{at.space}", body), _JOB_WAIT_S)
-        if job["state"] != "done":
-            return job
-    return node.get("/v1/quotas")
+    asked = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
+    limits = {name: size for name, size in asked.items() if size is not None}
+    if bool(limits) != (at.space is not None):
+        message = "to limit a space name it, and give --quota-bytes or --reserved-bytes"
+        raise InvalidArgument("space", message)
+    shown = node.get("/v1/quotas")
+    if at.space is None:
+        return shown
+    every = (one for one in shown["quotas"] if one["tier"] == at.tier)
+    before: dict[str, Any] = next((one for one in every if one["space"].startswith(at.space)), {})
+    body = {**{name: before.get(name, 0) for name in asked}, **limits, "tier": at.tier}
+    job = node.finished(node.send("PUT", path_of("quotas", at.space), body), _JOB_WAIT_S)
+    return node.get("/v1/quotas") if job["state"] == "done" else job
 
 
 def _policy(node: Remote, at: argparse.Namespace) -> Any:
@@ -240,7 +294,7 @@ def _bulk(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _clear(node: Remote, at: argparse.Namespace) -> Any:
-    return _job(node, at, {"all": True} if at.all else {"space": at.space})
+    return _job(node, at, {"space": at.space, "all": at.all})
 
 
 def _moved(node: Remote, at: argparse.Namespace) -> Any:
@@ -250,10 +304,17 @@ def _moved(node: Remote, at: argparse.Namespace) -> Any:
 
 def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
     job = node.send("POST", f"/v1/{at.verb}", body)
-    return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
+    try:
+        return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
+    except KeyboardInterrupt:
+        number = job["job"]
+        sys.stderr.write(f"kvstore: job {number} goes on; kvstore jobs {number} --cancel ends it\n")
+        raise
 
 
 def _jobs(node: Remote, at: argparse.Namespace) -> Any:
+    if at.job is None and at.cancel:
+        raise InvalidArgument("job", "name the job to cancel; see kvstore jobs")
     if at.job is None:
         return node.get("/v1/jobs")
     return {"jobs": [node.send("DELETE" if at.cancel else "GET", f"/v1/jobs/{at.job}")]}

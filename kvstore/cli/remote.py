@@ -1,5 +1,6 @@
 """A node's HTTP API as the command uses it."""
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -8,9 +9,11 @@ import urllib.request
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
 
 _TIMEOUT_S: Final = 30.0
+_DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Nodes are asked as they are: a proxy of the environment would not reach loopback."""
 _STRETCH_MAX: Final = 1000
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -34,7 +37,16 @@ class Remote:
     """
 
     def __init__(self, url: str, token: str = "") -> None:
-        """Ask nothing yet."""
+        """Ask nothing yet.
+
+        Raises:
+            InvalidArgument: the address or the token cannot be one.
+        """
+        if not _is_address(url):
+            message = f"{url!r} is no address of a node (such as http://127.0.0.1:7780)"
+            raise InvalidArgument("--url", message)
+        if not (token.isascii() and token.isprintable()):
+            raise InvalidArgument("--token", "it has characters that no token has")
         self.url = url.rstrip("/")
         self._token = token
 
@@ -48,7 +60,7 @@ class Remote:
 
         Raises:
             RemoteError: the node refused.
-            PeerUnreachable: nobody answers there.
+            PeerUnreachable: nobody answers there, or somebody who is no node.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         data = None
@@ -57,32 +69,41 @@ class Remote:
             headers["Content-Type"] = "application/json"
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            with _DIRECT.open(request, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
                 raise _refusal(error.code, error.read()) from error
-        except (OSError, ValueError) as error:
+        except (ValueError, http.client.HTTPException) as error:
+            message = f"what answers at {self.url} is no node ({error})"
+            raise PeerUnreachable(message) from error
+        except OSError as error:
             reason = getattr(error, "reason", error)
             message = f"no node answers at {self.url} ({reason}); is it running?"
             raise PeerUnreachable(message) from error
 
-    def pages(self, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
-        """Up to ``limit`` pages of a listing, over as many stretches as it takes.
+    def listed(self, name: str, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
+        """Up to ``limit`` entries of a listing, over as many stretches as it takes.
+
+        Args:
+            name: what the answer calls them.
+            path: of the listing.
+            query: what is asked for beside ``cursor`` and ``limit``.
+            limit: 1 or more.
 
         Returns:
-            ``pages``, and ``next``: the cursor of the next one, None when that was all.
+            ``name``: the entries, and ``next``: the cursor of the next one, None when that was all.
         """
         found: list[Any] = []
         cursor: str | None = None
         while len(found) < limit:
             part = min(_STRETCH_MAX, limit - len(found))
             answer = self.get(path, **query, cursor=cursor, limit=part)
-            found += answer["pages"]
+            found += answer[name]
             cursor = answer["next"]
             if cursor is None:
                 break
-        return {"pages": found, "next": cursor}
+        return {name: found, "next": cursor}
 
     def finished(self, job: dict[str, Any], wait_s: float) -> dict[str, Any]:
         """A job once it has ended.
@@ -102,6 +123,21 @@ class Remote:
             pause = min(1.0, pause * 1.5)
             job = self.get(f"/v1/jobs/{job['job']}")
         return job
+
+
+def path_of(*parts: str) -> str:
+    """The path of a thing whose names may hold any characters."""
+    return "/v1/" + "/".join(urllib.parse.quote(part, safe="") for part in parts)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    named = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return named and url.isascii() and url.isprintable() and " " not in url
 
 
 def _refusal(status: int, body: bytes) -> RemoteError:

@@ -2,27 +2,47 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command, which ends the same way for JSON."""
+        raise BrokenPipeError
 
 
 def console() -> Console:
     """Where answers go."""
-    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    if isinstance(sys.stdout, TextIOWrapper):  # names may have what the terminal's set has not
+        sys.stdout.reconfigure(errors="backslashreplace")
+    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
+    return _Console(
+        width=width, markup=False, emoji=False
+    )  # engines choose names: they are no code
 
 
 def stats(answer: Any, console: Console) -> None:
     """Capacity, spaces and sessions."""
     memory = Table(title=f"node {answer['node']} ({answer['mover']})", show_header=False)
-    for name, size in answer["host"].items():
-        memory.add_row(name.removesuffix("_bytes"), mib(size))
+    for name, value in answer["host"].items():
+        memory.add_row(name.removesuffix("_bytes"), size(value))
     console.print(memory)
+    if ssd := answer["ssd"]:
+        table = Table(title="SSD tier" + (", DEGRADED" if ssd["degraded"] else ""),
+                      show_header=False)  # fmt: skip
+        for name in ("capacity", "used", "live", "dead"):
+            table.add_row(name, size(ssd[f"{name}_bytes"]))
+        console.print(table)
     names = ("space", "model", "kv_dtype", "page_tokens", "tenant", "scope", "pages")
     rows = ([_short(one["space"]), *(one[name] for name in names[1:])] for one in answer["spaces"])
     _table(console, "spaces", [name.replace("_", " ") for name in names], rows)
@@ -34,8 +54,8 @@ def spaces(answer: Any, console: Console) -> None:
     rows = (
         [
             one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
-            one["tenant"], one["scope"], len(one["shards"]), one["pages"], mib(one["host_bytes"]),
-            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), mib(one["ssd_bytes"]),
+            one["tenant"], one["scope"], len(one["shards"]), one["pages"], size(one["host_bytes"]),
+            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), size(one["ssd_bytes"]),
             _limit(one["ssd_quota_bytes"]), _limit(one["ssd_reserved_bytes"]),
         ]
         for one in answer["spaces"]
@@ -52,7 +72,7 @@ def sessions(answer: Any, console: Console) -> None:
         [
             one["name"], one["tenant"],
             one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
-            mib(one["used_bytes"]), mib(one["quota_bytes"]),
+            size(one["used_bytes"]), size(one["quota_bytes"]),
         ]
         for one in answer["sessions"]
     )  # fmt: skip
@@ -70,6 +90,8 @@ def pages(answer: Any, console: Console) -> None:
     )  # fmt: skip
     columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
     _table(console, f"{len(answer['pages'])} pages", columns, rows)
+    if answer["next"] is not None:
+        console.print("there is more: raise --limit")
 
 
 def page(answer: Any, console: Console) -> None:
@@ -88,7 +110,7 @@ def tree(answer: Any, console: Console) -> None:
     branches: dict[str, Tree] = {}
     for one in answer["pages"]:
         above = branches.get(one["parent"] or "", root)
-        label = f"{one['key'][:16]}  {one['tier']}  {one['hits']} hits"
+        label = f"{one['key']}  {one['tier']}  {one['hits']} hits"
         branches[one["key"]] = above.add(label)
     console.print(root)
     if answer["next"] is not None:
@@ -113,12 +135,12 @@ def config(answer: Any, console: Console) -> None:
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], mib(one["bytes"]),
+        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], size(one["bytes"]),
          seconds(one["ends_in_s"])]
         for one in answer["pins"]
     )  # fmt: skip
-    title = f"pins: {mib(answer['used_bytes'])} of {mib(answer['budget_bytes'])}"
-    title += f"; on SSD: {mib(answer['ssd_used_bytes'])} of {mib(answer['ssd_budget_bytes'])}"
+    title = f"pins: {size(answer['used_bytes'])} of {size(answer['budget_bytes'])}"
+    title += f"; on SSD: {size(answer['ssd_used_bytes'])} of {size(answer['ssd_budget_bytes'])}"
     _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
@@ -128,7 +150,7 @@ def quotas(answer: Any, console: Console) -> None:
         job(answer, console)
         return
     rows = (
-        [one["space"], one["tier"], mib(one["used_bytes"]), _limit(one["quota_bytes"]),
+        [one["space"], one["tier"], size(one["used_bytes"]), _limit(one["quota_bytes"]),
          _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
@@ -157,15 +179,16 @@ def explanation(answer: Any, console: Console) -> None:
     """Why a page is a hit or not."""
     at: Any = answer
     while at is not None:
-        console.print(f"[bold]{at['verdict']}[/bold]: {at['text']}", highlight=False)
+        console.print(Text.assemble((at["verdict"], "bold"), f": {at['text']}"))
         console.print(f"  page {at['key']}", highlight=False)
         if at["space"]:
             console.print(f"  space {at['space']}", highlight=False)
         for one in at["differs"]:
             console.print(f"  {one['field']}: asked {one['asked']!r}, stored {one['there']!r}")
-        for name, value in (at["left"] or {}).items():
-            if value not in ("", None):
-                console.print(f"  {name.replace('_', ' ')}: {value}", highlight=False)
+        left = {name: value for name, value in (at["left"] or {}).items() if value != ""}
+        for name, text in _flat(left):
+            if text:
+                console.print(f"  {name}: {text}", highlight=False)
         at = at["head"]
 
 
@@ -177,9 +200,10 @@ def anything(answer: Any, console: Console) -> None:
     console.print(table)
 
 
-def mib(size: float) -> str:
+def size(value: float) -> str:
     """Bytes for people."""
-    return f"{size / 2**20:,.1f} MiB"
+    scale = max(0, min((int(value).bit_length() - 1) // 10, len(_UNITS) - 1))
+    return f"{value / 1024**scale:,.1f} {_UNITS[scale]}" if scale else f"{value:,.0f} B"
 
 
 def seconds(value: float | None) -> str:
@@ -198,15 +222,20 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
         elif value is None:
             yield label, ""
         elif name.endswith("_bytes"):
-            yield label, mib(value)
+            yield label, size(value)
         elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
             yield label, seconds(value)
         else:
-            yield label, str(value)
+            yield label, cell(value)
 
 
-def _limit(size: int) -> str:
-    return mib(size) if size else ""
+def cell(value: object) -> str:
+    """A value for people; what would move a terminal's cursor is shown as its code."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(value))
+
+
+def _limit(value: int) -> str:
+    return size(value) if value else ""
 
 
 def _short(label: str) -> str:
@@ -216,7 +245,9 @@ def _short(label: str) -> str:
 def _table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
 ) -> None:
-    table = Table(*columns, title=title)
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a key that is cut is none
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(cell, row))
     console.print(table)

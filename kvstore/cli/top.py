@@ -9,9 +9,11 @@ from typing import Any, Final
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvstore.cli.remote import Remote
-from kvstore.cli.show import console, mib
+from kvstore.cli.show import cell, console, size
+from kvstore.errors import PeerUnreachable
 
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -37,10 +39,21 @@ def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
         else:
             console().print(_drawn(rates))
         return 0
-    with Live(auto_refresh=False, screen=True) as live:
+    screen = console()
+    if not screen.is_terminal:  # one frame below the other: a file or a pipe has no screen
         while True:
             _PAUSE.wait(seconds)
             after, now = node.get("/v1/stats"), monotonic()
+            screen.print(_drawn(frame(before, after, now - since)))
+            before, since = after, now
+    with Live(console=screen, auto_refresh=False, screen=True) as live:
+        while True:
+            _PAUSE.wait(seconds)
+            try:
+                after, now = node.get("/v1/stats"), monotonic()
+            except PeerUnreachable as error:  # it may come back: whoever watches wants to see it
+                live.update(Text(f"{error}"), refresh=True)
+                continue
             live.update(_drawn(frame(before, after, now - since)), refresh=True)
             before, since = after, now
 
@@ -53,10 +66,15 @@ def frame(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict
         after: the later one.
         seconds: between them.
     """
-    old = before["counts"] if before["boot"] == after["boot"] else {}
+    same = before["boot"] == after["boot"]
+    old = before["counts"] if same else {}
+    ssd, old_ssd = after["ssd"], before["ssd"] if same and before["ssd"] else {}
 
     def rate(name: str) -> float:
         return float((after["counts"].get(name, 0) - old.get(name, 0)) / max(seconds, 1e-9))
+
+    def ssd_rate(name: str) -> float:
+        return float((ssd.get(name, 0) - old_ssd.get(name, 0)) / max(seconds, 1e-9))
 
     asked = rate("lookup_pages")
     host = after["host"]
@@ -74,6 +92,16 @@ def frame(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict
         "host_capacity_bytes": host["capacity_bytes"],
         "host_pinned_bytes": host["pinned_bytes"],
         "host_limbo_bytes": host["limbo_bytes"],
+        "ssd": None
+        if ssd is None
+        else {
+            "used_bytes": ssd["used_bytes"],
+            "capacity_bytes": ssd["capacity_bytes"],
+            "written_gb_per_s": ssd_rate("written_bytes") / 1e9,
+            "read_gb_per_s": ssd_rate("read_bytes") / 1e9,
+            "write_amplification": ssd["write_amplification"],
+            "degraded": ssd["degraded"],
+        },
         "loop_lag_ms": after["loop_lag_s"] * 1e3,
         "sessions": [
             {
@@ -98,12 +126,26 @@ def _drawn(rates: dict[str, Any]) -> Group:
         ("evictions", f"{rates['evictions_per_s']:,.0f} pages/s"),
         ("corrupt pages", str(rates["corrupt"])),
         ("pages", f"{rates['pages']:,}"),
-        ("host tier", f"{mib(used)} of {mib(capacity)} ({used / max(capacity, 1):.0%})"),
-        ("pinned, limbo", f"{mib(rates['host_pinned_bytes'])}, {mib(rates['host_limbo_bytes'])}"),
+        ("host tier", f"{size(used)} of {size(capacity)} ({used / max(capacity, 1):.0%})"),
+        ("pinned, limbo", f"{size(rates['host_pinned_bytes'])}, {size(rates['host_limbo_bytes'])}"),
+        *_ssd_rows(rates["ssd"]),
         ("loop lag", f"{rates['loop_lag_ms']:.2f} ms"),
     ):
         table.add_row(name, value)
     sessions = Table("engine", "holds", "quota", title="sessions")
     for one in rates["sessions"]:
-        sessions.add_row(one["name"], mib(one["used_bytes"]), mib(one["quota_bytes"]))
+        sessions.add_row(cell(one["name"]), size(one["used_bytes"]), size(one["quota_bytes"]))
     return Group(table, sessions)
+
+
+def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if ssd is None:
+        return []
+    used, capacity = ssd["used_bytes"], ssd["capacity_bytes"]
+    full = f"{size(used)} of {size(capacity)} ({used / max(capacity, 1):.0%})"
+    return [
+        ("SSD tier", full + ("; DEGRADED, see kvstore tiers" if ssd["degraded"] else "")),
+        ("SSD writes", f"{ssd['written_gb_per_s']:.3f} GB/s, each byte"
+                       f" {ssd['write_amplification']:.2f} times"),
+        ("SSD reads", f"{ssd['read_gb_per_s']:.3f} GB/s"),
+    ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from contextlib import suppress
 from time import monotonic, monotonic_ns
@@ -11,7 +11,11 @@ from typing import Any, Final, Protocol, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Message
 
 from kvstore.config import Loaded, ServerConfig
 from kvstore.errors import InvalidArgument, KVStoreError
@@ -31,7 +35,26 @@ _STATUS: Final = {
     "invalid_argument": 400, "layout_mismatch": 400, "not_found": 404, "capacity": 409,
     "config": 400, "tier_unavailable": 503, "durability_unavailable": 409,
 }  # fmt: skip
-_CODES: Final = {401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
+_CODES: Final = {
+    400: "invalid_argument", 401: "unauthorized", 403: "forbidden", 404: "not_found",
+    405: "method_not_allowed", 413: "too_large",
+}  # fmt: skip
+BODY_BYTES_MAX: Final = 32 << 20
+"""More than the longest prompt that :class:`~kvstore.server.inspect.Question` takes."""
+
+
+class Fault(BaseModel):
+    """Why a request was refused; ``field`` is empty when no part of it in particular is wrong."""
+
+    code: str
+    message: str
+    field: str
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: Fault
 
 
 class ApiError(Exception):
@@ -97,7 +120,11 @@ class Observed(Protocol):
         """Each tier's name, sizes and state; its values are plain."""
 
     def policy(self) -> dict[str, Any]:
-        """``name``: the eviction policy at work; ``known``: all there are; and its own state."""
+        """The policies at work.
+
+        ``name``: of eviction; ``known``: all there are; ``configured``: the one a start takes;
+        ``ssd``: those of the SSD tier and its wear, if there is one.
+        """
 
     def set_policy(self, name: str) -> None:
         """Change the eviction policy.
@@ -196,6 +223,38 @@ def key_of(text: str, field: str = "key") -> PrefixKey:
     return PrefixKey(key)
 
 
+def not_stored(key: str, field: str) -> ApiError:
+    """What is asked of a page that a space does not have."""
+    message = f"{key} is not stored in this space; ask /v1/explain why"
+    return ApiError(404, "not_found", message, field)
+
+
+class Checked(APIRoute):
+    """A route that looks at who asks, and at how much it is, before it reads what is asked."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI."""
+        answer = super().get_route_handler()
+        checks = [one.dependency for one in self.dependencies if one.dependency is not None]
+
+        async def checked(request: Request) -> Response:
+            for check in checks:
+                check(request)
+            size = 0
+
+            async def receive() -> Message:
+                nonlocal size
+                part = await request.receive()
+                size += len(part.get("body", b""))
+                if size > BODY_BYTES_MAX:
+                    raise HTTPException(413, f"a request is {BODY_BYTES_MAX} bytes at most")
+                return part
+
+            return await answer(Request(request.scope, receive))
+
+        return checked
+
+
 def answer_errors(app: FastAPI) -> None:
     """Make every error of an app ``{"error": {"code", "message", "field"}}``."""
 
@@ -213,7 +272,12 @@ def answer_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:])
-        return _answer(422, "invalid_argument", first["msg"], field)
+        message = first["msg"]
+        if first["type"] == "json_invalid":  # its place is that in the text
+            message, field = f"the body is no JSON ({message} at character {field})", ""
+        elif not field:
+            message = f"the body: {message}; send a JSON object as Content-Type: application/json"
+        return _answer(422, "invalid_argument", message, field)
 
     def http_error(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

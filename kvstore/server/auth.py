@@ -3,9 +3,10 @@
 import hmac
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from fastapi import Request
+from fastapi import Request, Security
+from fastapi.security import HTTPBearer
 
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError
@@ -14,6 +15,7 @@ from kvstore.server.api import ApiError
 Role = Literal["read", "operate"]
 
 _TOKEN_CHARACTERS_MIN: Final = 16
+_BEARER: Final = HTTPBearer(auto_error=False)
 
 
 class Auth:
@@ -30,7 +32,8 @@ class Auth:
         """Read the tokens.
 
         Raises:
-            ConfigError: a file cannot be read, or a token is too short.
+            ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that
+                of both roles.
         """
         self._tokens: dict[Role, bytes] = {}
         for role, token, path in (
@@ -43,8 +46,14 @@ class Auth:
                     f"http.{role}_token has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more"
                     " are needed"
                 )
+            if text and not (text.isascii() and text.isprintable()):
+                raise ConfigError(
+                    f"http.{role}_token has characters that no HTTP header carries: ASCII only"
+                )
             if text:
                 self._tokens["read" if role == "read" else "operate"] = text.encode()
+        if self._tokens.get("read", b"") == self._tokens.get("operate"):
+            raise ConfigError("http.read_token and http.operate_token are the same: make two")
 
     def require(self, role: Role) -> Callable[[Request], None]:
         """A dependency that lets only ``role`` through: 401 without a known token, else 403."""
@@ -67,7 +76,13 @@ class Auth:
                     403, "forbidden", "this token may read; operating needs http.operate_token"
                 )
 
-        return check
+        def described(
+            request: Request,
+            _token: Annotated[object, Security(_BEARER)] = None,  # for OpenAPI
+        ) -> None:
+            check(request)
+
+        return described if self._tokens else check
 
     def _role(self, token: bytes) -> Role | None:
         for role, known in self._tokens.items():

@@ -175,7 +175,15 @@ class Daemon:
 
     def policy(self) -> dict[str, object]:
         """See :class:`~kvstore.server.api.Observed`."""
-        return {"name": self.node.pages.eviction.policy, "known": list(POLICIES)}
+        shown: dict[str, object] = {
+            "name": self.node.pages.eviction.policy,
+            "known": list(POLICIES),
+            "configured": self.config.host.policy,
+        }
+        if self.disk is not None:
+            ssd = self.disk.stats()
+            shown["ssd"] = {name: ssd[name] for name in ("write", "sync", "admission", "wear")}
+        return shown
 
     def set_policy(self, name: str) -> None:
         """See :class:`~kvstore.server.api.Observed`."""

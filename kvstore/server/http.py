@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI, Response
 
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError
-from kvstore.server.api import ApiError, Observed, Turns, answer_errors
+from kvstore.server.api import ApiError, Observed, Refusal, Turns, answer_errors
 from kvstore.server.auth import Auth
 from kvstore.server.inspect import Inspection
 from kvstore.server.jobs import Jobs
@@ -76,7 +76,12 @@ class HttpServer:
         self._server.run(sockets=[self._listener])
 
     def _app(self) -> FastAPI:
-        app = FastAPI(title="kvstore node", version="1", docs_url="/docs", redoc_url=None)
+        refused: dict[int | str, dict[str, Any]] = {
+            "default": {"model": Refusal, "description": "It was refused, or failed."}
+        }
+        app = FastAPI(
+            title="kvstore node", version="1", docs_url="/docs", redoc_url=None, responses=refused
+        )
         answer_errors(app)
         app.add_api_route("/healthz", _healthz, methods=["GET"])
         app.add_api_route("/readyz", self._readyz, methods=["GET"])

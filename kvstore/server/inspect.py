@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from time import monotonic_ns
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Query
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvstore.config import values
 from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey, page_keys
-from kvstore.server.api import ApiError, Turns, key_of
+from kvstore.server.api import Checked, Turns, key_of, not_stored
 from kvstore.server.auth import Auth
 from kvstore.state.explain import Explainer, Explanation, where
 from kvstore.state.tree import Node, Space
@@ -23,6 +23,7 @@ _SHELVES_MAX: Final = 64
 """Shelves that one request looks through; a filter that finds little goes on with the next one."""
 _NS_PER_S: Final = 1_000_000_000
 
+Seconds = Annotated[float | None, Query(allow_inf_nan=False)]
 Limit = Annotated[int, Query(ge=1, le=PAGES_MAX)]
 
 
@@ -42,9 +43,9 @@ class Filter(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tier: str | None = None
-    age_min_s: float | None = None
-    age_max_s: float | None = None
+    tier: Literal["host", "ssd"] | None = None
+    age_min_s: Seconds = None
+    age_max_s: Seconds = None
     hits_min: int | None = None
     hits_max: int | None = None
 
@@ -73,8 +74,9 @@ class Inspection:
         """Make the routes."""
         self._turns = turns
         self.router = APIRouter(
-            prefix="/v1", dependencies=[Depends(auth.require("read"))], tags=["inspect"]
-        )
+            prefix="/v1", dependencies=[Depends(auth.require("read"))], tags=["inspect"],
+            route_class=Checked,
+        )  # fmt: skip
         for path, route in (
             ("/stats", self.stats), ("/spaces", self.spaces), ("/pages", self.pages),
             ("/pages/{space}/{key}", self.page), ("/tree", self.tree),
@@ -101,7 +103,7 @@ class Inspection:
                 shown.append(
                     {
                         "space": space.label,
-                        **msgspec.to_builtins(space.identity),
+                        "identity": space.identity,
                         "pages": len(space.nodes),
                         "host_bytes": space.host_bytes,
                         "quota_bytes": limits.quota_bytes,
@@ -109,17 +111,27 @@ class Inspection:
                         "ssd_bytes": space.disk_bytes,
                         "ssd_quota_bytes": ssd.quota_bytes if ssd is not None else 0,
                         "ssd_reserved_bytes": ssd.reserved_bytes if ssd is not None else 0,
-                        "shards": [
-                            {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
-                            for one in space.shards
-                        ],
+                        "shards": list(space.shards),
                     }
                 )
             return shown, len(every)
 
         found, total = self._turns.ask(rows)
         end = cursor + len(found)
-        return {"spaces": found, "next": end if end < total else None, "total": total}
+        # What never changes is made plain here: for a thousand spaces that is longer than a turn.
+        shown = [
+            {
+                "space": row.pop("space"),
+                **msgspec.to_builtins(row.pop("identity")),
+                **row,
+                "shards": [
+                    {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
+                    for one in row["shards"]
+                ],
+            }
+            for row in found
+        ]
+        return {"spaces": shown, "next": end if end < total else None, "total": total}
 
     def pages(
         self, space: str, shown: Annotated[Filter, Depends()],
@@ -133,7 +145,7 @@ class Inspection:
         """
         of = self._turns.space(space)
         if prefix is not None:
-            return self._below(of, key_of(prefix, "prefix"), cursor, limit, shown)
+            return self._below(of, self._stored(of, prefix, "prefix"), cursor, limit, shown)
         if len(cursor) == 64:
             raise InvalidArgument("cursor", "is one of a listing with a prefix")
         rows: list[dict[str, Any]] = []
@@ -170,8 +182,7 @@ class Inspection:
 
         found = self._turns.ask(detail)
         if found is None:
-            message = f"{key} is not stored in this space; ask /v1/explain why"
-            raise ApiError(404, "not_found", message, "key")
+            raise not_stored(key, "key")
         return {"space": of.label, **found}
 
     def tree(
@@ -180,7 +191,7 @@ class Inspection:
     ) -> dict[str, Any]:  # fmt: skip
         """What lies at and below a key (or the whole space), every page before what follows it."""
         of = self._turns.space(space)
-        top = key_of(key) if key is not None else PrefixKey(b"")
+        top = self._stored(of, key, "key") if key is not None else PrefixKey(b"")
         after = key_of(cursor, "cursor") if cursor is not None else PrefixKey(b"")
         rows, more = self._subtree(of, top, after, depth, limit)
         return {"pages": rows, "next": rows[-1]["key"] if more else None}
@@ -221,7 +232,7 @@ class Inspection:
         return {"values": values(self._turns.observed.loaded)}
 
     def policy(self) -> dict[str, Any]:
-        """The eviction policy at work, and all that are known."""
+        """The eviction policy at work, all that are known, and those of the SSD tier."""
         return self._turns.ask(self._turns.observed.policy)
 
     def pins(self) -> dict[str, Any]:
@@ -286,18 +297,27 @@ class Inspection:
                 lambda: Explainer(pages, monotonic_ns()).key(key, space, question.shard)
             )
             return _told(found)
-        every = [space] if space is not None else self._turns.ask(lambda: list(pages.spaces))
+        every = self._turns.ask(lambda: list(pages.spaces))
+        if not every:
+            raise InvalidArgument("tokens", "no space is open here: nothing was stored yet")
         sizes = {one.identity.page_tokens for one in every}
         chains = {size: list(page_keys(question.tokens or [], size)) for size in sorted(sizes)}
         chains = {size: keys for size, keys in chains.items() if keys}
-        if not chains:
-            least = min(sizes, default=0)
+        least = space.identity.page_tokens if space is not None else min(sizes)
+        if least not in chains:
             raise InvalidArgument("tokens", f"they fill no page of {least} tokens")
         return _told(
             self._turns.ask(
                 lambda: Explainer(pages, monotonic_ns()).tokens(chains, space, question.shard)
             )
         )
+
+    def _stored(self, space: Space, text: str, field: str) -> PrefixKey:
+        """The key that a request names, if the space has it."""
+        key = key_of(text, field)
+        if not self._turns.ask(lambda: key in space.nodes):
+            raise not_stored(key.hex(), field)
+        return key
 
     def _below(
         self, space: Space, top: PrefixKey, cursor: str, limit: int, shown: Filter

@@ -93,12 +93,22 @@ class Jobs:
         self._lock = threading.Lock()
 
     def start(
-        self, kind: str, subject: dict[str, Any], work: Callable[[Job], None]
+        self,
+        kind: str,
+        subject: dict[str, Any],
+        work: Callable[[Job], None],
+        first: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Begin a job; returns it as plain values.
 
+        Args:
+            kind: names the work.
+            subject: what it is about; plain values.
+            work: what a thread of its own does.
+            first: what is done at once, if there is room for the job; when it raises none begins.
+
         Raises:
-            ApiError: 409, too many run already.
+            ApiError: 409, too many run already; nothing was done.
         """
         with self._lock:
             self._threads = {n: thread for n, thread in self._threads.items() if thread.is_alive()}
@@ -106,6 +116,7 @@ class Jobs:
                 raise ApiError(
                     409, "busy", f"{RUNNING_MAX} jobs run already; wait for one or cancel it"
                 )
+            first()
             self._number += 1
             job = Job(self._number, kind, subject)
             ended = [number for number, one in self._jobs.items() if one.state != "running"]

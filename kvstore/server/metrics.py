@@ -134,6 +134,7 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("disk_kept_pages", "Pages carried over for a pin or a reservation."),
         ("disk_quota_pages", "Pages taken off the SSDs for their own space's quota."),
         ("carried_pages", "Pages that were written again when their segment was reclaimed."),
+        ("orphaned_bytes", "Records on the SSDs that a start left out: their heads were gone."),
         ("tombstone_keys", "Pages whose removal was written to the SSDs."),
         ("tombstone_keys_lost", "Pages whose removal could not be: a restart may find them."),
         ("expired_leases", "Leases that ran out before they were given back."),

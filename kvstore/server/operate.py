@@ -9,7 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.page import PrefixKey
-from kvstore.server.api import ApiError, Movement, Movements, Turns, key_of
+from kvstore.server.api import (
+    ApiError,
+    Checked,
+    Movement,
+    Movements,
+    Turns,
+    key_of,
+    not_stored,
+)
 from kvstore.server.auth import Auth
 from kvstore.server.jobs import Job, Jobs
 from kvstore.server.removals import drop
@@ -21,6 +29,8 @@ from kvstore.state.tree import Node, Space
 KEYS_MAX: Final = 10_000
 _POLL_S: Final = 0.05
 _SHRINK_PAGES: Final = 64
+LIMIT_S: Final = 60.0
+"""So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
 
 Tier = Literal["host", "ssd"]
 Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -110,7 +120,7 @@ class Operation:
         self._jobs = jobs
         self._verifier = Verifier(turns)
         operate = [Depends(auth.require("operate"))]
-        self.router = APIRouter(prefix="/v1", tags=["operate"])
+        self.router = APIRouter(prefix="/v1", tags=["operate"], route_class=Checked)
         routes: tuple[tuple[str, str, Callable[..., Any], int], ...] = (
             ("POST", "/evict", self.evict, 202),
             ("POST", "/clear", self.clear, 202),
@@ -187,13 +197,18 @@ class Operation:
 
     def prefetch(self, body: PrefetchBody) -> dict[str, Any]:
         """Bring pages from the SSD into host memory, by a deadline."""
-        return self._moved("prefetch", self._movements().prefetch, body)
+        return self._moved("prefetch", self._movements().prefetch, body, "host")
 
     def move(self, body: MoveBody) -> dict[str, Any]:
-        """Move pages to another tier."""
+        """Move pages to another tier; to the SSDs: memory lets go of them from the tails on.
+
+        The job's ``result`` says how many of the keys are ``there`` in the end, how many were
+        ``kept`` where they are (in use, followed by pages in memory, or without room), and how
+        many are ``missing``.
+        """
         movements = self._movements()
         begin = movements.demote if body.to == "ssd" else movements.prefetch
-        return self._moved("move", begin, body)
+        return self._moved("move", begin, body, body.to)
 
     def limit(self, space: str, body: LimitsBody) -> dict[str, Any]:
         """Limit what a space may have, and what the others must leave it, in a tier.
@@ -211,9 +226,11 @@ class Operation:
             capacity = table.slots.capacity_bytes
             table.quotas.set(of, body.quota_bytes, body.reserved_bytes, capacity)
 
-        self._turns.operate(change)
         subject = {"space": of.label, **body.model_dump()}
-        return self._jobs.start("limit", subject, lambda job: self._limit(job, of, body.tier))
+        return self._jobs.start(
+            "limit", subject, lambda job: self._limit(job, of, body.tier),
+            first=lambda: self._turns.operate(change),
+        )  # fmt: skip
 
     def set_policy(self, body: PolicyBody) -> dict[str, Any]:
         """Change the eviction policy; when that fails the one before it stays."""
@@ -256,8 +273,7 @@ class Operation:
     def _node(self, space: Space, key: PrefixKey) -> Node:
         node = self._turns.ask(lambda: space.nodes.get(key))
         if node is None:
-            message = f"{key.hex()} is not stored in this space; ask /v1/explain why"
-            raise ApiError(404, "not_found", message, "key")
+            raise not_stored(key.hex(), "key")
         return node
 
     def _has_ssd(self) -> bool:
@@ -270,7 +286,10 @@ class Operation:
             raise ApiError(409, "tier_unavailable", message, "tier")
 
     def _limit(self, job: Job, space: Space, tier: str) -> None:
-        """Offer every page anew, then evict until the quota is kept."""
+        """Offer every page anew, then evict until the quota is kept.
+
+        ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
+        """
         for number in self._turns.ask(lambda: space.shelves.numbers(0)):
 
             def seed(table: PageTable, shelf: int = number) -> None:
@@ -284,19 +303,32 @@ class Operation:
             if job.cancelled:
                 return
 
-        def shrink(table: PageTable) -> int:
+        def shrink(table: PageTable) -> tuple[int, bool, bool]:
+            disk = table.disk
             if tier == "ssd":
-                assert table.disk is not None
+                assert disk is not None
                 before = space.disk_bytes
-                table.disk.limits.shrink(space, _SHRINK_PAGES)
-                return before - space.disk_bytes
+                kept = disk.limits.shrink(space, _SHRINK_PAGES)
+                return before - space.disk_bytes, kept, False
             before = space.host_bytes
-            table.shrink(space, _SHRINK_PAGES)
-            return before - space.host_bytes
+            kept = table.shrink(space, _SHRINK_PAGES)
+            return before - space.host_bytes, kept, disk is not None and disk.busy
 
         job.result["evicted_bytes"] = 0
-        while (freed := self._turns.operate(shrink)) and not job.cancelled:
+        deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
+        while True:
+            freed, kept, waits = self._turns.operate(shrink)
             job.result["evicted_bytes"] += freed
+            now_ns = monotonic_ns()
+            if kept:
+                return
+            if job.cancelled or now_ns >= deadline_ns or not (freed or waits):
+                job.result["complete"] = False
+                return
+            if freed:
+                deadline_ns = now_ns + int(LIMIT_S * 1e9)
+            else:
+                job.pause(_POLL_S)  # its pages are being written, and go when that is done
 
     def _movements(self) -> Movements:
         movements = self._turns.observed.movements
@@ -311,21 +343,37 @@ class Operation:
         kind: str,
         begin: Callable[[Space, list[PrefixKey], int], Movement],
         body: MoveBody | PrefetchBody,
+        to: Tier,
     ) -> dict[str, Any]:
         space = self._turns.space(body.space)
         keys = [key_of(key, "keys") for key in body.keys]
+        if not self._turns.ask(lambda: any(key in space.nodes for key in keys)):
+            raise not_stored(keys[0].hex(), "keys")
         deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
 
         def work(job: Job) -> None:
             movement = self._turns.operate(lambda _table: begin(space, keys, deadline_ns))
-            while True:
+            while not self._turns.ask(movement.finished):
                 job.done, job.total = self._turns.ask(movement.progress)
-                if self._turns.ask(movement.finished):
-                    return
                 if job.cancelled or monotonic_ns() >= deadline_ns:
-                    self._turns.operate(lambda _table: movement.cancel())
-                    job.result["complete"] = False
-                    return
+                    break
                 job.pause(_POLL_S)
+            over = job.cancelled or monotonic_ns() >= deadline_ns
+            self._turns.operate(lambda _table: movement.cancel())
+            job.result.update(self._turns.ask(lambda: _outcome(space, keys, to)))
+            job.done, job.total = job.result["there"], len(keys)
+            if over and job.done < job.total:
+                job.result["complete"] = False
 
         return self._jobs.start(kind, {"space": space.label, "keys": len(keys)}, work)
+
+
+def _outcome(space: Space, keys: list[PrefixKey], to: Tier) -> dict[str, int]:
+    """How many keys' pages a movement left in the tier it went to; on the state's loop."""
+    nodes = [space.nodes.get(key) for key in keys]
+    stored = [node for node in nodes if node is not None and node.ready]
+    if to == "host":
+        there = sum(node.slots.keys() >= node.disk.keys() for node in stored)
+    else:
+        there = sum(not node.slots for node in stored)
+    return {"there": there, "kept": len(stored) - there, "missing": len(keys) - len(stored)}

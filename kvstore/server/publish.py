@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from kvstore.config import EventsConfig
+from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.events import Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import PrefixKey
 from kvstore.state.outcomes import (
@@ -28,16 +29,23 @@ class Publication:
     """Turns the node's actions into events; does nothing when events are configured off."""
 
     def __init__(self, config: EventsConfig, node: str, boot: bytes) -> None:
-        """Bind the sockets."""
+        """Bind the sockets.
+
+        Raises:
+            ConfigError: an endpoint cannot be bound; names its key.
+        """
         self._publisher: EventPublisher | None = None
         if config.endpoint:
-            self._publisher = EventPublisher(
-                config.endpoint,
-                config.replay_endpoint or None,
-                topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                queue_max=config.queue_max,
-                replay_max=config.replay_max,
-            )
+            try:
+                self._publisher = EventPublisher(
+                    config.endpoint,
+                    config.replay_endpoint or None,
+                    topic=f"kvstore@{node}@{boot.hex()}".encode(),
+                    queue_max=config.queue_max,
+                    replay_max=config.replay_max,
+                )
+            except InvalidArgument as error:
+                raise ConfigError(f"events.{error}") from error
 
     @property
     def endpoint(self) -> str:

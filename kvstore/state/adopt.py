@@ -57,19 +57,20 @@ def adopt(
     Args:
         table: takes them.
         segments: by number.
-        pairs: what the pages belong to.
+        pairs: what the pages belong to; those of none are left out.
         next_segment: first number for new segments.
 
     Returns:
         how many pages can be reached.
     """
     assert table.disk is not None
-    homes = [_home(table, identity, spec) for identity, spec in pairs]
+    used = set[int]().union(*(segment.pairs for segment in segments))
+    homes = [_home(table, *pair) if at in used else None for at, pair in enumerate(pairs)]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())
     doubts = _Doubts([], [])
     for segment in segments:
         _take_over(segment, homes, doubts)
-    _dispel(doubts)
+    table.counts["orphaned_bytes"] += _dispel(doubts)
     log = table.disk.log
     for segment in segments:
         log.adopt(
@@ -87,6 +88,8 @@ def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]
 
     Of two that would wait for each other only the younger one does.
     """
+    if not segment.last_tombstone:
+        return []  # nearly all: else a start would compare each of them with each other
     return [
         other.number
         for other in segments
@@ -145,13 +148,19 @@ _PLACE: Final = partial(tuple.__new__, Place)
 """``Place._make``, three times as fast: it is called for every page of a start."""
 
 
-def _dispel(doubts: _Doubts) -> None:
-    """Hang up what can be, then take out pages whose head is not there, with all below them."""
+def _dispel(doubts: _Doubts) -> int:
+    """Hang up what can be, then take out pages whose head is not there, with all below them.
+
+    Returns:
+        what the records of these take on disk.
+    """
+    orphaned_bytes = 0
     for node, parent_key in doubts.lost:
         space = node.space
         known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
         node.parent = known
         known.children[node.key] = node
+    _cut_rings([node for node, _ in doubts.lost])
     for node, _ in doubts.lost:
         deepen(node)
     for node, shard in sorted(doubts.headless, key=lambda page: page[0].depth):
@@ -162,8 +171,34 @@ def _dispel(doubts: _Doubts) -> None:
             for below in subtree(node):
                 if shard in below.disk:
                     below.forget_disk(shard)
+                    orphaned_bytes += node.space.shards[shard].record_bytes
     for node, _ in doubts.headless:
         _prune_below(node)
+    return orphaned_bytes
+
+
+def _cut_rings(lost: list[Node]) -> None:
+    """Take out pages whose records say that they precede each other, with all below them.
+
+    Keys are hashes of all before them, but it is engines that make them. Every ring has one of
+    ``lost`` in it: all other nodes were made below one that was there.
+    """
+    hang: set[Node] = set()
+    for node in lost:
+        path: set[Node] = set()
+        at: Node | None = node
+        while at is not None and at not in hang and at not in path:
+            path.add(at)
+            at = at.parent
+        if at is not None and at in path:
+            assert at.parent is not None
+            del at.parent.children[at.key]
+            at.parent = at.space.root
+            at.parent.children[at.key] = at
+            for below in subtree(at):
+                for shard in list(below.disk):
+                    below.forget_disk(shard)
+        hang |= path
 
 
 def _prune_below(node: Node) -> None:

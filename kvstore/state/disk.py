@@ -49,6 +49,7 @@ from kvstore.state.tree import Node, Space, is_live
 from kvstore.state.writes import Writes
 
 BACKLOG_MAX: Final = 65_536
+_FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
 class DiskPages:
@@ -181,7 +182,10 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        durable = Durable()
+        new = [at for at in nodes if shard not in at.disk and (at, shard) not in self.writes]
+        if new and (self.degraded or not self.log.has_room(new[0], shard)):
+            raise CapacityError(_FULL)  # in vain, and said before anything is touched
+        durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
         self._durables.add(durable)
         for node in nodes:
             slot = node.slots.get(shard)
@@ -192,7 +196,7 @@ class DiskPages:
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
-                raise CapacityError("the disk, or the space's quota of it, is full now; try later")
+                raise CapacityError(_FULL)
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
@@ -281,6 +285,9 @@ class DiskPages:
         self.writes.give_up(durable)
         self.loads.unpin(durable.pinned)
         self._durables.discard(durable)
+        if durable.error is None and not all(_is_there(*page) for page in durable.pages):
+            durable.error = CapacityError("a page left the store before its sync; put it again")
+        durable.pages.clear()
         durable.ended = True
         self.acknowledged.append(durable)
 
@@ -392,3 +399,8 @@ class DiskPages:
     def _submit(self, job: DiskJob) -> None:
         self._under_way[job.job] = job
         self.jobs.append(job)
+
+
+def _is_there(node: Node, shard: int, digest: bytes) -> bool:
+    """Whether a page is on disk, and is still the same."""
+    return is_live(node) and shard in node.disk and node.digests[shard] == digest

@@ -163,12 +163,14 @@ class Durable:
     """A durable put, or removal, that has not been acknowledged.
 
     Attributes:
+        pages: (node, shard, digest) of those of a put.
         pinned: the pages in memory, pinned until its end.
         outstanding: pages, or tombstones, still to be written.
         error: why it failed; None = it did not.
         ended: it is acknowledged, or failed.
     """
 
+    pages: list[tuple[Node, int, bytes]] = field(default_factory=list)
     pinned: list[tuple[Node, Slot]] = field(default_factory=list)
     outstanding: int = 0
     error: KVStoreError | None = None

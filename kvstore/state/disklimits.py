@@ -8,12 +8,12 @@ dead at once, and its room comes back when its segment is reclaimed.
 A reclaim carries over what is pinned, and what its space would miss in its reservation.
 """
 
-import heapq
 from collections.abc import Callable, Collection
 from typing import Final
 
 from kvstore.state.diskjobs import Memory, Write
 from kvstore.state.log import Segment
+from kvstore.state.nodeheap import Entry, NodeHeap
 from kvstore.state.quotas import SHRINK_MAX, Quotas
 from kvstore.state.tree import Node, Space, is_live
 
@@ -26,23 +26,30 @@ class _Leaves:
 
     def __init__(self) -> None:
         #: (access, serial, node); may be out of date, which is found when it comes out.
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap = NodeHeap(self._stays)
         self.queued: set[Node] = set()
 
     def add(self, node: Node) -> None:
         if node not in self.queued:
             self.queued.add(node)
-            heapq.heappush(self._heap, (node.access, node.serial, node))
+            self._heap.push((node.access, node.serial, node))
 
     def pop(self, may_go: Callable[[Node], bool]) -> Node | None:
+        node: Node
         while self._heap:
-            access, _, node = heapq.heappop(self._heap)
+            access, _, node = self._heap.pop()
             self.queued.remove(node)
             if may_go(node):
                 if node.access == access:
                     return node
                 self.add(node)
         return None
+
+    def _stays(self, entry: Entry) -> bool:
+        if not is_live(entry[-1]):
+            self.queued.remove(entry[-1])
+            return False
+        return True
 
 
 class DiskLimits:
@@ -94,11 +101,8 @@ class DiskLimits:
             return True
         if size > self.quotas.get(space).quota_bytes:
             return False
-        spared = {node}
-        at = node.parent
-        while at is not None:
-            spared.add(at)
-            at = at.parent
+        # Of what is before it only its parent can look like a leaf: that one leads to nothing yet.
+        spared = [node, node.parent] if node.parent is not None else [node]
         return self.shrink(space, SHRINK_MAX, size, spared)
 
     def shrink(
@@ -160,7 +164,7 @@ class DiskLimits:
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
         for node, shard in segment.pages:
-            if node.disk_pins or (node.memory_pins and shard not in node.slots):
+            if is_pinned(node, shard):
                 kept.add((node, shard))
             elif node.space.number in reserved:
                 reserved[node.space.number].append((node, shard))
@@ -195,6 +199,11 @@ class DiskLimits:
             for node in limits.space.nodes.values() if leaves is not None else ():
                 assert leaves is not None
                 assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
+
+
+def is_pinned(node: Node, shard: int) -> bool:
+    """Whether an operator's pin keeps a page on disk."""
+    return node.disk_pins > 0 or (node.memory_pins > 0 and shard not in node.slots)
 
 
 def _below(

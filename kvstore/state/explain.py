@@ -17,8 +17,8 @@ from kvstore.state.pages import PageTable
 from kvstore.state.tree import Node, Space
 
 VERDICTS: Final = (
-    "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "operator",
-    "cleared", "head_missing", "other_space", "never_stored", "unknown",
+    "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
+    "operator", "cleared", "head_missing", "other_space", "never_stored", "unknown",
 )  # fmt: skip
 """All that can be the answer, the best first."""
 _VERDICT_OF: Final = {
@@ -94,7 +94,8 @@ class Explainer:
         """Why a token list is no hit: how far it is one, and why the page after that is not there.
 
         Args:
-            chains: tokens in a page → the keys of the list's full pages; at least one each.
+            chains: tokens in a page → the keys of the list's full pages; at least one each, and
+                those of ``space``.
             space: where; None = the space that holds the longest part.
             shard: as in :meth:`key`.
         """
@@ -114,10 +115,27 @@ class Explainer:
         text = f"{hits} of {len(keys)} pages are a hit"
         if hits < len(keys):
             text += f"; page {hits}: {found.text}"
+        if space is not None and found.verdict in ("never_stored", "unknown"):
+            found = self._in_other_pages(chains, space, hits * size) or found
+            text = f"{hits} of {len(keys)} pages are a hit; page {hits}: {found.text}"
         return Explanation(
             found.verdict, text, found.key, found.space, found.shards, found.differs, found.head,
             found.left, hits, len(keys),
         )  # fmt: skip
+
+    def _in_other_pages(
+        self, chains: Mapping[int, Sequence[PrefixKey]], space: Space, tokens: int
+    ) -> Explanation | None:
+        """Tokens that a space with pages of another size has further than ``tokens``."""
+        for other in self._pages.spaces:
+            size = other.identity.page_tokens
+            if size == space.identity.page_tokens or size not in chains:
+                continue
+            count = _hits(other, chains[size], None)
+            if count * size > tokens:
+                key = chains[size][count - 1]
+                return self._of_other(space, other, other.nodes[key])
+        return None
 
     def _in_space(self, space: Space, key: PrefixKey, shard: int | None) -> Explanation | None:
         """The answer that this space alone can give."""
@@ -162,13 +180,14 @@ class Explainer:
         for other in self._pages.spaces:
             node = other.nodes.get(key) if other is not space else None
             if node is not None and node.present:
-                differs = _differences(space.identity, other.identity)
-                names = ", ".join(one["field"] for one in differs)
-                text = f"stored in another space ({other.label[:12]}): it differs in {names}"
-                return Explanation(
-                    "other_space", text, key.hex(), other.label, where(node), differs
-                )
+                return self._of_other(space, other, node)
         return self._nothing(space, key)
+
+    def _of_other(self, space: Space, other: Space, node: Node) -> Explanation:
+        differs = _differences(space.identity, other.identity)
+        names = ", ".join(one["field"] for one in differs)
+        text = f"stored in another space ({other.label[:12]}): it differs in {names}"
+        return Explanation("other_space", text, node.key.hex(), other.label, where(node), differs)
 
     def _left(self, space: Space, ghost: Ghost) -> Explanation:
         left = self._remembered(ghost)
@@ -186,6 +205,8 @@ class Explainer:
             if left["wanted_bytes"]:
                 text += f" to make room for a slot of {left['wanted_bytes']} bytes"
                 text += f" of space {left['wanted_by'][:12]}" if left["wanted_by"] else ""
+            elif left["wanted_by"]:
+                text += " because its space was over its quota"
         elif ghost.cause == "corrupt":
             text = f"quarantined {ago}: its bytes were not those that were stored"
         else:
@@ -229,6 +250,7 @@ class Explainer:
 _SENTENCES: Final = {
     "expired": "its time to live ran out",
     "read_once": "a page to be read once; its reader was done",
+    "unreadable": "the disk failed to read it, and no copy was in memory",
     "operator": "an operator took it out",
     "reclaimed": "evicted from the SSD: its segment was reclaimed",
     "quota": "evicted from the SSD: its space was at its quota there",

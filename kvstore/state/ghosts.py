@@ -31,7 +31,7 @@ class Ghost(NamedTuple):
         policy: the eviction policy that chose it; empty unless it was evicted.
         hits: lookups and acquires that ended at it (or at a page below it that left earlier).
         wanted_by: number of the space that needed the room, or None.
-        wanted_bytes: size of the slot that was needed; 0 = none.
+        wanted_bytes: size of the slot that was needed; 0 = none, but the quota of ``wanted_by``.
     """
 
     key: PrefixKey
@@ -56,7 +56,8 @@ class Ghosts:
 
     Attributes:
         policy: name of the eviction policy at work.
-        wanted: (space number, slot bytes) that room is being made for now; None = nobody.
+        wanted: (space number, slot bytes) that room is being made for now, 0 bytes = for the
+            space's quota; None = nobody.
         head: the page whose leaving takes others along now; empty = none.
         forgotten: entries that newer ones pushed out.
     """

@@ -13,18 +13,24 @@ from typing import Final
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
 from kvstore.state.diskjobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
+from kvstore.state.disklimits import is_pinned
 from kvstore.state.log import Reclaim, Segment, SegmentLog, SegmentState, footer_bytes
 from kvstore.state.tree import Node, is_live
 
 
 class _Drain(Enum):
-    COPYING = 0
-    SYNCING = 1
-    READ = 2
+    DROPPING = 0
+    COPYING = 1
+    SYNCING = 2
+    READ = 3
     """Only its readers have to end."""
-    DELETING = 3
+    DELETING = 4
 
 
+DROPS_MAX: Final = 250
+"""Pages that leave at once: some milliseconds. Of a segment with thousands more go at each tick."""
+DROPS_A_JOB: Final = 8
+"""Pages that leave with each job that begins or ends, so that reclaiming keeps up with writes."""
 GAIN_MIN: Final = 1 / 8
 """A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor
 is one of which all but less than a page must be."""
@@ -62,7 +68,11 @@ class SegmentKeeper:
         self._victim: Segment | None = None
         #: Segments that are not worth reclaiming → pages in them when that was found.
         self._barren: dict[int, int] = {}
+        #: Segments whose file could not be deleted → when that is tried again.
+        self._stuck: dict[int, int] = {}
         self._stage = _Drain.COPYING
+        #: What of the victim has still to leave, and what is to be copied then.
+        self._plan = Reclaim([], [])
         self._copies = 0
         self._sync = 0
 
@@ -74,6 +84,8 @@ class SegmentKeeper:
     def advance(self, now_ns: int, tick: int) -> None:
         """Time has come to ``now_ns``: do what is to be done, what failed a while ago included."""
         self._now_ns = now_ns
+        if self._victim is not None and self._stage is _Drain.DROPPING:
+            self._drop(self._victim, tick, DROPS_MAX)
         self.tend(tick)
 
     def tend(self, tick: int) -> None:
@@ -84,6 +96,8 @@ class SegmentKeeper:
                 self._submit(DiskSeal(self._number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
+        elif self._victim is not None and self._stage is _Drain.DROPPING:
+            self._drop(self._victim, tick, DROPS_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
 
@@ -103,12 +117,15 @@ class SegmentKeeper:
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
+                assert self._victim is not None
                 if error is None:
                     self._log.free(number)
-                    self._victim = None
+                    self._stuck.pop(number, None)
                 else:
                     self._rests_until_ns = self._now_ns + self._retry_ns
-                    self._stage = _Drain.READ
+                    self._stuck[number] = self._rests_until_ns
+                    self._victim.state = SegmentState.SEALED
+                self._victim = None
             case _:
                 raise AssertionError(job)
         if error is None:
@@ -127,7 +144,7 @@ class SegmentKeeper:
         for number, pages in list(self._barren.items()):
             if number not in segments or len(segments[number].pages) != pages:
                 del self._barren[number]
-        while (victim := self._log.victim(self._barren)) is not None:
+        while (victim := self._log.victim(self._passed_over())) is not None:
             kept = self._kept(victim)
             sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
             room = victim.size_bytes - footer_bytes(victim.records + 1)
@@ -141,13 +158,33 @@ class SegmentKeeper:
                 return
             self._barren[victim.number] = len(victim.pages)
 
+    def _passed_over(self) -> set[int]:
+        stuck = {number for number, at_ns in self._stuck.items() if self._now_ns < at_ns}
+        return stuck | self._barren.keys()
+
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
-        victim.state, self._stage = SegmentState.DRAINING, _Drain.COPYING
-        self._counts["reclaimed_pages"] += len(plan.drop)
-        for node, shard in plan.drop:
-            if (node, shard) in victim.pages:  # its head may have taken it along
+        victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
+        self._plan = Reclaim(plan.carry, plan.drop[::-1])
+        self._drop(victim, tick, DROPS_MAX)
+
+    def _drop(self, victim: Segment, tick: int, limit: int) -> None:
+        """Let up to ``limit`` pages that go leave, tails first, then copy the others."""
+        carry, drop = self._plan
+        for _ in range(min(limit, len(drop))):
+            node, shard = drop.pop()
+            there = (node, shard) in victim.pages  # its head may have taken it along
+            if there and is_pinned(node, shard):
+                carry.append((node, shard))  # since it was chosen
+                continue
+            self._counts["reclaimed_pages"] += 1
+            if there:
                 self._lose(node, shard)
-        for node, shard in plan.carry:
+        if not drop:
+            self._stage = _Drain.COPYING
+            self._copy(victim, sorted(carry, key=lambda page: page[0].depth), tick)
+
+    def _copy(self, victim: Segment, carry: list[tuple[Node, int]], tick: int) -> None:
+        for node, shard in carry:
             if (node, shard) not in victim.pages:
                 continue
             place = self._log.place(node, shard, tick, carried=True)

@@ -143,6 +143,8 @@ class SegmentLog:
     def __init__(self, segment_count: int, segment_bytes: int) -> None:
         """Start without segments."""
         self.segment_bytes = segment_bytes
+        #: A larger record fits no segment.
+        self.record_bytes_max = segment_bytes - footer_bytes(1)
         self.capacity_bytes = segment_count * segment_bytes
         self.segments: dict[int, Segment] = {}
         self.next_segment = 1
@@ -174,6 +176,12 @@ class SegmentLog:
         else:
             self._written_bytes += size
         return place
+
+    def has_room(self, node: "Node", shard: int) -> bool:
+        """Whether :meth:`place` would find one for a new page now."""
+        size, segment = node.space.shards[shard].record_bytes, self._open.get(False)
+        fits = segment is not None and _fits(segment, size, (node.space.number, shard))
+        return fits or self._may_begin(size, carried=False)
 
     def place_tombstone(self, space: "Space", shard: int, keys: int) -> Place | None:
         """Where a tombstone of so many keys goes; None when no segment is free.
@@ -394,9 +402,7 @@ class SegmentLog:
 
     def _next(self, size: int, *, carried: bool) -> Segment | None:
         """Close the open segment of a kind and begin another."""
-        if size + footer_bytes(1) > self.segment_bytes:
-            return None
-        if self.free_segments < (1 if carried else 2):
+        if not self._may_begin(size, carried=carried):
             return None
         self._close(carried)
         segment = Segment(self.next_segment, self.segment_bytes)
@@ -404,6 +410,11 @@ class SegmentLog:
         self._used_bytes += segment.size_bytes
         self.segments[segment.number] = self._open[carried] = segment
         return segment
+
+    def _may_begin(self, size: int, *, carried: bool) -> bool:
+        """Whether another segment can be made, and has room for a record of this size."""
+        enough = self.free_segments >= (1 if carried else 2)
+        return enough and size <= self.record_bytes_max
 
     def _bury(self, place: Place, node: "Node", shard: int) -> None:
         segment = self.segments[place.segment]

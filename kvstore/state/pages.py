@@ -5,7 +5,6 @@ events, replace memory, wake waiters) is the node's business; nothing here does 
 clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
-import heapq
 from collections.abc import Sequence
 from itertools import count
 
@@ -13,6 +12,7 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.match import longest_match
+from kvstore.state.nodeheap import Entry, NodeHeap
 from kvstore.state.outcomes import PageStatus, Stored
 from kvstore.state.pins import Pin, Pins
 from kvstore.state.quotas import SHRINK_MAX
@@ -38,8 +38,10 @@ class PageTable(Residents):
         """
         super().__init__(slots, policy)
         self.pins = Pins()
-        self._lease_deadlines: list[tuple[int, int, Process, int, Lease]] = []
-        self._page_deadlines: list[tuple[int, int, Node]] = []
+        #: (deadline_ns, number, process, number of the lease, lease)
+        self._lease_deadlines = NodeHeap(_still_held)
+        #: (expires_ns, number, node)
+        self._page_deadlines = NodeHeap(_still_expires)
         self._sequence = count()
 
     # ---- reading ----------------------------------------------------------------------------
@@ -217,7 +219,7 @@ class PageTable(Residents):
             node.memory_only = memory_only or read_once or expires_ns > 0
             if expires_ns:
                 node.expires_ns = expires_ns
-                heapq.heappush(self._page_deadlines, (expires_ns, next(self._sequence), node))
+                self._page_deadlines.push((expires_ns, next(self._sequence), node))
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.offer(node)
@@ -327,16 +329,16 @@ class PageTable(Residents):
     def expire(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``."""
         leases, pages = self._lease_deadlines, self._page_deadlines
-        while leases and leases[0][0] <= now_ns:
-            _, _, process, lease_id, lease = heapq.heappop(leases)
+        while leases and leases.first()[0] <= now_ns:
+            _, _, process, lease_id, lease = leases.pop()
             if process.leases.get(lease_id) is lease and not lease.expired:
                 lease.expired = True
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
                     self.offer(node)
-        while pages and pages[0][0] <= now_ns:
-            _, _, node = heapq.heappop(pages)
+        while pages and pages.first()[0] <= now_ns:
+            *_, node = pages.pop()
             if is_live(node) and 0 < node.expires_ns <= now_ns:
                 for shard in list(node.digests):
                     self.drop(node, shard, "expired")
@@ -345,10 +347,13 @@ class PageTable(Residents):
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        queues = (self._lease_deadlines, self._page_deadlines)
-        due = [queue[0][0] for queue in queues if queue]
-        pins = self.pins.next_deadline_ns()
-        return min([*due, *([pins] if pins else [])], default=0)
+        leases, pages = self._lease_deadlines, self._page_deadlines
+        due = (
+            leases.first()[0] if leases else 0,
+            pages.first()[0] if pages else 0,
+            self.pins.next_deadline_ns(),
+        )
+        return min((at for at in due if at), default=0)
 
     def check(self) -> None:
         """Assert every invariant that spans slots, trees and sessions."""
@@ -411,8 +416,9 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
-        entry = (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
-        heapq.heappush(self._lease_deadlines, entry)
+        self._lease_deadlines.push(
+            (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
+        )
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -421,3 +427,13 @@ class PageTable(Residents):
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
+
+
+def _still_expires(deadline: Entry) -> bool:
+    expires_ns, _, node = deadline
+    return is_live(node) and node.expires_ns == expires_ns
+
+
+def _still_held(deadline: Entry) -> bool:
+    _, _, process, lease_id, lease = deadline
+    return process.leases.get(lease_id) is lease

@@ -8,11 +8,12 @@ a leaf carries is what its whole former subtree earned.
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidArgument
+from kvstore.state.nodeheap import NodeHeap, NodeLine
 from kvstore.state.reuse import Kind, LearnedReuse
 from kvstore.state.tree import Node, is_live
 
@@ -54,7 +55,7 @@ class LeastRecent:
     def __init__(self, slot_bytes: int) -> None:
         """Start empty."""
         self._slot_bytes = slot_bytes
-        self._heap: list[tuple[int, int, int, Node]] = []
+        self._heap = NodeHeap()
         self._sequence = 0
 
     def __len__(self) -> int:
@@ -73,8 +74,9 @@ class LeastRecent:
 
     def pop(self, tick: int) -> Node | None:  # noqa: ARG002
         """The leaf of the lowest rank; ranks that grew since are corrected on the way."""
+        node: Node
         while self._heap:
-            count, access, _, node = heapq.heappop(self._heap)
+            count, access, _, node = self._heap.pop()
             if is_live(node) and self._rank(node) > (count, access):
                 self._push(node)
                 continue
@@ -88,7 +90,7 @@ class LeastRecent:
 
     def _push(self, node: Node) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (*self._rank(node), self._sequence, node))
+        self._heap.push((*self._rank(node), self._sequence, node))
 
 
 class LeastFrequent(LeastRecent):
@@ -137,8 +139,7 @@ class SmallAndMain:
         """Start empty."""
         self._slot_bytes = slot_bytes
         #: (uses that turns have paid for, node), the next one first.
-        self._small: deque[tuple[int, Node]] = deque()
-        self._main: deque[tuple[int, Node]] = deque()
+        self._small, self._main = NodeLine(), NodeLine()
         #: Page that is no leaf yet → whether its place is in the main queue, uses paid for.
         self._places: OrderedDict[Node, tuple[bool, int]] = OrderedDict()
         self._gone: OrderedDict[bytes, None] = OrderedDict()
@@ -170,6 +171,7 @@ class SmallAndMain:
 
     def pop(self, tick: int) -> Node | None:  # noqa: ARG002
         """The next of the small queue while that has its share, else of the main queue."""
+        node: Node
         while self._small or self._main:
             total = len(self._small) + len(self._main)
             main = bool(self._main) and (
@@ -222,7 +224,7 @@ class HighestReuse:
         """Start as ``lru`` does: nothing learnt, so the older goes first."""
         self._slot_bytes = slot_bytes
         self._reuse = LearnedReuse()
-        self._cells: dict[Cell, list[tuple[int, int, Node]]] = {}
+        self._cells: dict[Cell, NodeHeap] = {}
         self._of_kind: dict[Kind, set[Cell]] = {}
         #: (rank, cell), lazily: an entry counts only while it is the cell's in ``_ranks``.
         self._order: list[tuple[float, Cell]] = []
@@ -252,6 +254,7 @@ class HighestReuse:
 
     def pop(self, tick: int) -> Node | None:
         """The longest unused leaf of the cell with the lowest rank."""
+        node: Node
         self._age(tick)
         self._renew()
         while self._order or self._former:
@@ -265,7 +268,7 @@ class HighestReuse:
                 if leaves is not None and not leaves:
                     self._drop(cell)
                 continue
-            access, _, node = heapq.heappop(leaves)
+            access, _, node = leaves.pop()
             if is_live(node) and node.access > access:
                 self._push(node, tick)
                 continue
@@ -290,11 +293,11 @@ class HighestReuse:
     def _put(self, cell: Cell, entry: tuple[int, int, Node]) -> None:
         leaves = self._cells.get(cell)
         if leaves is None:
-            leaves = self._cells[cell] = []
+            leaves = self._cells[cell] = NodeHeap()
             self._of_kind.setdefault(cell[0], set()).add(cell)
             self._rank(cell)
-        heapq.heappush(leaves, entry)
-        due = leaves[0][0] + self._reuse.upper_edge(cell[1])
+        leaves.push(entry)
+        due = leaves.first()[0] + self._reuse.upper_edge(cell[1])
         if due < self._due_at.get(cell, due + 1):
             self._due_at[cell] = due
             heapq.heappush(self._due, (due, cell))
@@ -325,8 +328,8 @@ class HighestReuse:
                 continue
             del self._due_at[cell]
             leaves = self._cells[cell]
-            if leaves and leaves[0][0] + self._reuse.upper_edge(cell[1]) <= tick:
-                entry = heapq.heappop(leaves)
+            if leaves and leaves.first()[0] + self._reuse.upper_edge(cell[1]) <= tick:
+                entry = leaves.pop()
                 access, _, node = entry
                 if not is_live(node):
                     leave(node, self._slot_bytes)
@@ -338,7 +341,7 @@ class HighestReuse:
             if not leaves:
                 self._drop(cell)
             else:
-                due = leaves[0][0] + self._reuse.upper_edge(cell[1])
+                due = leaves.first()[0] + self._reuse.upper_edge(cell[1])
                 self._due_at[cell] = due
                 heapq.heappush(self._due, (due, cell))
 

@@ -59,13 +59,15 @@ class Residents:
         return run
 
     def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
-        """How many of the first ``pages`` pages are not in memory for every shard."""
+        """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
         if self.disk is None:
             return 0
+        needed = [(at, max(0, pages - (space.shards[at].window_pages or pages))) for at in shards]
         missing = 0
         for at in range(pages):
-            slots = space.nodes[PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])].slots
-            missing += not all(shard in slots for shard in shards)
+            node = space.nodes.get(PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
+            slots = node.slots if node is not None else {}  # before a window there may be none
+            missing += not all(shard in slots for shard, first in needed if at >= first)
         return missing
 
     def check(self) -> None:
@@ -139,7 +141,9 @@ class Residents:
             if chosen is None or verdict is Verdict.FULL:
                 return False
             if verdict is Verdict.EVICT:
+                self.ghosts.wanted = (space.number, 0)
                 self._evict(chosen)
+                self.ghosts.wanted = None
         return not self.quotas.exceeded(space)
 
     # ---- leaving ----------------------------------------------------------------------------

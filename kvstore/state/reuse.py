@@ -198,6 +198,8 @@ class LearnedReuse:
         observed[node.key] = watched
         self._in_order.append(watched)
         self._by_age[0].append(watched)
+        if len(self._by_age[0]) > OBSERVED_MAX:  # nothing was stored for long, only used
+            self._behind = self._advance(tick)
         while len(self._in_order) > OBSERVED_MAX:
             oldest = self._in_order.popleft()
             if oldest.key is not None:

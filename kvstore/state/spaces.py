@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.page import ShardSpec, SpaceIdentity, pack_pair
 from kvstore.state.sessions import Session
 from kvstore.state.slots import SLOT_ALIGNMENT
 from kvstore.state.tree import Shard, Space
@@ -52,6 +52,8 @@ class Spaces:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[Space, list[int]]:
         """:meth:`open` for pages that nobody has asked for yet."""
+        for spec in shards:
+            pack_pair(identity, spec)  # refused here, or every write of its pages would be
         sizes = [spec.page_bytes(identity) for spec in shards]
         for size in sizes:
             if size > self._page_bytes_max:

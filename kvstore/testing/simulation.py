@@ -173,11 +173,11 @@ class Simulation:
         for process in list(self._processes):
             if self.random.random() < self.faults.connection:
                 self._break(process)
-        if self.disk is not None and self.random.random() < 0.1:
+        if self.disk is not None and self._wanted and self.random.random() < 0.1:
             self.disk.check_some()
         if self.disk is not None:
             self.disk.check_quotas()
-            if self.random.random() < 0.02:
+            if self._wanted and self.random.random() < 0.02:  # at the end, nothing new begins
                 self.node.operate(self.disk.limit_some, self.now_ns)
         self.node.pages.check()
         for session in self.node.sessions.values():

@@ -42,6 +42,8 @@ class OpenDirectory:
         direct_io: its files are read and written past the page cache.
         lock: descriptor of the lock.
         used_bytes: of its segment files, those being made and foreign ones included.
+        untouched_bytes: of those, of files that are left as they are.
+        failing: the last segment there could not be made or written: others come first.
     """
 
     path: Path
@@ -49,6 +51,8 @@ class OpenDirectory:
     direct_io: bool
     lock: int
     used_bytes: int = 0
+    untouched_bytes: int = 0
+    failing: bool = False
 
 
 def failure(path: Path, error: OSError) -> KVStoreError:
@@ -143,7 +147,10 @@ def _read_identity(disk: Disk, path: Path) -> Identity | None:
         return decode_identity(disk.read_file(path / IDENTITY_NAME))
     except FileNotFoundError:
         if any(map(SEGMENT_NAME.fullmatch, disk.names(path))):
-            raise ConfigError(f"{path}: it has segments but no {IDENTITY_NAME}") from None
+            raise ConfigError(
+                f"{path}: it has segments but no {IDENTITY_NAME}: put back a copy of it, or use"
+                " another directory"
+            ) from None
         return None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

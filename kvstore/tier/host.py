@@ -8,6 +8,7 @@ After a restart, mappings that clients still have of the previous boot's memory 
 :func:`stale_bytes` finds them, so that the new node can hold back as much of its own.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -69,7 +70,10 @@ class HostMemory:
                 descriptor = os.memfd_create(f"{self._prefix}{number}", os.MFD_CLOEXEC)
                 os.ftruncate(descriptor, self._extent_bytes)
             except OSError as error:
-                raise TierUnavailable(f"extent {number}: {error}") from error
+                advice = ""
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
+                raise TierUnavailable(f"extent {number}: {error.strerror}{advice}") from error
             with self._lock:
                 self._descriptors[number] = descriptor
                 self._waiting.append(number)

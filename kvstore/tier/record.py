@@ -19,7 +19,15 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity, digest_seed
+from kvstore.page import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    PAIR_BYTES_MAX,
+    ShardSpec,
+    SpaceIdentity,
+    digest_seed,
+    pack_pair,
+)
 from kvstore.state.log import (
     BLOCK_BYTES,
     FOOTER_ENTRY_BYTES,
@@ -33,9 +41,8 @@ from kvstore.tier.base import PageRecord
 
 FORMAT_VERSION: Final = 1
 LOG_ID_BYTES: Final = 16
-PAIR_BYTES_MAX: Final = FOOTER_TABLE_BYTES // SEGMENT_PAIRS_MAX - 2
-"""Most bytes of a (space, shard) pair, so that the pairs of every segment fit its footer."""
-SEGMENT_NAME: Final = re.compile(r"segment-([0-9a-f]{16})\.kvlog")
+SEGMENT_NAME: Final = re.compile(r"segment-(0[0-9a-f]{15})\.kvlog")
+"""No log comes to higher numbers; behind such a one the next might fit no header."""
 IDENTITY_NAME: Final = "kvstore-log.json"
 
 _RECORD_MAGIC: Final = b"kvsREC\r\n"
@@ -49,7 +56,6 @@ _CHECKSUM_AT: Final = HEADER_BYTES - _CHECKSUM.size
 _HAS_PARENT: Final = 1
 _PAIR_LENGTH: Final = struct.Struct("<H")
 _ENTRY: Final = struct.Struct("<32s32s16sQQQHBB20x")
-_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _MEND: Final = "put back a copy of it, or use another directory"
 _TRAILER_KIND: Final = 255
 
@@ -87,7 +93,7 @@ class ForeignLog(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A record header, decoded and found whole; ``pair`` is packed, see :func:`pack_pair`."""
+    """A record header, decoded and found whole; ``pair``: see :func:`kvstore.page.pack_pair`."""
 
     kind: Kind
     sequence: int
@@ -101,22 +107,12 @@ class Header:
 
 
 @lru_cache(maxsize=1024)
-def pack_pair(space: SpaceIdentity, shard: ShardSpec) -> bytes:
-    """The msgpack of a pair: equal exactly when space and shard are.
+def unpack_pair(packed: bytes) -> Pair:
+    """The pair of :func:`~kvstore.page.pack_pair`.
 
     Raises:
-        InvalidArgument: names in it are so long that a header could not hold it.
+        ForeignLog: this version has no such space or shard.
     """
-    packed = _ENCODER.encode((space, shard))
-    if len(packed) > PAIR_BYTES_MAX:
-        what = f"names of {len(packed)} bytes in all; the disk format takes {PAIR_BYTES_MAX}"
-        raise InvalidArgument("space", what)
-    return packed
-
-
-@lru_cache(maxsize=1024)
-def unpack_pair(packed: bytes) -> Pair:
-    """The pair of :func:`pack_pair`; raises :class:`ForeignLog` for what this version has not."""
     try:
         space, shard = msgspec.msgpack.decode(packed, type=tuple[SpaceIdentity, ShardSpec])
     except (msgspec.DecodeError, InvalidArgument) as error:
@@ -357,4 +353,5 @@ def decode_identity(content: bytes) -> Identity:
 
 
 assert _HEADER.size + PAIR_BYTES_MAX <= _CHECKSUM_AT
+assert SEGMENT_PAIRS_MAX * (_PAIR_LENGTH.size + PAIR_BYTES_MAX) <= FOOTER_TABLE_BYTES
 assert _HEADER.size == 8 + 4 + 4 + LOG_ID_BYTES + 4 * 8 + 2 * KEY_BYTES + DIGEST_BYTES + 6

@@ -7,7 +7,7 @@ and is taken first.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -226,7 +226,8 @@ class Segments:
         try:
             with segment.lock:
                 if not segment.dropped:
-                    self.disk.remove(path)
+                    with suppress(FileNotFoundError):  # somebody else deleted it
+                        self.disk.remove(path)
                     segment.dropped = True
                 self.disk.sync_directory(directory.path)
         except OSError as error:
@@ -280,12 +281,12 @@ class Segments:
             return segment
 
     def _roomiest(self) -> int:
-        """Index of the directory with most room for a new segment."""
+        """Index of the directory with most room for a new segment; of those that work, if any."""
         room = [one.capacity_bytes - one.used_bytes for one in self.directories]
-        best = max(range(len(room)), key=room.__getitem__, default=-1)
-        if best < 0 or room[best] < self.segment_bytes:
+        roomy = [at for at, free in enumerate(room) if free >= self.segment_bytes]
+        if not roomy:
             raise CapacityError("no directory has room for another segment: drop one first")
-        return best
+        return max(roomy, key=lambda at: (not self.directories[at].failing, room[at]))
 
     def _leave(self, segment: Segment) -> None:
         with self._lock:
@@ -316,8 +317,10 @@ class Segments:
             else:
                 descriptor = self._make(segment, directory)
         except OSError as error:
+            directory.failing |= not segment.exists
             raise failure(path, error) from error
         with self._lock:
+            directory.failing &= segment.exists
             segment.exists = True
             segment.descriptor = descriptor
             self._open[segment.number] = segment

@@ -174,6 +174,7 @@ class SSDLog:
         loaded = found.loaded
         if loaded is None:
             self._directories[found.directory].used_bytes += found.size_bytes
+            self._directories[found.directory].untouched_bytes += found.size_bytes
             return
         segment = Segment(found.number, found.directory, found.size_bytes)
         segment.sealing = segment.sealed = loaded.sealed
@@ -184,6 +185,19 @@ class SSDLog:
         self._segments.adopt(segment)
 
     # ---- the tier ---------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that segments may take together, beside the files that are left as they are."""
+        each = self._segments.segment_bytes
+        free = (one.capacity_bytes - one.untouched_bytes for one in self._directories)
+        return sum(max(0, room) // each * each for room in free)
+
+    @property
+    def room(self) -> int:
+        """Jobs that :meth:`submit` takes now."""
+        with self._lock:
+            return JOBS_MAX - self._under_way
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """See :class:`kvstore.tier.base.Tier`.

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
-from kvstore.page import page_seeds
+from kvstore.page import pack_pair, page_seeds
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, record_bytes
 from kvstore.tier.base import (
     Completion,
@@ -34,7 +34,6 @@ from kvstore.tier.record import (
     encode_header,
     entry_of,
     is_of,
-    pack_pair,
     pair_seed,
     segment_name,
     tombstone_digest,
@@ -186,6 +185,7 @@ class RecordMover:
             try:
                 write_fully(self._disk, descriptor, buffers, first.offset)
             except OSError as error:
+                self._segments.directories[segment.directory].failing = True
                 raise self._failure(segment, error) from error
             self._segments.note_written(segment, entries, end)
         self.counts["written_records"] += len(run)

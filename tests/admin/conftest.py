@@ -29,12 +29,12 @@ class Api:
     def __init__(self, daemon: Daemon, token: str = "") -> None:
         self.daemon = daemon
         self.url = daemon.http
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def send(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
         """Status and body."""
         data = json.dumps(body).encode() if body is not None else None
-        every = {**self._headers, **headers, "Content-Type": "application/json"}
+        every = {**self.headers, **headers, "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, every, method=method)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

@@ -1,12 +1,19 @@
 """Goal: every verb of ``kvstore`` says what the node says, and failures have an exit status."""
 
 import json
+import os
+import re
+import socketserver
+import threading
 
 import pytest
+from rich.console import Console
 
-from kvstore.cli import main, show
+from kvstore.cli import main, show, top
+from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
-from tests.admin.conftest import Stored, flip_a_byte
+from kvstore.errors import PeerUnreachable
+from tests.admin.conftest import PAGE_BYTES, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
 
 UNKNOWN = "cd" * 32
@@ -47,6 +54,8 @@ def test_long_listings_are_fetched_to_their_limit(kvstore, stored):
     stored.put(12)
 
     assert len(kvstore("pages", stored.label, "--limit", 5, as_json=True)[1]["pages"]) == 5
+    assert "there is more" in kvstore("pages", stored.label, "--limit", 5)[1]
+    assert "there is more" not in kvstore("pages", stored.label)[1]
     assert len(kvstore("pages", stored.label, as_json=True)[1]["pages"]) == 12
     assert kvstore("pages", stored.label, "--hits-min", 99, as_json=True)[1]["pages"] == []
 
@@ -90,9 +99,113 @@ def test_what_the_node_refuses_fails_with_its_words(kvstore, stored):
         (("prefetch", stored.label, UNKNOWN), "one tier"),
         (("move", stored.label, UNKNOWN), "one tier"),
         (("clear",), "all=true"), (("jobs", 999), "does not exist"),
+        (("clear", stored.label, "--all"), "all=true"), (("page", "a b", UNKNOWN), "not open here"),
+        (("page", "mödel?x#y", UNKNOWN), "not open here"),
+        (("quota", "nowhere", "--quota-bytes", 1), "not open here"),
     ):  # fmt: skip
         status, told = kvstore(*words)
         assert (status, heard in told) == (1, True), (words, told)
+
+
+def test_names_that_engines_chose_are_shown_as_they_are(kvstore, daemon):
+    names = {"model": "[/bold]x [red]m", "tenant": "a\x1b[2Jb", "revision": ":smile:"}
+    with daemon.connect(name="[/e] engine") as store:
+        Stored(store, **names).put(1)
+        for words, heard in (
+            ("stats", "[/bold]x [red]m"), ("spaces", r"a\x1b[2Jb"), ("spaces", ":smile:"),
+            ("sessions", "[/e] engine"), ("top --once", "[/e] engine"),
+        ):  # fmt: skip
+            status, told = kvstore(*words.split())
+            assert (status, heard in told, "\x1b[2J" in told) == (0, True, False), told
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(daemon, monkeypatch, tmp_path):
+    with daemon.connect() as store:
+        Stored(store, model="mödel-模").put(1)
+        with (tmp_path / "told").open("w+", encoding="ascii") as ascii_only:
+            monkeypatch.setattr("sys.stdout", ascii_only)
+            assert main(["spaces", "--url", daemon.http]) == 0
+            ascii_only.seek(0)
+            assert r"m\xf6del-\u6a21" in ascii_only.read()
+
+
+def test_limits_are_changed_one_by_one_and_only_when_told(kvstore, stored):
+    def limits():
+        shown = kvstore("quota", as_json=True)[1]["quotas"]
+        (mine,) = [one for one in shown if one["space"] == stored.label]
+        return mine["quota_bytes"], mine["reserved_bytes"]
+
+    quota = ("quota", stored.label[:12])
+    stored.put(1)
+    assert kvstore(*quota, "--quota-bytes", 8 * PAGE_BYTES)[0] == 0
+    assert kvstore(*quota, "--reserved-bytes", PAGE_BYTES)[0] == 0
+    assert limits() == (8 * PAGE_BYTES, PAGE_BYTES)
+    assert kvstore(*quota)[0] == kvstore("quota", "--quota-bytes", 1)[0] == 2
+    assert limits() == (8 * PAGE_BYTES, PAGE_BYTES)
+    assert kvstore(*quota, "--quota-bytes", 0, "--reserved-bytes", 0)[0] == 0
+
+
+def test_a_reader_that_has_had_enough_is_no_error(daemon, monkeypatch, capfd):
+    for words in (["stats", "--json"], ["config"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with monkeypatch.context() as patch, os.fdopen(writing, "w") as piped:
+            patch.setattr("sys.stdout", piped)
+            assert main([*words, "--url", daemon.http]) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_keys_are_whole_in_a_narrow_window(stored):
+    keys = stored.put(1)
+    console = Console(width=40, markup=False)
+    row = {"key": keys[0].hex(), "tier": "host", "shards": {}, "hits": 0, "stored_s_ago": 1.0,
+           "used_s_ago": None, "children": 0}  # fmt: skip
+    with console.capture() as told:
+        show.pages({"pages": [row], "next": None}, console)
+
+    first = "".join(line.strip("│ ").split("│")[0].strip() for line in told.get().splitlines())
+    assert keys[0].hex() in first
+
+
+@pytest.mark.parametrize(
+    "url", ["", "foo", "127.0.0.1:7780", "http://h:abc", "http://", "http://a b", "unix:///run/s"]
+)
+def test_what_is_no_address_of_a_node_is_said(url, capsys):
+    for verb in ("stats", "top", "doctor"):
+        assert main([verb, "--url", url]) == 2
+        assert "is no address of a node" in capsys.readouterr().err
+
+
+def test_a_token_that_cannot_be_one_is_said(kvstore):
+    for token in ("a\nb", "é"):
+        status, told = kvstore("stats", "--token", token)
+        assert (status, "--token" in told) == (2, True)
+
+
+def test_who_answers_and_is_no_node_is_said(capsys):
+    class Stranger(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.rfile.readline()
+            self.wfile.write(b"+OK 220 hello\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            assert main(["stats", "--url", f"http://127.0.0.1:{server.server_address[1]}"]) == 1
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "is no node" in capsys.readouterr().err
+
+
+def test_a_proxy_of_the_environment_is_not_asked(kvstore, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+
+    assert kvstore("stats")[0] == 0
+    assert "none answers" not in kvstore("doctor", "--directory", "/nowhere")[1]
 
 
 def test_a_node_that_is_not_there_is_said(capsys):
@@ -101,7 +214,13 @@ def test_a_node_that_is_not_there_is_said(capsys):
         assert "is it running?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["page", "x"], ["tree"], ["pages"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [], ["nonsense"], ["page", "x"], ["tree"], ["pages"], ["pages", "x", "--limit", "0"],
+        ["tree", "x", "--limit", "-1"], ["top", "--interval", "nan"], ["top", "--interval", "inf"],
+    ],
+)  # fmt: skip
 def test_a_wrong_command_line_is_status_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -124,12 +243,87 @@ def test_tokens_of_roles_are_sent_and_their_lack_is_said(spawn, tmp_path, kvstor
     assert kvstore("clear", "--all", "--token", operate, to=own)[0] == 0
 
 
-def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing():
-    def stats(boot: str, **counts: int) -> dict:
-        host = {"capacity_bytes": 100, "free_bytes": 40, "pinned_bytes": 0, "limbo_bytes": 0}
-        return {"boot": boot, "node": "n", "counts": counts, "host": host, "pages": 1,
-                "loop_lag_s": 0.001, "sessions": []}  # fmt: skip
+def test_the_help_describes_every_argument(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    verbs = re.findall(r"^    (\w+) ", told, re.MULTILINE)
+    assert len(verbs) == 22
 
+    for verb in verbs:
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        bare = [
+            line
+            for line, after in zip(lines, [*lines[1:], ""], strict=True)
+            if re.fullmatch(r"  -?\S+( \S+)?", line) and not after.startswith(" " * 8)
+        ]
+        assert not bare, verb
+
+
+def test_a_job_that_somebody_cancelled_is_no_success(kvstore, monkeypatch):
+    monkeypatch.setattr(Remote, "finished", lambda _self, job, _wait: {**job, "state": "cancelled"})
+
+    assert kvstore("verify")[0] == 1
+
+
+def test_who_stops_waiting_is_told_that_the_job_goes_on(kvstore, monkeypatch):
+    def interrupted(_self, job, _wait):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Remote, "finished", interrupted)
+    status, told = kvstore("verify")
+
+    assert status == 130
+    assert re.search(r"job (\d+) goes on; kvstore jobs \1 --cancel", told)
+
+
+def test_a_job_to_cancel_is_named(kvstore):
+    status, told = kvstore("jobs", "--cancel")
+
+    assert (status, "name the job" in told) == (2, True)
+
+
+def stats(boot: str, **counts: int) -> dict:
+    host = {"capacity_bytes": 100, "free_bytes": 40, "pinned_bytes": 0, "limbo_bytes": 0}
+    return {"boot": boot, "node": "n", "counts": counts, "host": host, "pages": 1,
+            "loop_lag_s": 0.001, "sessions": [], "ssd": None}  # fmt: skip
+
+
+class Frames(Remote):
+    """A node that answers what it is told to, and then is interrupted."""
+
+    def __init__(self, *answers: dict | Exception) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self._answers = iter(answers)
+
+    def get(self, path: str, **query: object) -> dict:
+        answer = next(self._answers, KeyboardInterrupt())
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def test_a_pipe_gets_one_frame_after_the_other(capsys):
+    with pytest.raises(KeyboardInterrupt):
+        top.run(Frames(*[stats("a")] * 4), once=False, as_json=False, seconds=0.1)
+
+    assert capsys.readouterr().out.count("hit rate") == 3
+
+
+def test_who_watches_sees_a_node_go_and_come_back(monkeypatch, capsys):
+    screen = Console(force_terminal=True, width=100)
+    monkeypatch.setattr(top, "console", lambda: screen)
+    away = PeerUnreachable("no node answers at all")
+    with pytest.raises(KeyboardInterrupt):
+        top.run(Frames(stats("a"), away, stats("b")), once=False, as_json=False, seconds=0.1)
+
+    told = capsys.readouterr().out
+    assert told.index("no node answers at all") < told.index("hit rate")
+
+
+def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing():
     before = stats("a", lookup_pages=10, hit_pages=10, stored_bytes=10**9)
     after = stats("a", lookup_pages=30, hit_pages=20, stored_bytes=3 * 10**9, removed_evicted=4)
 
@@ -138,6 +332,17 @@ def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing():
     assert rates["host_used_bytes"] == 60
     assert frame(after, stats("b", stored_bytes=10**9), 1.0)["in_gb_per_s"] == 1.0
     assert frame(after, after, 1.0)["hit_rate"] is None
+    assert frame(after, after, 1.0)["ssd"] is None
+
+
+def test_the_ssd_tier_is_watched_too():
+    def with_ssd(written: int) -> dict:
+        ssd = {"used_bytes": 1, "capacity_bytes": 4, "written_bytes": written, "read_bytes": 0,
+               "write_amplification": 1.25, "degraded": True}  # fmt: skip
+        return {**stats("a"), "ssd": ssd}
+
+    ssd = frame(with_ssd(10**9), with_ssd(2 * 10**9), 2.0)["ssd"]
+    assert (ssd["written_gb_per_s"], ssd["degraded"]) == (0.5, True)
 
 
 def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
@@ -148,6 +353,15 @@ def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
 
     for name in ("stored_bytes", "loaded_bytes"):
         assert after[name] - before.get(name, 0) == 3 * len(stored.content(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (36_864, "36.0 KiB"), (1 << 20, "1.0 MiB"),
+     (80 << 30, "80.0 GiB"), (3 << 50, "3,072.0 TiB")],
+)  # fmt: skip
+def test_sizes_have_the_unit_in_which_they_can_be_read(value, text):
+    assert show.size(value) == text
 
 
 def test_nested_values_have_a_row_each(capsys):

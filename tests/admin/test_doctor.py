@@ -31,7 +31,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def checks(tmp_path, capacity: int = 0, stats=None) -> dict[str, Check]:
-    found = examine(tmp_path, stats, capacity, tmp_path / "proc", tmp_path / "sys")
+    found = examine([tmp_path], stats, capacity, tmp_path / "proc", tmp_path / "sys")
     assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
     return {one.name: one for one in found}
 
@@ -81,11 +81,12 @@ def test_slow_clocks_and_small_pages_are_warned_of(machine, tmp_path):
 def test_a_directory_that_cannot_be_written_is_warned_of(machine, tmp_path):
     found = {
         one.name: one
-        for one in examine(tmp_path / "none", None, 0, tmp_path / "proc", tmp_path / "sys")
+        for one in examine([tmp_path / "none"], None, 0, tmp_path / "proc", tmp_path / "sys")
     }
 
     assert found["direct I/O"].status == found["disk speed"].status == "warn"
     assert "--directory" in found["disk speed"].advice
+    assert found["disk speed"].found == f"{tmp_path / 'none'}: No such file or directory"
 
 
 def test_the_disk_is_held_against_what_engines_report(machine, tmp_path):
@@ -97,6 +98,16 @@ def test_the_disk_is_held_against_what_engines_report(machine, tmp_path):
     assert checks(tmp_path, stats=stats(1.0))["disk speed"].status == "ok"
 
 
+def test_a_node_whose_ssd_tier_is_degraded_is_warned_of(machine, tmp_path):
+    def stats(*, degraded: bool) -> dict:
+        return {"node": "n", "host": {"capacity_bytes": GIB}, "loop_lag_s": 0.0, "sessions": [],
+                "ssd": {"degraded": degraded}}  # fmt: skip
+
+    assert checks(tmp_path, stats=stats(degraded=False))["node"].status == "ok"
+    found = checks(tmp_path, stats=stats(degraded=True))["node"]
+    assert (found.status, "degraded" in found.found) == ("warn", True)
+
+
 def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path, capsys):
     words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1"]
     assert main([*words, "--json"]) == 0
@@ -104,11 +115,35 @@ def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path
     assert {one["status"] for one in told} <= {"ok", "warn"}
 
     config = tmp_path / "server.toml"
-    config.write_text(f"[host]\ncapacity_bytes = {1 << 50}\n")
+    config.write_text(f"[host]\ncapacity_bytes = {1 << 47}\n")
     assert main([*words, "--config", str(config)]) == 1
     assert "host.capacity_bytes" in capsys.readouterr().out
     config.write_text("[nonsense]\na = 1\n")
     assert main([*words, "--config", str(config)]) == 2
+
+
+def test_the_directories_and_the_capacity_of_the_file_are_checked(
+    daemon, machine, tmp_path, capsys, monkeypatch
+):
+    here, disks = tmp_path / "here", [tmp_path / "disk", tmp_path / "[b]" / "not" / "made"]
+    for one in (here, disks[0], tmp_path / "[b]"):
+        one.mkdir()
+    config = tmp_path / "server.toml"
+    listed = ", ".join(f'"{one}"' for one in disks)
+    config.write_text(f"[host]\ncapacity_bytes = {1 << 47}\n[ssd]\ndirectories = [{listed}]\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(doctor, "disk_speed", lambda _directory: (0.75e9, "read"))
+    words = ["doctor", "--config", str(config), "--url", daemon.http]
+
+    assert main([*words, "--json"]) == 1
+    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert told["memory"]["status"] == "fail", "its capacity, not that of the node that answers"
+    assert told["disk speed"]["found"].startswith("1.50 GB/s")
+    main(words)
+    printed = capsys.readouterr().out
+    assert f"{disks[0]}: 4096-byte writes" in printed
+    assert f"{tmp_path / '[b]'}: 4096-byte writes" in printed
+    assert str(here) not in printed
 
 
 def test_a_running_node_is_asked(daemon, machine, tmp_path, capsys):

@@ -1,7 +1,9 @@
 """Goal: for every reason that a page is no hit, ``explain`` names that reason and no other."""
 
+import msgspec
 import pytest
 
+from kvstore.page import CanonicalLayout, ShardSpec
 from kvstore.state.explain import VERDICTS, Explainer, Explanation
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.tree import Space
@@ -65,6 +67,17 @@ def test_an_evicted_page_tells_when_by_what_and_for_what(asked):
     assert f"slot of {PAGE} bytes" in found.text
     assert found.left["wanted_by"] == other.label
     assert found.left["stored_s_ago"] == 10.0
+
+
+def test_a_page_evicted_for_its_spaces_quota_says_so(asked):
+    asked.world.store(asked.process, asked.space, "ab")
+    asked.table.quotas.set(asked.space, PAGE, 0, 4 * PAGE)
+    asked.table.eviction.offer_all(asked.space.nodes.values(), anew=True)
+    assert asked.table.shrink(asked.space, 8)
+
+    found = asked.why("ab")
+    assert (found.verdict, found.left["wanted_by"]) == ("evicted", asked.space.label)
+    assert found.text.endswith("by policy lru because its space was over its quota")
 
 
 def test_an_expired_page_says_so(asked):
@@ -176,6 +189,23 @@ def test_tokens_are_explained_by_the_first_page_that_is_missing(asked):
     assert (whole.verdict, whole.hit_pages) == ("hit", 2)
 
 
+def test_tokens_that_a_space_with_other_pages_has_say_so(asked):
+    wanted = msgspec.structs.replace(identity(model="pairs"), page_tokens=2)
+    half = ShardSpec(layout=CanonicalLayout(1024), layers=(0, 1), heads=(0, 1))
+    pairs = asked.table.spaces.open(asked.process.session, wanted, [half])[0]
+    asked.world.store(asked.process, asked.space, "a")
+    asked.world.store(asked.process, pairs, "xy")
+    explainer = Explainer(asked.table, 100 * SECOND)
+
+    found = explainer.tokens({1: chain("abcd"), 2: chain("xy")}, asked.space, None)
+
+    assert (found.verdict, found.hit_pages, found.asked_pages) == ("other_space", 1, 4)
+    assert found.space == pairs.label
+    assert {one["field"] for one in found.differs} == {"model", "page_tokens"}
+    short = explainer.tokens({1: chain("abcd"), 2: chain("q")}, asked.space, None)
+    assert short.verdict == "never_stored"
+
+
 def test_asking_changes_nothing(asked):
     asked.world.store(asked.process, asked.space, "ab")
     node = asked.space.nodes[key("ab")]
@@ -193,3 +223,12 @@ def test_a_page_whose_place_on_the_disk_was_needed_was_evicted(asked):
     found = asked.why("a")
     assert (found.verdict, found.left["cause"]) == ("evicted", "reclaimed")
     assert "segment was reclaimed 10.0 s ago" in found.text
+
+
+def test_a_page_that_the_disk_did_not_read_says_so(asked):
+    asked.world.store(asked.process, asked.space, "a")
+    asked.table.drop(asked.space.nodes[key("a")], 0, "unreadable")
+
+    found = asked.why("a")
+    assert (found.verdict, found.left["cause"]) == ("unreadable", "unreadable")
+    assert "the disk failed to read it" in found.text

@@ -1,10 +1,18 @@
 """Goal: what an operator asks over HTTP is answered truly, and what is wrong has a stable code."""
 
+import http.client
+import json
+import threading
+import urllib.parse
+
 import pytest
 
-from kvstore.config import ServerConfig, load
+from kvstore.config import HttpConfig, ServerConfig, load
 from kvstore.errors import ConfigError
-from tests.admin.conftest import PAGE_BYTES, Api, Stored, flip_a_byte
+from kvstore.server.api import BODY_BYTES_MAX, ApiError
+from kvstore.server.auth import Auth
+from kvstore.server.jobs import RUNNING_MAX, Jobs
+from tests.admin.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
 
 UNKNOWN = "ab" * 32
@@ -115,6 +123,7 @@ def test_tiers_and_the_policy_are_shown_and_unknown_policies_refused(api):
     assert {"lru", "lfu", "s3-fifo", "tinylfu", "kvstore"} == set(shown["known"])
     status, changed = api.send("PUT", "/v1/policy", {"name": "kvstore"})
     assert (status, changed["name"], changed["previous"]) == (200, "kvstore", "lru")
+    assert changed["configured"] == "lru"
     assert api.send("PUT", "/v1/policy", {"name": "lru"})[0] == 200
     assert api.refused("PUT", "/v1/policy", {"name": "x"}) == (400, "invalid_argument", "name")
 
@@ -127,9 +136,16 @@ def test_the_configuration_says_where_each_value_is_from(api):
 
 
 def test_all_routes_are_described(api):
-    described = api.get("/openapi.json")["paths"]
+    described = api.get("/openapi.json")
 
-    assert {"/v1/explain", "/v1/verify", "/v1/pins", "/v1/jobs/{job}"} <= described.keys()
+    assert {"/v1/explain", "/v1/verify", "/v1/pins", "/v1/jobs/{job}"} <= described["paths"].keys()
+    for path, methods in described["paths"].items():
+        for route in methods.values():
+            assert route["description"], path
+            answer = route["responses"]["default"]["content"]["application/json"]["schema"]
+            assert answer["$ref"].endswith("/Refusal"), path
+            assert "422" not in route["responses"], path
+    assert "securitySchemes" not in described["components"], "this node wants no token"
 
 
 # Changing
@@ -250,6 +266,11 @@ def test_jobs_are_remembered_and_unknown_ones_are_not_found(api, stored):
         ("POST", "/v1/explain", {"tokens": [1]}, (400, "invalid_argument", "tokens")),
         ("POST", "/v1/explain", {"tokens": [-1] * 9}, (400, "invalid_argument", "tokens")),
         ("GET", "/v1/tree?space=@&cursor=00", None, (400, "invalid_argument", "cursor")),
+        ("GET", f"/v1/tree?space=@&key={UNKNOWN}", None, (404, "not_found", "key")),
+        ("GET", f"/v1/pages?space=@&prefix={UNKNOWN}", None, (404, "not_found", "prefix")),
+        ("GET", "/v1/pages?space=@&tier=disk", None, (422, "invalid_argument", "tier")),
+        ("GET", "/v1/pages?space=@&age_min_s=nan", None, (422, "invalid_argument", "age_min_s")),
+        ("POST", "/v1/explain", None, (422, "invalid_argument", "")),
         ("GET", "/v1/nothing", None, (404, "not_found", "")),
         ("PATCH", "/v1/stats", None, (405, "method_not_allowed", "")),
     ],
@@ -261,6 +282,47 @@ def test_what_is_wrong_has_a_stable_code_and_names_the_field(
         body = {**body, "space": stored.label}
 
     assert api.refused(method, path.replace("@", stored.label), body) == expected
+
+
+def raw(api: Api, body: bytes, path: str = "/v1/explain", **headers: str) -> tuple[int, dict]:
+    """The answer to what is sent as it is."""
+    where = urllib.parse.urlsplit(api.url)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "x/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())["error"]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "heard"),
+    [
+        (b"{", 422, "no JSON"), (b"\xff", 400, "body"), (b"[" * 100_000, 400, "body"),
+        (b'"key"', 422, "Content-Type"), (b" " * (BODY_BYTES_MAX + 1), 413, "at most"),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_none_is_said(api, body, status, heard):
+    kind = {"Content-Type": "application/json"} if heard != "Content-Type" else {}
+    told = raw(api, body, **kind)
+
+    assert told[0] == status
+    assert heard in told[1]["message"]
+    assert told[1]["code"] == ("too_large" if status == 413 else "invalid_argument")
+    assert told[1]["field"] == ""
+
+
+def test_a_limit_that_finds_no_room_for_its_job_is_not_set():
+    jobs, ended = Jobs(), threading.Event()
+    try:
+        for _ in range(RUNNING_MAX):
+            jobs.start("wait", {}, lambda _job: ended.wait(TIMEOUT_S) and None)
+        with pytest.raises(ApiError, match="run already"):
+            jobs.start("limit", {}, lambda _job: None, first=lambda: pytest.fail("it was set"))
+    finally:
+        ended.set()
+        jobs.stop()
 
 
 def test_a_web_page_may_not_operate_a_node_without_tokens(api):
@@ -288,6 +350,10 @@ def test_a_role_may_do_what_it_may_and_no_more(own_daemon_with, tmp_path):
     reader, operator = Api(daemon, READ), Api(daemon, OPERATE)
 
     assert nobody.get("/healthz") == {"status": "ok"}
+    described = nobody.get("/openapi.json")
+    assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert described["paths"]["/v1/evict"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert "security" not in described["paths"]["/healthz"]["get"]
     assert nobody.get("/readyz")["status"] == "ready"
     for who in (nobody, stranger):
         for method, path in (
@@ -299,6 +365,9 @@ def test_a_role_may_do_what_it_may_and_no_more(own_daemon_with, tmp_path):
     assert reader.get("/v1/stats")["node"] == "local"
     assert reader.refused("POST", "/v1/clear", {"all": True})[:2] == (403, "forbidden")
     assert reader.refused("PUT", "/v1/policy", {"name": "lru"})[:2] == (403, "forbidden")
+    for who, status in ((nobody, 401), (stranger, 401), (reader, 403)):
+        wrong = {"Content-Type": "application/json", **who.headers}
+        assert raw(who, b"{", "/v1/clear", **wrong)[0] == status, "asked before it is read"
     assert operator.get("/v1/stats")["node"] == "local"
     assert operator.ended(operator.post("/v1/clear", all=True))["state"] == "done"
     values = {one["key"]: one["value"] for one in reader.get("/v1/config")["values"]}
@@ -312,6 +381,18 @@ def test_without_a_token_only_loopback_is_served(tmp_path):
             load(ServerConfig, None, {}, [f"http.host={address}"])
 
     assert load(ServerConfig, None, {}, ["http.host=0.0.0.0", f"http.read_token={READ}"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ({"read_token": READ, "operate_token": READ}, "the same"),
+        ({"read_token": "ü" * 20}, "http.read_token"), ({"operate_token": "a\n" * 20}, "ASCII"),
+    ],
+)  # fmt: skip
+def test_tokens_that_could_not_work_are_refused(tokens, said):
+    with pytest.raises(ConfigError, match=said):
+        Auth(HttpConfig(**tokens))
 
 
 @pytest.mark.parametrize("setting", ["http.read_token=short", "http.operate_token_file=/nowhere/x"])

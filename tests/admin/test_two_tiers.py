@@ -20,13 +20,19 @@ def two_tiers(spawn, tmp_path):
     return Daemon(spawn([*arguments(tmp_path / "own.sock"), "--config", str(config)], ready=READY))
 
 
-def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_until):
+def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_until, capsys):
     with two_tiers.connect() as store:
         mine, api = Stored(store), Api(two_tiers)
         keys = mine.put(20)
         listing = f"/v1/pages?space={mine.label}"
         wait_until(lambda: len(api.get(f"{listing}&tier=ssd")["pages"]) == 20)
         assert [tier["tier"] for tier in api.get("/v1/tiers")["tiers"]] == ["host", "ssd"]
+        wear = api.get("/v1/policy")["ssd"]["wear"]
+        assert wear["today_bytes"] >= 20 * PAGE_BYTES
+        assert wear["forecast_bytes"] > wear["today_bytes"]
+        for words, heard in ((["stats"], "SSD tier"), (["top", "--once"], "of 256.0 MiB (6%)")):
+            assert main([*words, "--url", two_tiers.http]) == 0
+            assert heard in capsys.readouterr().out
 
         limits = {"quota_bytes": 5 * PAGE_BYTES}
         assert api.ended(api.send("PUT", f"/v1/quotas/{mine.label}", limits)[1])["state"] == "done"
@@ -40,6 +46,15 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
         assert api.ended(api.post("/v1/clear", space=mine.label))["result"]["dropped"] == 20
         assert api.get(listing)["pages"] == []
         assert api.post("/v1/explain", key=keys[19].hex())["verdict"] == "cleared"
+
+
+def test_every_metric_of_a_node_is_documented(two_tiers):
+    known = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    lines = two_tiers.ask("/metrics").decode().splitlines()
+    named = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
+
+    assert len(named) > 40
+    assert not {name for name in named if f"`{name}" not in known}
 
 
 def flip_on_disk(folder: Path, wanted: bytes) -> None:
@@ -101,6 +116,48 @@ def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until
         assert (status, job["state"], job["result"]["checked"]) == (0, "done", 20)
         status, job = verify("--tier", "ssd", "--deadline", "0.000001")
         assert (status, job["result"]["complete"]) == (0, False)
+
+
+def test_a_lower_quota_is_kept_when_pages_have_to_be_written_first(spawn, tmp_path):
+    settings = {
+        "ssd__directories": tmp_path / "ssd", "ssd__capacity_bytes": "256MiB",
+        "ssd__segment_bytes": "16MiB", "ssd__write": "back",
+    }  # fmt: skip
+    daemon = Daemon(spawn(arguments(tmp_path / "own.sock", **settings), ready=READY))
+    with daemon.connect() as store:
+        mine, api = Stored(store), Api(daemon)
+        keys = mine.put(20)
+        path = f"/v1/quotas/{mine.label}"
+
+        job = api.ended(api.send("PUT", path, {"quota_bytes": 5 * PAGE_BYTES})[1])
+        assert job["result"] == {"evicted_bytes": 15 * PAGE_BYTES}
+        assert mine.space.lookup(keys).tiers == {"host": 5, "ssd": 15}
+        with mine.space.get(keys[:3]):
+            job = api.ended(api.send("PUT", path, {"quota_bytes": PAGE_BYTES})[1])
+        assert job["result"] == {"evicted_bytes": 2 * PAGE_BYTES, "complete": False}, "in use"
+
+
+def test_a_movement_says_what_is_there_in_the_end(two_tiers, capsys, wait_until):
+    def kvstore(*words: str, status: int = 0) -> dict:
+        assert main([*words, "--json", "--url", two_tiers.http]) == status
+        return json.loads(capsys.readouterr().out or "{}")
+
+    unknown = "cd" * 32
+    with two_tiers.connect() as store:
+        mine = Stored(store)
+        keys = [key.hex() for key in mine.put(20)]
+        head = kvstore("move", mine.label, keys[0], unknown, "--deadline", "0.2")
+        assert head["result"] == {"there": 0, "kept": 1, "missing": 1, "complete": False}
+        assert (head["done"], head["total"]) == (0, 2), "what follows it is in memory"
+        tail = kvstore("move", mine.label, *keys[10:])
+        assert tail["result"] == {"there": 10, "kept": 0, "missing": 0}
+        back = kvstore("prefetch", mine.label, *keys)
+        assert back["result"] == {"there": 20, "kept": 0, "missing": 0}
+        with mine.space.get(mine.space.page_keys(range(80))[:20]):
+            held = kvstore("move", mine.label, *keys, "--deadline", "0.2")
+        assert held["result"] == {"there": 0, "kept": 20, "missing": 0, "complete": False}
+        for verb in ("move", "prefetch"):
+            kvstore(verb, mine.label, unknown, status=1)
 
 
 def test_quotas_and_pins_on_the_ssd_are_set_shown_and_kept(two_tiers, capsys, wait_until):

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from kvstore.config import HostConfig, ServerConfig, load, show
+from kvstore.config import HostConfig, HttpConfig, ServerConfig, load, show
 from kvstore.errors import ConfigError
 
 
@@ -75,6 +75,15 @@ def test_a_size_that_is_none_is_refused_with_key_and_source(text):
         ("", {}, ["host.extent_bytes=65537"], ["--set host.extent_bytes", "host.extent_bytes"]),
         ("", {}, ["host.capacity_bytes=1MiB", "host.extent_bytes=2MiB"],
          ["--set", "smaller than host.extent_bytes"]),
+        ("[http]\nhost = '::'\n", {}, ["http.port=1"], ["server.toml: http: http.host=::"]),
+        ("[host]\ncapacity_bytes = '1GiB'\n", {}, ["host.extent_bytes=2GiB"],
+         ["server.toml, --set host.extent_bytes: host: "]),
+        ("", {}, ["host.capacity_bytes=99999TiB"], ["host.extent_bytes", "descriptor"]),
+        ("", {}, ["host.lease_s_max=inf"], ["--set host.lease_s_max", "host.lease_s_max"]),
+        ("", {}, ["ssd.sync_interval_s=inf"], ["ssd.sync_interval_s"]),
+        ("[ssd]\ndirectories = [1]\n", {}, (), ["server.toml: ssd.directories"]),
+        ("[ssd]\ndirectories = ['/a', '/b/../a/']\n", {}, (), ["ssd.directories", "twice"]),
+        ("", {}, ["http.host=127.0.0.1.evil.example"], ["is not loopback"]),
         ("not toml", {}, (), ["server.toml"]),
     ],
 )  # fmt: skip
@@ -105,6 +114,11 @@ def test_what_is_shown_is_toml_that_gives_the_same_tree(tmp_path):
 def test_a_capacity_without_room_for_an_extent_is_refused_wherever_it_is_made():
     with pytest.raises(ValueError, match=r"host\.capacity_bytes"):
         HostConfig(capacity_bytes=1 << 20, extent_bytes=2 << 20)
+
+
+def test_every_address_of_loopback_needs_no_token():
+    for address in ("localhost", "127.0.0.1", "127.8.9.1", "::1"):
+        assert HttpConfig(host=address).host == address
 
 
 @pytest.mark.parametrize("text", ["/a,/b", " /a , /b ,", '["/a", "/b"]'])

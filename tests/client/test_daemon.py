@@ -382,6 +382,8 @@ def test_a_daemon_that_was_killed_leaves_a_socket_that_the_next_one_takes(own_da
         ("host.capacity_bytes=big", "host.capacity_bytes"),
         ("host.extent_bytes=1000", "host.extent_bytes"),
         ("nonsense", "expected key=value"),
+        ("events.endpoint=foo", "config: events.endpoint"),
+        ("events.replay_endpoint=tcp://1.2.3.4:1", "config: events.replay_endpoint"),
     ],
 )
 def test_a_wrong_setting_ends_it_with_2_and_the_keys_name(spawn, tmp_path, setting, said):
@@ -429,3 +431,12 @@ def test_what_outlived_a_full_collection_is_not_walked_again_and_garbage_still_g
     finally:
         gc.callbacks.remove(spare_survivors)
         gc.unfreeze()
+
+
+def test_too_few_descriptors_end_the_start_and_say_what_to_raise(spawn, tmp_path):
+    command = arguments(tmp_path / "own.sock", host__extent_bytes="64KiB")
+    process = spawn(["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *command])
+
+    assert process.wait() == 2
+    assert "ulimit -n" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -188,3 +188,59 @@ def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened
         assert not store.stats()["ssd"]["degraded"]
     with open_store(tmp_path) as store:
         assert read(large_space(store, model=model), keys) == [bytes(page) for page in pages]
+
+
+def test_more_jobs_than_the_log_takes_at_a_time_wait_and_cost_no_page(tmp_path, monkeypatch):
+    """Small pages: one request can want more of them from disk than may be under way."""
+    model = identity().model
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        keys, pages = new_keys(space, 12), content(12, space.page_bytes[0])
+        space.put(keys, pages, durable=True)
+    monkeypatch.setattr("kvstore.tier.ssd.JOBS_MAX", 2)
+    with open_store(tmp_path) as store:
+        space = large_space(store, model=model)
+        assert read(space, keys) == [bytes(page) for page in pages]
+        assert "removed_unreadable" not in store.stats()["counts"]
+        assert not store.stats()["ssd"]["degraded"]
+
+        more, others = new_keys(space, 12, start=5000), content(12, space.page_bytes[0])
+        space.put(more, others, durable=True)
+        assert not store.stats()["ssd"]["degraded"]
+        assert read(space, more) == [bytes(page) for page in others]
+
+
+def test_names_too_long_for_the_log_are_refused_before_they_cost_anybody_the_disk(tmp_path):
+    """A write that the format cannot hold would fail a segment and stop all others for a while."""
+    with open_store(tmp_path) as store:
+        space = large_space(store)
+        space.put(new_keys(space, 1), content(1, space.page_bytes[0]), durable=True)
+        with pytest.raises(InvalidArgument) as refused:
+            large_space(store, model="m" * 1000)
+        assert refused.value.field == "space"
+        assert "1022" in str(refused.value)
+        assert not store.stats()["ssd"]["degraded"]
+
+
+def test_files_of_another_log_take_their_room_and_the_rest_is_reclaimed_as_ever(tmp_path):
+    """They count against the directory, so room must be made before the directory has none."""
+    with open_store(tmp_path / "other") as store:
+        space = large_space(store)
+        space.put(new_keys(space, 1), content(1, space.page_bytes[0]), durable=True)
+    [foreign] = (tmp_path / "other").glob("segment-*")
+    folder, segment_bytes = tmp_path / "mine", 256 << 10
+    with open_store(folder, ssd_capacity_bytes=8 * segment_bytes):
+        pass
+    for number in range(100, 103):
+        with (folder / f"segment-{number:016x}.kvlog").open("wb") as file:
+            file.write(foreign.read_bytes()[:segment_bytes])
+    with open_store(folder, ssd_capacity_bytes=8 * segment_bytes) as store:
+        space = large_space(store)
+        for at in range(30):
+            keys = new_keys(space, 1, start=1000 * at)
+            space.put(keys, content(1, space.page_bytes[0]), durable=True)
+        stats = store.stats()["ssd"]
+        assert not stats["degraded"]
+        assert stats["reclaimed_segments"] > 0
+        assert stats["capacity_bytes"] == 5 * segment_bytes
+        assert stats["directories"][0]["used_bytes"] <= 8 * segment_bytes

@@ -1,10 +1,12 @@
 """Goal: a durable put waits for room on disk while it is being made, and no longer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from kvstore import wire
+from kvstore.errors import TierUnavailable
 from kvstore.node import Node, NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.admission import Admission
@@ -16,6 +18,7 @@ from kvstore.state.diskjobs import (
     DiskSeal,
     DiskSync,
     DiskWrite,
+    Durable,
     SyncPolicy,
     WritePolicy,
 )
@@ -124,3 +127,52 @@ def test_a_report_about_a_page_that_has_gone_to_disk_meanwhile_changes_nothing()
     assert world.ask(wire.Corrupt(0, 0, keys[0], 1)) == []
 
     assert world.ask(wire.Lookup(6, 0, [0], keys.packed, 0)) == [wire.Found(6, 1, 0, 1)]
+
+
+def test_a_durable_put_that_may_begin_only_when_its_time_is_up_is_not_told_that_it_is_safe():
+    """Writing was off for a while, until the very moment at which its caller gives up."""
+    world = DurableWorld()
+    world.persist(world.store(1))
+    world.end(DiskWrite, error=TierUnavailable("the disk hangs"))
+    keys = world.store(2)
+    assert world.disk.degraded
+    assert world.disk.busy, "the failed segment is being given back"
+    assert world.persist(keys) == [], "it waits for room"
+
+    world.now_ns += WAIT_MS * MS
+    world.node.advance(world.now_ns)
+
+    [answer] = world.answers()
+    assert isinstance(answer, wire.Failure)
+    assert (answer.id, answer.code) == (5, "transfer_timeout")
+    assert any(isinstance(job, DiskWrite) for job in world.disk.jobs), "it is not written yet"
+
+
+def test_of_all_that_wait_for_room_one_tries_in_vain_for_each_job_that_ends(monkeypatch):
+    """An attempt costs milliseconds, and as many jobs may end a second as the disk has writes."""
+    world = DurableWorld()
+    world.fill()
+    waiting = [world.store(1000 + prompt) for prompt in range(8)]
+    assert [world.persist(keys) for keys in waiting] == [[]] * 8
+    attempts, ended, answers = 0, 0, list[wire.Answer]()
+    make_durable = world.disk.make_durable
+
+    def counted(*arguments: Any) -> Durable:
+        nonlocal attempts
+        attempts += 1
+        return make_durable(*arguments)
+
+    monkeypatch.setattr(world.disk, "make_durable", counted)
+    while jobs := list(world.disk.jobs):
+        for job in jobs:
+            ended += 1
+            world.disk.jobs.remove(job)
+            world.node.disk_completed(job.job, None, world.now_ns)
+        answers += world.answers()
+    assert attempts <= ended
+
+    for _ in range(20):  # time goes on when nothing ends any more
+        world.node.advance(world.now_ns)
+        answers += world.end(DiskJob)
+    assert answers == [wire.Persisted(5)] * 9
+    assert not len(world.node.waiting)

@@ -1,7 +1,10 @@
 """Every failure of a disk ends in an error with a code, and never in wrong bytes."""
 
+import errno
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -202,6 +205,55 @@ def test_new_segments_go_to_the_directory_with_most_room(disk):
     driver.write(*[(Place(number, 0), page) for number in range(6)])
 
     assert [one["segments"] for one in log.stats()["directories"]] == [3, 3]
+
+
+def test_a_segment_whose_file_somebody_deleted_is_dropped_like_any_other(disk):
+    """Else it would be tried for ever, and no other segment given back meanwhile."""
+    log = recovered(disk)
+    driver = TierDriver(log)
+    driver.write((Place(0, 0), pages(1)[0]))
+    disk.remove(HOME / "0" / segment_name(0))
+
+    assert driver.drop(0).error is None
+    assert log.stats()["directories"][0]["used_bytes"] == 0
+
+
+class OneBadDirectory(SimulatedDisk):
+    """Nothing can be made, or written, in the first directory."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call: str | None = call
+        self._bad: set[int] = set()
+
+    def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
+        if self.call == "create" and path.parent == HOME / "0":
+            raise OSError(errno.EROFS, "read-only file system")
+        descriptor = super().create(path, size_bytes, direct=direct)
+        if path.parent == HOME / "0":
+            self._bad.add(descriptor)
+        return descriptor
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.call == "write" and descriptor in self._bad:
+            raise OSError(errno.EIO, "no such sector")
+        return super().write(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("call", ["create", "write"])
+def test_a_directory_that_fails_leaves_new_segments_to_the_others_while_they_have_room(call):
+    disk = OneBadDirectory(call)
+    places = [Directory(HOME / str(index), 3 * SEGMENT_BYTES) for index in range(2)]
+    log = SSDLog("node", places, SEGMENT_BYTES, threads=0, disk=disk)
+    log.recover()
+    driver = TierDriver(log)
+    (page,) = pages(1)
+
+    ended = [driver.write((Place(number, 0), page))[0] for number in range(5)]
+
+    assert [one.error is None for one in ended] == [False, True, True, True, False]
+    disk.call = None
+    assert driver.write((Place(5, 0), page))[0].error is None, "it is tried when it must be"
 
 
 @pytest.mark.parametrize("place", [Place(0, 1), Place(0, SEGMENT_BYTES - 4096)])

@@ -6,11 +6,18 @@ import pytest
 from hypothesis import assume, given
 
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import KEY_BYTES, CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.page import (
+    KEY_BYTES,
+    PAIR_BYTES_MAX,
+    CanonicalLayout,
+    OpaqueLayout,
+    ShardSpec,
+    SpaceIdentity,
+    pack_pair,
+)
 from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes
 from kvstore.tier.record import (
     ENTRY,
-    PAIR_BYTES_MAX,
     ForeignLog,
     Header,
     Identity,
@@ -22,7 +29,6 @@ from kvstore.tier.record import (
     encode_header,
     encode_identity,
     entry_of,
-    pack_pair,
     refuse_foreign,
     trailer_records,
     unpack_pair,

@@ -197,6 +197,21 @@ def test_a_segment_of_another_log_is_left_as_it_is(disk):
         log.close()
 
 
+@pytest.mark.parametrize("number", [2**64 - 1, 2**60])
+def test_a_name_with_a_number_that_no_log_reaches_is_no_segment(disk, number):
+    """The next number behind it would fit neither a name nor a header."""
+    recovered(disk).close()
+    disk.write_file(HOME / "0" / segment_name(number), b"")
+
+    log = open_log(disk)
+    found = log.recover()
+
+    assert found.next_segment == 0
+    ((_, page),) = laid_out(0, pages(1))
+    (ended,) = TierDriver(log).write((Place(found.next_segment, 0), page))
+    assert ended.error is None
+
+
 def test_a_segment_that_cannot_be_read_is_reported_and_the_rest_is_found(disk):
     log = recovered(disk)
     driver = TierDriver(log)

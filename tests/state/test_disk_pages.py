@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from kvstore.errors import PageCorrupt, TierUnavailable
+from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.movements import Prefetch
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
@@ -17,12 +17,13 @@ from kvstore.state.diskjobs import (
     DiskWrite,
     Durable,
     SyncPolicy,
+    Verdict,
     WritePolicy,
 )
-from kvstore.state.log import SegmentLog
+from kvstore.state.log import Segment, SegmentLog
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.tree import Node
-from tests.state.world import FULL, FULL_2, PAGE, WINDOW, World, chain, key
+from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
 
@@ -323,6 +324,20 @@ def test_window_pages_go_to_disk_without_their_heads():
     assert [job.page.node.key for job in world.jobs(DiskWrite)] == [key("abc")]
 
 
+def test_a_hit_of_which_only_the_last_page_was_ever_stored_is_found_in_its_tier():
+    """A state needs its last page only: those before it need not be there, and have no node."""
+    world = DiskWorld()
+    world.mine = world.space(world.me, [FULL, STATE])
+    world.store(world.me, world.mine, "abcde", start=4, shard=1)
+    world.end_all()
+    packed = b"".join(chain("abcde"))
+
+    assert world.lookup(world.mine, "abcde", [1]) == (5, 0)
+    assert world.table.on_disk(world.mine, [1], packed, 5) == 0
+    assert world.table.release_memory(world.node("abcde"))
+    assert world.table.on_disk(world.mine, [1], packed, 5) == 1, "nobody loads those before it"
+
+
 def test_before_an_orderly_end_everything_is_written_and_synced():
     world = DiskWorld(write="back", sync="interval")
     world.store(world.me, world.mine, "ab")
@@ -339,6 +354,17 @@ def test_before_an_orderly_end_everything_is_written_and_synced():
 
     assert world.disk.settled
     assert world.on_disk("ab") == [True, True]
+
+
+def test_a_page_too_large_for_any_segment_waits_for_none():
+    """Room is nearly always being made, and it will never be enough for this page."""
+    world = DiskWorld(write="back", segment_bytes=(80 << 10) - PAGE)
+    world.store(world.me, world.mine, "a")
+    world.disk.log.full.append(Segment(7, 1 << 20))
+
+    assert world.disk.before_eviction(world.node("a")) is Verdict.EVICT
+    with pytest.raises(CapacityError):
+        world.persist("a")
 
 
 def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():

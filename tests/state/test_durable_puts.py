@@ -83,6 +83,25 @@ def test_a_page_awaiting_its_sync_is_not_evicted():
     assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
 
 
+@pytest.mark.parametrize("cause", ["corrupt", "operator", "quota"])
+def test_a_durable_put_fails_when_a_page_leaves_before_its_sync(cause):
+    """It is on disk, but not safe there yet, when it is taken out; then nothing of it is left."""
+    world = DiskWorld(sync="interval")
+    world.disk.advance(1)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+    world.end_job(world.write_of("a"))
+    world.end_job(world.write_of("ab"))
+    world.table.drop(world.node("ab"), 0, cause)
+
+    world.disk.advance(1000)
+    world.end_all()
+
+    assert durable.ended
+    assert isinstance(durable.error, CapacityError)
+    assert world.on_disk("a") == [True]
+
+
 def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
     world = DiskWorld(write="back", segments=0)
     world.store(world.me, world.mine, "ab")
@@ -92,6 +111,19 @@ def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
 
     assert world.slots.stats().pinned_bytes == 0
     assert not world.disk.acknowledged
+
+
+def test_a_durable_put_for_which_there_is_no_room_at_all_touches_no_page(monkeypatch):
+    """It is tried again for every job that ends, and may be of thousands of pages."""
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "abcd")
+
+    def pin(*_arguments: object) -> None:
+        pytest.fail("it begins all over again")
+
+    monkeypatch.setattr(world.slots, "pin", pin)
+    with pytest.raises(CapacityError):
+        world.persist("abcd")
 
 
 def test_durable_puts_do_not_pile_up_on_a_disk_that_hangs(monkeypatch):

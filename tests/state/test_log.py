@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.errors import TierUnavailable
 from kvstore.page import ALL_KEYS
+from kvstore.state import keeper
 from kvstore.state.admission import Admission
 from kvstore.state.adopt import FoundSegment, adopt
 from kvstore.state.disk import DiskPages
@@ -38,6 +39,7 @@ from kvstore.state.syncs import Syncs
 from kvstore.state.tree import Node, Space, is_live
 from tests.state.world import DIGEST, FULL, PAGE, ROOT, World, identity, key
 
+DROPS_MAX = keeper.DROPS_MAX
 SEGMENTS = 5
 SEGMENT_BYTES = 112 << 10
 """Four or five records and a footer."""
@@ -80,8 +82,9 @@ class File:
 class LogMachine(RuleBasedStateMachine):
     """Drives a log, its keeper and its tombstones; is their disk."""
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(drops=st.sampled_from((1, DROPS_MAX)))
+    def begin(self, drops: int) -> None:
+        keeper.DROPS_MAX = drops
         self.files: dict[int, File] = {}
         self.sequences = count(1)
         self.tick = self.cut_after = 0
@@ -289,7 +292,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _go_on(self) -> None:
         self.graves.write()
-        self.keeper.tend(self.tick)
+        self.keeper.advance(0, self.tick)
         self.syncs.advance(0)
 
     @rule()
@@ -388,6 +391,9 @@ class LogMachine(RuleBasedStateMachine):
                 )
             )  # fmt: skip
         return found
+
+    def teardown(self) -> None:
+        keeper.DROPS_MAX = DROPS_MAX
 
     # ---- what must hold -----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvstore.state.log import SegmentLog, SegmentState
 from kvstore.state.tree import Node
 from kvstore.state.walks import Removal
 from tests.state.test_disk_pages import DiskWorld
-from tests.state.world import FULL, World, drop_below, key
+from tests.state.world import DIGEST, FULL, World, drop_below, identity, key
 
 SEGMENT_BYTES = 112 << 10
 IO_ERROR = TierUnavailable("no such disk")
@@ -219,6 +219,22 @@ def test_a_start_finds_out_which_segments_a_tombstone_waits_for():
 
     waits = {number: one.waits_for for number, one in world.disk.log.segments.items()}
     assert waits == {1: set(), 2: {1, 3}, 3: set(), 4: {1, 2, 3}, 5: set()}
+
+
+def test_pages_that_a_start_finds_without_their_head_are_left_out_and_counted():
+    world = DiskWorld()
+    names = ["a", "ab", "abcd", "abcde"]
+    parents = [bytes(32), key("a"), key("abc"), key("abcd")]
+    segment = FoundSegment(
+        1, 1 << 20, True, 1 << 16, 4, [key(name) for name in names], parents, [DIGEST] * 4,
+        [4096 * at for at in (1, 3, 5, 7)], [0] * 4,
+    )  # fmt: skip
+
+    assert adopt(world.table, [segment], [(identity("blue"), FULL)], 2) == 2
+    (space,) = [one for one in world.table.spaces if one.identity.tenant == "blue"]
+    assert set(space.nodes) == {key("a"), key("ab")}
+    assert world.table.counts["orphaned_bytes"] == 2 * space.shards[0].record_bytes
+    world.table.check()
 
 
 def test_no_two_found_segments_wait_for_each_other():
