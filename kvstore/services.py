@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from kvstore.errors import KVStoreError, PeerUnreachable
+from kvstore.errors import KVStoreError, TransferError
 from kvstore.jobs import Worker
 from kvstore.link import NodeLink
 from kvstore.promotion import Promotion
@@ -69,8 +69,8 @@ class Services:
     def note_trouble(self, error: KVStoreError) -> None:
         """A read became a miss."""
         self.troubles[error.code] += 1
-        if isinstance(error, PeerUnreachable):
-            return
+        if isinstance(error, TransferError):
+            return  # the link has said that the node is away
         # A node that refuses does so at every lookup: said once, the rest is counted.
         level = logging.WARNING if str(error) not in self._said else logging.DEBUG
         if len(self._said) < _SAID_MAX:

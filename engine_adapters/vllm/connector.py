@@ -70,6 +70,9 @@ class _Holder:
         # The last of a prefix goes first: what stays is of use without it.
         self._pool.free_blocks([self._pool.blocks[number] for number in reversed(blocks)])
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        self._pool.evict_blocks(set(blocks))
+
     def free_soon(self, blocks: Iterable[int]) -> bool:
         return any(self._pool.blocks[number].ref_cnt == 1 for number in blocks)
 
@@ -95,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._page_tokens = self._options.page_tokens_for(largest)
         for group in facts.groups:
             self._options.page_tokens_for(group.block_tokens)
+        self._options.load_for(len(facts.groups))
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
@@ -226,8 +230,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
-        total = scheduler_output.total_num_scheduled_tokens
-        return StepMetadata(self._deciding.build(_progress(scheduler_output), total))
+        total, decoded = scheduler_output.total_num_scheduled_tokens, _decoded(scheduler_output)
+        return StepMetadata(self._deciding.build(_progress(scheduler_output), total, decoded))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have done a step."""
@@ -335,6 +339,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _decoded(output: Any) -> int:
+    """Tokens of a step that follow from the one before, with those that were guessed."""
+    guessed = output.scheduled_spec_decode_tokens
+    counts = output.num_scheduled_tokens.items()
+    return sum(count for name, count in counts if count <= 1 + len(guessed.get(name, ())))
 
 
 def _progress(output: Any) -> Iterable[Progress]:

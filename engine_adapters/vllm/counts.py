@@ -11,7 +11,7 @@ SERIES: Final = {
     "slower_tokens": "Tokens that were found, but would have been loaded slower than computed.",
     "waits": "Requests that waited for pages somebody else was writing.",
     "loads": "Loads that ended.",
-    "loaded_tokens": "Tokens whose KV was loaded and verified, of each rank.",
+    "loaded_tokens": "Tokens whose KV was loaded, verified and in time, of each rank.",
     "loaded_bytes": "Bytes that were loaded and verified.",
     "load_seconds": "Time from a load's submission to its end.",
     "load_failed_tokens": "Tokens that were to be loaded and were computed instead.",

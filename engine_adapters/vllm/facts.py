@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from engine_adapters.vllm.identity import EngineFacts, Group
+from engine_adapters.vllm.identity import EngineFacts, Group, length_settings
 from engine_adapters.vllm.requests import Names
 from kvstore.errors import ConfigError
 
@@ -113,7 +113,7 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     }
     if settings["load_format"].endswith("dummy"):
         settings["seed"] = str(model.seed)
-    return settings
+    return settings | length_settings(hf, model.max_model_len)
 
 
 def _isa(config: Any, spec: Any) -> str:

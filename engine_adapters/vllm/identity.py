@@ -6,8 +6,9 @@ shard (rank, layers, layout of a block) or the seed of the chain (LoRA adapter, 
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -117,6 +118,21 @@ def _shard_spec(facts: EngineFacts, group: Group, rank: int, page_tokens: int) -
         group=f"group{group.index}",
         window_pages=window_pages(group, page_tokens),
     )
+
+
+def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[str, str]:
+    """The longest request that the engine allows, if its model's KV depends on that.
+
+    With long rope, vLLM turns all positions by the long or the short factors, depending on whether
+    requests may be longer than what the model was first trained for.
+
+    Args:
+        hf_config: the model's configuration, with what users have overridden.
+        request_tokens: tokens of the longest request.
+    """
+    kinds = json.dumps(hf_config, default=str)
+    depends = any(f'"{kind}"' in kinds for kind in ("longrope", "su"))
+    return {"request_tokens": str(request_tokens)} if depends else {}
 
 
 def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:

@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Pages to store from blocks that this step's forward completes."""
+    """Pages to store from blocks that this step, or one before it, completes."""
 
     job: int
     keys: PrefixKeys

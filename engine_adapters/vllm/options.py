@@ -89,6 +89,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         return self.page_tokens
 
+    def load_for(self, groups: int) -> LoadOrder:
+        """The order of loads for an engine with so many KV groups.
+
+        Raises:
+            ConfigError: layer-wise ones for several groups: vLLM takes no report of a load that
+                failed for a request that is running there.
+        """
+        if self.load is LoadOrder.LAYERWISE and groups > 1:
+            raise ConfigError(
+                f"{_WHERE}: load: layerwise: the engine has {groups} KV groups, and cannot compute"
+                " again there what did not come; use async"
+            )
+        return self.load
+
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The tier's section, an entry of ``secondary_tiers``.

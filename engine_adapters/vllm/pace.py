@@ -40,13 +40,18 @@ class Pace:
         return tokens * self.seconds_per_token if self.seconds_per_token else float("inf")
 
     def load_s(self, hit: Hit, pages: float) -> float:
-        """How long loading ``pages`` of a hit would take; before the first load, the node's guess.
+        """How long loading ``pages`` of a hit would take.
+
+        The node's guess counts before the first load, and as the least for pages on disk: most
+        loads are from memory.
 
         Args:
             hit: at least one page.
             pages: of them, perhaps with a part of one.
         """
-        return pages * (self.seconds_per_page or hit.load_seconds / hit.pages)
+        guess = hit.load_seconds / hit.pages
+        least = guess if hit.tiers.get("ssd") or not self.seconds_per_page else 0.0
+        return pages * max(self.seconds_per_page, least)
 
     def doubt_loads(self) -> None:
         """A load seemed too slow to be worth it: believe that a little less each time."""

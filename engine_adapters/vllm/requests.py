@@ -46,6 +46,10 @@ class BlockHolder(Protocol):
         """One reference less each."""
         ...
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The engine's prefix cache must give these to nobody any more."""
+        ...
+
     def free_soon(self, blocks: Iterable[int]) -> bool:
         """Whether one of these has no other reference."""
         ...

@@ -36,6 +36,8 @@ STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
 """Stores hold at most this share of the engine's blocks; further pages are offered later."""
 REPORT_S: Final = 1.0
+FREES_SOON_S: Final = 0.1
+"""For so long the engine rather waits for the end of a job than take a running request's blocks."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class _State:
         wait_until: while it waits for pages that are being written.
         ask_at: when to look again.
         loads_over: nothing more is loaded for it.
+        slower: loading was slower than computing when it was first asked about.
     """
 
     request: Request
@@ -58,6 +61,7 @@ class _State:
     wait_until: float | None = None
     ask_at: float = 0.0
     loads_over: bool = False
+    slower: bool = False
 
 
 @dataclass(slots=True)
@@ -69,7 +73,9 @@ class _Job:
         wanted: its pages.
         pages: leading ones that are there on all ranks that have reported.
         seconds: the longest that one of these ranks took.
+        began: the end of the first step after which it may have begun; infinite until then.
         held: blocks it holds references to.
+        late: its request does not wait for it any longer.
     """
 
     request_id: str
@@ -80,6 +86,8 @@ class _Job:
     is_load: bool
     ranks_left: int
     seconds: float = 0.0
+    began: float = float("inf")
+    late: bool = False
 
 
 class SchedulerSide:
@@ -117,6 +125,12 @@ class SchedulerSide:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._loads: list[Load] = []
+        #: Of the step under way: layer-wise loads that have not come whole, to their blocks; what
+        #: it computed on them; and its stores, which begin when they have come.
+        self._layered: dict[int, list[int]] = {}
+        self._tables: list[Sequence[int]] = []
+        self._withheld: list[Store] = []
+        self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
         self._step_tokens = 0
@@ -133,9 +147,11 @@ class SchedulerSide:
         return bool(self._jobs)
 
     def frees_soon(self) -> bool:
-        """Whether jobs are all that keeps some block from being free."""
+        """Whether young jobs are all that keeps some block from being free."""
         assert self._holder is not None
-        return any(self._holder.free_soon(job.held) for job in self._jobs.values())
+        since = self._clock() - FREES_SOON_S
+        young = (job for job in self._jobs.values() if job.began > since)
+        return any(self._holder.free_soon(job.held) for job in young)
 
     def forget_all(self) -> None:
         """The engine's KV is not what it was (new weights): nothing stored so far may be used."""
@@ -165,7 +181,7 @@ class SchedulerSide:
             return None, False
         state.hit = state.stored = hit.pages
         tokens = hit.pages * self._page_tokens - computed
-        if tokens <= 0 or self._is_slower(hit, tokens):
+        if tokens <= 0 or self._is_slower(state, hit, tokens):
             return 0, False
         return tokens, self._options.load is LoadOrder.ASYNC
 
@@ -189,16 +205,19 @@ class SchedulerSide:
             wait_s=self._wait_left_s(state, tokens),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )
+        state.wait_until = None
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 
-    def _is_slower(self, hit: Hit, tokens: int) -> bool:
+    def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
         """Whether computing the last ``tokens`` of a hit takes less than loading them."""
         load_s = self.pace.load_s(hit, tokens / self._page_tokens)
         if load_s <= self.pace.recompute_s(tokens):
             return False
-        self.counts.add("slower_tokens", tokens)
-        self.pace.doubt_loads()
+        if not state.slower:
+            state.slower = True
+            self.counts.add("slower_tokens", tokens)
+            self.pace.doubt_loads()
         return True
 
     def _wait_s(self, tokens: int) -> float:
@@ -267,23 +286,28 @@ class SchedulerSide:
 
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Iterable[Progress], tokens: int) -> Step:
+    def build(self, scheduled: Iterable[Progress], tokens: int, decoded: int = 0) -> Step:
         """Everything the workers are to start in this step.
 
         Args:
             scheduled: its requests.
             tokens: computed in it, in all.
+            decoded: those among them that follow from the token before, with what was guessed.
         """
-        # A step that waits for layers says nothing about computing.
-        waits = any(load.layerwise for load in self._loads)
-        self._step_began, self._step_tokens = self._clock(), 0 if waits else tokens
-        step = Step(loads=self._loads, idle=not tokens)
-        self._loads = []
-        if self._setup.role.stores:
-            for progress in scheduled:
-                store = self._store(progress)
-                if store is not None:
-                    step.stores.append(store)
+        loads, self._loads = self._loads, []
+        self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
+        # A step that waits for layers says nothing about computing, one that decodes nothing about
+        # prefill, of which a token takes far less.
+        tells = not self._layered and 2 * decoded <= tokens
+        self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
+        step = Step(loads, self._stores, idle=not tokens)
+        self._stores = []
+        for progress in scheduled:
+            if self._layered:
+                self._tables.append(progress.blocks[self._setup.groups[0].index])
+            store = self._store(progress) if self._setup.role.stores else None
+            if store is not None:
+                (self._withheld if self._layered else step.stores).append(store)
         return step
 
     def see(self, request: Request, names: Names) -> None:
@@ -323,23 +347,27 @@ class SchedulerSide:
         if end <= state.stored:
             return None
         keys = self._keys(state)
-        end = min(end, len(keys))
-        first = state.stored
+        wanted, first = min(end, len(keys)), state.stored
+        end = min(wanted, first + self._room_pages())
+        self.counts.add("skipped_pages", wanted - end)
         blocks = [
             part
             for place in range(len(self._setup.groups))
             if (part := self._source(place, progress.blocks, first, end)) is not None
         ]
-        held = sum(len(part.blocks) for part in blocks)
-        if self._held + held > self._held_max or len(self._jobs) >= STORES_MAX:
-            self.counts.add("skipped_pages", end - first)
-            return None
         if end <= first or not blocks:
             return None
         state.stored = end
         store = Store(self._next_job, keys[first:end], blocks)
         self._begin(progress.request_id, store, first, is_load=False)
         return store
+
+    def _room_pages(self) -> int:
+        """How many pages a store may have now."""
+        if len(self._jobs) >= STORES_MAX:
+            return 0
+        blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
+        return max(0, self._held_max - self._held) // blocks
 
     def _source(
         self, place: int, blocks: Sequence[Sequence[int]], first: int, end: int
@@ -367,11 +395,19 @@ class SchedulerSide:
             self._report_at = now + REPORT_S
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
-        if report is None:
-            return
+        self._take(report or Report())
+        self._judge_layers()
+        for job in self._jobs.values():
+            job.began = min(job.began, now)
+
+    def _take(self, report: Report) -> None:
+        """Jobs have ended, or are not waited for any longer."""
         for number in report.late:
             job = self._jobs.get(number)
-            state = self._states.get(job.request_id) if job else None
+            if job is None:
+                continue
+            job.late = True
+            state = self._states.get(job.request_id)
             if state is not None:
                 state.loads_over = True
         for number, end in report.ended.items():
@@ -384,21 +420,47 @@ class SchedulerSide:
             if job.ranks_left <= 0:
                 del self._jobs[number]
                 self._end(job)
+                if job.pages == job.wanted:
+                    self._layered.pop(number, None)
 
-    def _end(self, job: _Job) -> None:
-        """Nobody touches its blocks any more."""
+    def _judge_layers(self) -> None:
+        """The step is done: what it computed on layer-wise loads counts if all ranks had them."""
+        assert self._holder is not None
+        spoilt = {block for held in self._layered.values() for block in held}
+        stores, tables = self._withheld, self._tables
+        self._layered, self._withheld, self._tables = {}, [], []
+        if not spoilt:
+            self._stores += stores
+            return
+        for table in tables:
+            # The engine finds such blocks in its own cache before it has computed them again.
+            first = next((at for at, block in enumerate(table) if block in spoilt), len(table))
+            self._holder.forget(table[first:])
+        for store in stores:
+            job = self._jobs.pop(store.job)
+            self._let_go(job)
+            state = self._states.get(job.request_id)
+            if state is not None:
+                state.stored = min(state.stored, job.first)
+
+    def _let_go(self, job: _Job) -> None:
         assert self._holder is not None
         self._holder.release(job.held)
         self._held -= len(job.held)
+
+    def _end(self, job: _Job) -> None:
+        """Nobody touches its blocks any more."""
+        self._let_go(job)
         state = self._states.get(job.request_id)
-        if job.is_load:
-            self.pace.note_load(job.pages, job.seconds)
-        if job.is_load and job.pages < job.wanted:
-            self.counts.add("load_failed_tokens", (job.wanted - job.pages) * self._page_tokens)
-            if state is not None:
-                # What is missing is computed, and then stored again.
-                state.stored = min(state.stored, job.first + job.pages)
-                state.loads_over = True
+        if not job.is_load:
+            return
+        self.pace.note_load(job.pages, job.seconds)
+        used = 0 if job.late else job.pages
+        self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        if job.pages < job.wanted and state is not None:
+            # What is missing is computed, and then stored again.
+            state.stored = min(state.stored, job.first + job.pages)
+            state.loads_over = True
 
     def _begin(self, request_id: str, message: Load | Store, first: int, *, is_load: bool) -> None:
         assert self._holder is not None, "blocks were allocated before they existed"

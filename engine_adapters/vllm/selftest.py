@@ -19,6 +19,7 @@ log = logging.getLogger("vllm.kvstore")
 _SCOPE: Final = "selftest"
 _TTL_S: Final = 10.0
 _WAIT_S: Final = 5.0
+_END_WAIT_S: Final = 60.0
 
 
 def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: KVPool) -> str:
@@ -46,7 +47,13 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
             _write(pieces, pattern)
             space.extract_from_kvpool(pool, blocks, keys, ttl_s=_TTL_S).result(_WAIT_S)
             _write(pieces, bytes(size))
-            restored = space.restore_to_kvpool(keys, pool, blocks).result(_WAIT_S)
+            restoring = space.restore_to_kvpool(keys, pool, blocks)
+            try:
+                restored = restoring.result(_WAIT_S)
+            finally:
+                # The engine is about to use these blocks: no byte may come later.
+                restoring.cancel()
+                restoring.wait(_END_WAIT_S)
             came_back = restored.pages == 1 and _read(pieces) == pattern
         finally:
             _write(pieces, bytes(size))

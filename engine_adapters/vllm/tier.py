@@ -102,8 +102,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         Raises:
             TransferTimeout: one has not ended, so vLLM must not use the chunks for anything else.
         """
-        self._tiering.drain(END_TIMEOUT_S)
-        self._tiering.rename(self._openings(os.urandom(16)))
+        try:
+            self._tiering.drain(END_TIMEOUT_S)
+        finally:
+            self._tiering.rename(self._openings(os.urandom(16)))
 
     def shutdown(self) -> None:
         """Let jobs end, let go of the primary tier's memory and leave the node.

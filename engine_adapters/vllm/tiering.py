@@ -195,7 +195,10 @@ class Tiering:
             self._cancelled.clear()
 
     def rename(self, openings: tuple[Opening, Opening, Opening]) -> None:
-        """Look for, load and store under other names; what was answered so far is void."""
+        """Look for, load and store under other names; what was answered so far is void.
+
+        Jobs that have begun go on under the names they began with.
+        """
         self._asking, self._loading, self._storing = openings
         self._answers.clear()
         self._new.clear()
@@ -253,12 +256,13 @@ class Tiering:
         assert self._rows is not None, "closed"
         assert number not in self._moving, f"job {number} has not ended"
         worker = self._workers[1 if moving.load else 2]
-        moving.job = StoreJob(worker, lambda: self._run(moving))
+        opening = self._loading if moving.load else self._storing
+        moving.job = StoreJob(worker, lambda: self._run(moving, opening))
         self._moving[number] = moving
 
-    def _run(self, moving: _Moving) -> bool:
+    def _run(self, moving: _Moving, opening: Opening) -> bool:
         start = self._clock()
-        space = (self._loading if moving.load else self._storing).get()
+        space = opening.get()
         for key, chunk in zip(moving.keys, moving.chunks, strict=True):
             page = page_key(key)
             if space is None or self._cancelled.is_set():

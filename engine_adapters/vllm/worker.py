@@ -72,7 +72,8 @@ class _Loading:
 
     Attributes:
         parts: what is restored in each group.
-        refused: something could not even be begun: no page of it counts.
+        refused: something of it could not be begun, or was computed on before it was there: no page
+            of it counts.
         late: its request does not wait any more.
     """
 
@@ -129,6 +130,9 @@ class WorkerSide:
     def wait_layer(self, place: int, layer: int) -> None:
         """Wait until a layer of all layer-wise loads is there, or is known not to come.
 
+        A load whose layer the engine computes on before it is there counts for nothing, also if it
+        ends well after that.
+
         Args:
             place: the layer's group.
             layer: its index in the group.
@@ -137,8 +141,12 @@ class WorkerSide:
             if not loading.load.layerwise:
                 continue
             for blocks, job in loading.parts:
-                if blocks.group == place:
-                    job.wait_layer(layer, max(0.0, loading.deadline - self.clock()))
+                if blocks.group != place:
+                    continue
+                there = job.wait_layer(layer, max(0.0, loading.deadline - self.clock()))
+                if not (there or job.done or loading.refused):
+                    loading.refused = True
+                    self.counts.add("load_timeouts")
 
     def start_stores(self, stores: Sequence[Store]) -> None:
         """Begin to store; the blocks do not change until the scheduler hears of the end."""
@@ -147,6 +155,7 @@ class WorkerSide:
             storing = _Storing(store, [], [], self.clock())
             self._stores.append(storing)
             if space is None:
+                self.counts.add("store_failures")
                 continue
             for blocks in store.blocks:
                 memory = self.groups[blocks.group]
@@ -155,6 +164,7 @@ class WorkerSide:
                 try:
                     job = space.extract_from_kvpool(memory.pool, blocks.blocks, keys, memory.shard)
                 except KVStoreError as error:
+                    self.counts.add("store_failures")
                     _note("store", error)
                     continue
                 storing.jobs.append(job)
@@ -205,7 +215,7 @@ class WorkerSide:
         # A layer-wise load ends with the step it was for: its last layer is there by now.
         wait_s = max(0.0, left_s) if load.layerwise else 0.0
         ended = all(job.wait(wait_s) for _, job in loading.parts)
-        if not ended and (load.layerwise or left_s <= 0):
+        if not ended and not loading.late and (load.layerwise or left_s <= 0):
             for _, job in loading.parts:
                 job.cancel()
             if load.layerwise:
@@ -213,7 +223,9 @@ class WorkerSide:
                 ended = all(job.wait(_END_TIMEOUT_S) for _, job in loading.parts)
                 if not ended:
                     log.error("a cancelled load has not ended after %.0f s", _END_TIMEOUT_S)
-            elif not loading.late:
+                    loading.refused = loading.late = True
+                    self._finish(load, 0, outcome)
+            else:
                 loading.late = True
                 self.counts.add("load_timeouts")
                 outcome.received.add(load.request)
@@ -255,7 +267,8 @@ class WorkerSide:
             seconds += result.seconds
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
-        self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
+        if not loading.late:
+            self.counts.add("loaded_tokens", pages * self.groups[0].page_tokens)
         return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:

@@ -31,7 +31,10 @@ def go_on(daemon: Daemon) -> None:
 
 
 def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
-    scene: Scene, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+    scene: Scene,
+    wait_until: WaitUntil,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     store = scene.client(DEADLINE_S)
     space = content.open_space(store)
@@ -64,6 +67,8 @@ def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
     assert thousand_s < 1000 * DEADLINE_S / 10
     assert threading.get_ident() not in connects
     assert store.troubles["transfer_timeout"] == 1
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "lost the node" in said
     wait_until(lambda: store.connected)
     wait_until(lambda: space.lookup(names).pages == HELD)
 

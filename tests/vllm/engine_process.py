@@ -158,6 +158,24 @@ def _stuck_loads() -> None:
     kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
+def _overtaken_loads() -> None:
+    """Loads by layers begin when nobody waits for them any more, and come whole all the same."""
+    import kvstore.space
+
+    real = kvstore.space.Space.load_pieces
+
+    def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any) -> int:
+        if order == "segment":
+            looks = iter(range(6000))
+            while not progress.cancelled:
+                assert next(looks, None) is not None, "nobody gave it up"
+                _let_go.wait(0.01)
+            progress = None
+        return real(self, keys, target, shard, progress, order)
+
+    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+
+
 def _two_ranks() -> None:
     """Two ranks share the cores instead of wanting all of them each."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -167,6 +185,7 @@ HOOKS: dict[str, Callable[[], None]] = {
     "no verification": _no_verification,
     "failing loads": _failing_loads,
     "stuck loads": _stuck_loads,
+    "overtaken loads": _overtaken_loads,
     "two ranks": _two_ranks,
 }
 

@@ -130,6 +130,30 @@ def test_layers_are_waited_for_one_by_one_where_that_is_asked_for(node, start, p
     assert engine.metric("kvstore:loaded_tokens") > 0
 
 
+def test_layers_that_come_too_late_are_computed_and_nothing_made_of_them_is_kept(
+    node, start, plain
+):
+    prompts = [PROMPTS[0], PROMPTS[4]]
+    expected = plain.tokens(prompts)
+    filled(node, start, [tokens[:130] for tokens in prompts])
+    soon = {"load": "layerwise", "load_timeout_ms": 20, "load_timeout_ms_min": 20}
+    engine = start(node.address, transfer={"extra": soon}, hooks=("overtaken loads",))
+
+    assert engine.tokens(prompts) == expected
+    assert engine.metric(HITS) == 2 * 128
+    engine.ask("settle")
+    assert engine.metric("kvstore:load_failed_tokens") == 2 * 128
+    assert engine.metric("kvstore:stored_pages") == 2 + 5, "once they were right"
+    assert engine.tokens(prompts) == expected, "from its own cache, or too late again"
+    engine.ask("settle")
+    blocks = engine.ask("free_blocks")
+    assert blocks["free"] == blocks["all"] - 1
+    engine.ask("stop")
+    other = start(node.address)
+    assert other.tokens(prompts) == expected
+    assert other.metric(HITS) == 256 + 448
+
+
 def test_pages_that_come_only_in_part_are_computed(node, start, plain):
     expected = plain.tokens(PROMPTS)
     filled(node, start)

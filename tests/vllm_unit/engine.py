@@ -50,6 +50,7 @@ class Blocks:
     def __init__(self) -> None:
         self.held: Counter[int] = Counter()
         self.only_ours: set[int] = set()
+        self.forgotten: set[int] = set()
 
     def hold(self, blocks: Sequence[int]) -> None:
         self.held.update(blocks)
@@ -57,6 +58,9 @@ class Blocks:
     def release(self, blocks: Sequence[int]) -> None:
         self.held.subtract(blocks)
         self.held += Counter()
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        self.forgotten.update(blocks)
 
     def free_soon(self, blocks: Sequence[int]) -> bool:
         return bool(self.only_ours & set(blocks))
@@ -94,8 +98,8 @@ class World:
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 
-    def step(self, *scheduled: Progress, tokens: int = 0) -> Step:
-        return self.side.build(scheduled, tokens)
+    def step(self, *scheduled: Progress, tokens: int = 0, decoded: int = 0) -> Step:
+        return self.side.build(scheduled, tokens, decoded)
 
     def load(self, request: Request, computed: int = 0, table: Sequence[int] = ()) -> Step:
         """Match, allocate and build: what the workers are told."""

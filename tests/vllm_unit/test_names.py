@@ -10,6 +10,7 @@ from engine_adapters.vllm.identity import (
     EngineFacts,
     Group,
     chain_seed,
+    length_settings,
     shard_index,
     shard_specs,
     space_identity,
@@ -52,6 +53,16 @@ def test_ranks_tenants_and_page_sizes_have_pages_of_their_own():
     assert not set(names(FACTS)) & set(names(FACTS, page_tokens=128))
     assert not set(names(FACTS)) & set(names(FACTS, tenant="other"))
     assert names(FACTS) == names(msgspec.structs.replace(FACTS))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_engines_that_allow_longer_requests_share_nothing_where_that_changes_every_position(kind):
+    plain = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    long = {"text_config": {"rope_parameters": {"full": {"rope_type": kind}}}}
+
+    assert length_settings(plain, 4096) == length_settings(plain, 131_072) == {}
+    assert length_settings(long, 4096) == length_settings(long, 4096)
+    assert length_settings(long, 4096) != length_settings(long, 131_072)
 
 
 def test_shards_are_found_by_rank_and_group():
@@ -110,6 +121,13 @@ def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
     assert read_options({"page_tokens": 256}).page_tokens_for(128) == 256
     with pytest.raises(ConfigError, match="page_tokens: 96 is no multiple"):
         read_options({"page_tokens": 96}).page_tokens_for(64)
+
+
+def test_layerwise_loads_are_refused_where_the_engine_could_not_be_told_that_one_failed():
+    assert read_options({"load": "layerwise"}).load_for(1) is LoadOrder.LAYERWISE
+    assert read_options({}).load_for(2) is LoadOrder.ASYNC
+    with pytest.raises(ConfigError, match="load: layerwise"):
+        read_options({"load": "layerwise"}).load_for(2)
 
 
 def test_without_options_everything_has_a_default():

@@ -116,6 +116,22 @@ def test_pages_that_somebody_writes_are_waited_for_until_the_deadline():
     assert world.side.match(asked, PLAIN, 0) == (64, True)
 
 
+def test_a_preempted_request_that_waited_once_has_as_long_for_its_next_load():
+    world = World(load_timeout_ms=500, load_timeout_ms_min=20)
+    world.store.answer = Hit(1, pending=3)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.store.answer = Hit(4)
+    world.now += 0.3
+    (load,) = world.load(asked).loads
+    assert load.wait_s == pytest.approx(0.2), "what is left"
+    world.ended(load.job, 4)
+
+    world.now += 60.0
+    (load,) = world.load(asked).loads
+    assert load.wait_s == pytest.approx(0.5)
+
+
 def test_pages_that_the_prefill_engine_promised_are_waited_for():
     promise = {"do_remote_prefill": True, "kvstore_pages": 4, "kvstore_page_tokens": 64}
     world = World()
@@ -149,6 +165,19 @@ def test_computing_is_preferred_where_it_is_faster():
     assert world.side.match(request(), PLAIN, 0) == (0, False)
     assert world.side.counts.take()["slower_tokens"] == 256
     assert world.reports == [pytest.approx(1e-6)]
+
+
+def test_a_request_that_is_asked_about_again_is_counted_once():
+    world = World()
+    world.side.pace.seconds_per_token, world.side.pace.seconds_per_page = 1e-6, 1e-3
+    world.store.answer = Hit(4)
+    asked = request()
+
+    # As while the engine has no blocks for it.
+    for _ in range(50):
+        assert world.side.match(asked, PLAIN, 0) == (0, False)
+
+    assert world.side.counts.take()["slower_tokens"] == 256
 
 
 def test_a_load_may_take_what_computing_takes_within_its_bounds():
@@ -191,6 +220,16 @@ def test_a_late_load_keeps_its_blocks_and_its_request_goes_on_without_it():
     assert not world.blocks.held
 
 
+def test_tokens_of_a_load_that_came_too_late_were_computed_and_count_so():
+    world = World()
+    world.store.answer = Hit(4)
+    (load,) = world.load(request()).loads
+    world.side.reported(Report(late={load.job}))
+    world.ended(load.job, 4)
+
+    assert world.side.counts.take()["load_failed_tokens"] == 256
+
+
 def test_every_rank_must_have_ended_and_the_worst_counts():
     world = World(ranks=2)
     world.store.answer = Hit(4)
@@ -229,7 +268,7 @@ def test_output_is_stored_unless_that_is_switched_off():
 
 
 def test_stores_hold_a_bounded_share_of_the_engines_blocks():
-    world = World(blocks=40)
+    world = World(blocks=32)
     for name in ("a", "b"):
         world.side.see(request(name), PLAIN)
 
@@ -238,6 +277,20 @@ def test_stores_hold_a_bounded_share_of_the_engines_blocks():
     assert world.side.counts.take()["skipped_pages"] == 4
     world.ended(first.stores[0].job, 4)
     assert len(world.step(Progress("b", 300, [table(first=20)])).stores) == 1, "tried again"
+
+
+def test_a_prompt_that_is_larger_than_that_share_is_stored_in_parts():
+    world = World(blocks=24)  # six blocks, three pages, may be held
+    world.side.see(request(), PLAIN)
+    parts = []
+    while step := world.step(Progress("r", 300, [table()])).stores:
+        (store,) = step
+        assert len(world.blocks.held) <= 6
+        parts.append(store.blocks[0].blocks)
+        world.ended(store.job, len(store.keys))
+
+    assert parts == [table(6), table(2, 7)]
+    assert world.side.counts.take()["skipped_pages"] == 1
 
 
 def test_roles_say_what_is_done():
@@ -323,3 +376,78 @@ def test_waiting_for_a_job_is_offered_only_when_it_frees_blocks():
     assert not world.side.frees_soon()
     world.blocks.only_ours = {3}
     assert world.side.frees_soon()
+    world.now += 1.0
+    assert world.side.frees_soon(), "it begins when the step is done"
+    world.side.reported(None)
+    world.now += 1.0
+    assert not world.side.frees_soon(), "a node that is slow holds up no request that runs"
+
+
+def layerwise_step(world, *more):
+    """A request of which two pages are loaded in the step that computes the other two."""
+    world.store.answer = Hit(2)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (128, False)
+    world.side.allocated(asked, [table()], 128)
+    step = world.step(Progress("r", 300, [table()]), *more, tokens=172)
+    (load,) = step.loads
+    assert load.layerwise
+    return step
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_what_was_computed_on_layers_is_stored_when_all_ranks_have_had_them(finishes):
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    assert not step.stores
+    report = Report()
+    for _ in range(2):
+        report.end(step.loads[0].job, 2)
+    world.side.reported(report)
+    if finishes:
+        world.side.finished("r")
+    assert world.blocks.held == dict.fromkeys(table(4, 5), 1), "kept until then"
+    assert world.side.busy, "so that there is another step"
+
+    (store,) = world.step().stores
+
+    assert store.blocks[0].blocks == [5, 6, 7, 8]
+    assert not world.step().stores
+
+
+def test_what_was_computed_on_layers_that_did_not_come_is_not_stored():
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    report = Report()
+    report.end(step.loads[0].job, 2)
+    report.end(step.loads[0].job, 1)  # one rank lacks a page: all have computed without it
+    world.side.reported(report)
+
+    assert not world.step().stores
+    assert not world.blocks.held
+    (store,) = world.step(Progress("r", 300, [table()])).stores
+    assert store.blocks[0].blocks == [3, 4, 5, 6, 7, 8], "computed again, and stored then"
+
+
+def test_what_was_computed_on_layers_that_some_rank_cannot_tell_of_is_not_stored():
+    world = World(load="layerwise", ranks=2)
+    step = layerwise_step(world)
+    world.ended(step.loads[0].job, 2)
+
+    assert not world.step().stores
+    assert world.blocks.held == dict.fromkeys(table(4), 1), "only the load's"
+
+
+def test_the_engine_finds_no_block_that_was_computed_on_layers_that_did_not_come():
+    world = World(load="layerwise", role=Role(loads=True, stores=False))
+    # Two that share blocks with the load, one that does not.
+    shares, other = Progress("s", 200, [[1, 2, 20, 21]]), Progress("o", 200, [table(6, 30)])
+    step = layerwise_step(world, shares, other)
+    world.ended(step.loads[0].job, 1)
+
+    assert world.blocks.forgotten == {*table(), 20, 21}
+
+    world.blocks.forgotten.clear()
+    world.step(Progress("r", 300, [table()]), tokens=172)
+    world.side.reported(None)
+    assert not world.blocks.forgotten

@@ -358,3 +358,21 @@ def test_under_other_names_nothing_that_was_stored_or_answered_before_is_there(
     tier.load(2, KEYS, [0, 1, 2, 3])
     assert ended(tier).good == []
     tier.close(WAIT_S)
+
+
+def test_a_job_goes_on_under_the_names_it_was_begun_with(stub: Stub) -> None:
+    renamed = Stub()
+    stub.go.clear()
+    tier = make(stub, filled(12))
+    tier.store(1, KEYS[:1], [0])
+    tier.store(2, KEYS[1:2], [1])
+    tier.load(3, KEYS[2:3], [2])
+    openings = [Opening(renamed, IDENTITY, [SHARD], monotonic) for _ in range(3)]
+    tier.rename((openings[0], openings[1], openings[2]))
+
+    stub.go.set()
+    tier.drain(WAIT_S)
+
+    assert [moved.whole for moved in tier.finished()] == [True, True, True]
+    assert (stub.calls, renamed.calls) == (3, 0)
+    tier.close(WAIT_S)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from engine_adapters.vllm.messages import Blocks, Load
+from engine_adapters.vllm.messages import Blocks, Load, Store
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.worker import IDLE_WAIT_S, GroupMemory, WorkerSide
+from kvstore.errors import LayoutMismatch
 from kvstore.page import PrefixKeys
 from kvstore.results import RestoreResult
 from tests.vllm_unit.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
@@ -23,16 +24,26 @@ class Job:
         self.left_s = ends_after_s
         self.waits: list[float] = []
         self.cancelled = False
+        self.stuck = False
 
     def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
         passed = min(timeout_s, max(0.0, self.left_s))
         self.world.now += passed
         self.left_s -= passed
+        return self.done
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        return self.wait(timeout_s)
+
+    @property
+    def done(self) -> bool:
         return self.left_s <= 0
 
     def cancel(self) -> None:
         self.cancelled = True
+        if not self.stuck:
+            self.left_s = min(self.left_s, 0.0)
 
     def result(self, timeout_s: float) -> RestoreResult:
         return RestoreResult(2, 1024, 0.012)
@@ -54,10 +65,12 @@ class Machine(FakeStore):
         self.jobs.append(Job(self, self.ends_after_s))
         return self.jobs[-1]
 
-    def load(self, number: int, ends_after_s: float, wait_s: float = 1.0) -> Job:
+    def load(
+        self, number: int, ends_after_s: float, wait_s: float = 1.0, *, layerwise: bool = False
+    ) -> Job:
         self.ends_after_s = ends_after_s
         blocks = [Blocks(0, 0, [1, 2, 3, 4])]
-        load = Load(number, f"r{number}", KEYS, blocks, wait_s, layerwise=False)
+        load = Load(number, f"r{number}", KEYS, blocks, wait_s, layerwise)
         self.side.start_loads([load])
         return self.jobs[-1]
 
@@ -101,3 +114,64 @@ def test_no_step_waits_for_a_load_that_its_request_has_given_up():
     assert job.cancelled
     machine.side.poll(idle=True)
     assert machine.now == pytest.approx(10.001)
+    assert "loaded_tokens" not in machine.side.counts.take(), "nobody used them"
+
+
+def test_a_layer_that_was_computed_on_before_it_came_makes_the_whole_load_invalid():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=0.3, wait_s=0.1, layerwise=True)
+    machine.side.wait_layer(0, 0)
+    assert not job.done
+    machine.now += 0.2  # the forward goes on without it, and meanwhile the load ends
+    job.left_s = 0.0
+
+    outcome = machine.side.poll()
+
+    assert outcome.invalid_blocks == {1, 2, 3, 4}
+    assert outcome.report.ended[1].pages == 0
+
+
+def test_layers_that_come_in_time_make_a_valid_load():
+    machine = Machine()
+    machine.load(1, ends_after_s=0.3, layerwise=True)
+    for layer in range(4):
+        machine.side.wait_layer(0, layer)
+
+    outcome = machine.side.poll()
+
+    assert not outcome.invalid_blocks
+    assert outcome.report.ended[1].pages == 2
+
+
+def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=1000.0, wait_s=0.1, layerwise=True)
+    job.stuck = True
+
+    outcome = machine.side.poll()
+
+    assert outcome.invalid_blocks == {1, 2, 3, 4}
+    assert not outcome.report.ended, "its blocks are still held"
+    machine.side.poll()
+    assert job.waits[-1] == 0.0, "no further step waits for it"
+    job.left_s = 0.0
+    outcome = machine.side.poll()
+    assert outcome.report.ended[1].pages == 0
+    assert not outcome.invalid_blocks, "reported once"
+
+
+def test_a_store_that_cannot_even_begin_is_counted_as_failed():
+    def refuse(*arguments: Any) -> Any:
+        raise LayoutMismatch("page_bytes", "too large")
+
+    stores = [Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])]
+    machine = Machine()
+    machine.extract_from_kvpool = refuse
+    machine.side.start_stores(stores)
+    refused = Machine()
+    refused.space = refuse
+    refused.side.start_stores(stores)
+
+    for one in (machine, refused):
+        assert one.side.poll().report.ended[1].pages == 0
+        assert one.side.counts.take()["store_failures"] == 1

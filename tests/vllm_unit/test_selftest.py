@@ -1,0 +1,56 @@
+"""The page that a worker sends to the node and back before the engine serves."""
+
+import numpy as np
+import pytest
+
+from engine_adapters.vllm import selftest
+from kvstore.client import KVStore
+from kvstore.errors import TransferTimeout
+from kvstore.jobs import RestoreJob
+from kvstore.kvpool import KVPool
+from kvstore.space import Space
+from tests.vllm_unit.engine import IDENTITY, SHARD
+
+
+@pytest.fixture
+def store():
+    with KVStore.open(8 << 20, extent_bytes=1 << 20) as store:
+        yield store
+
+
+@pytest.fixture
+def memory():
+    return np.zeros((4, 16, 128), dtype=np.uint8)
+
+
+@pytest.fixture
+def pool(memory):
+    return KVPool(tuple(int(plane.ctypes.data) for plane in memory), 128, 128, 16, 1)
+
+
+def test_a_page_that_comes_back_says_nothing_and_leaves_nothing(store, memory, pool):
+    assert selftest.round_trip(store, IDENTITY, SHARD, pool) == ""
+    assert not memory.any()
+
+
+def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
+    store, memory, pool, monkeypatch, wait_until
+):
+    ended = []
+
+    def out_of_time(job, timeout_s):
+        raise TransferTimeout("it has not ended")
+
+    def slow(space, keys, target, shard, progress, order):
+        wait_until(lambda: progress.cancelled)
+        pages = real(space, keys, target, shard, None, order)  # what was under way all the same
+        ended.append(pages)
+        return pages
+
+    real = Space.load_pieces
+    monkeypatch.setattr(Space, "load_pieces", slow)
+    monkeypatch.setattr(RestoreJob, "result", out_of_time)
+
+    assert "transfer_timeout" in selftest.round_trip(store, IDENTITY, SHARD, pool)
+    assert ended == [1]
+    assert not memory.any()
