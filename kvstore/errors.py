@@ -12,7 +12,7 @@
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
     ├─ TierUnavailable               the memory or device behind a tier cannot be had
-    │  └─ DurabilityUnavailable      a durable put where no page is ever synced
+    │  └─ DurabilityUnavailable      a durable put of what is never synced
     ├─ PageCorrupt                   bytes are not those of the page that was asked for
     └─ ProtocolError                 a message or version that is not understood
 

@@ -140,7 +140,8 @@ class Space:
         Raises:
             InvalidArgument, LayoutMismatch: what was passed cannot be these pages.
             CapacityError: no room for some of them (the others are stored); retryable.
-            DurabilityUnavailable: ``durable``, and the node syncs nothing; they may be stored.
+            DurabilityUnavailable: ``durable``, and the node syncs nothing, or a page was stored
+                never to go to disk; they may be stored.
             TransferTimeout, PeerUnreachable: it is not known whether they were stored; retryable.
         """
         size = self._size(shard)
@@ -160,7 +161,8 @@ class Space:
 
         Raises:
             CapacityError: some are not stored, or the disk has no room now; retryable.
-            DurabilityUnavailable: the node has no SSD tier, or syncs nothing.
+            DurabilityUnavailable: the node has no SSD tier or syncs nothing, or a page was stored
+                never to go to disk.
             TransferTimeout: they are not synced yet, but may be later; retryable.
         """
         link = self._services.waiting_link("store")

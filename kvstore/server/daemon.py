@@ -21,7 +21,7 @@ import uvloop
 from kvstore import mover
 from kvstore.config import Loaded, ServerConfig, load, show
 from kvstore.disk import DiskTier
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.movements import DiskMovements
 from kvstore.node import Node, NodeLimits
 from kvstore.server.api import Movements
@@ -235,10 +235,9 @@ class Daemon:
         size = self.config.host.extent_bytes
         stale = await asyncio.to_thread(stale_bytes, self._label, self.boot)
         slots = self.node.pages.slots
-        numbers = slots.provide(slots.withheld - -(-stale // size))
-        self.memory.create(numbers)
-        if numbers:
-            log.info("%d extents are free of the previous boot's clients", len(numbers))
+        made = take_back(slots, self.memory, slots.withheld - -(-stale // size))
+        if made:
+            log.info("%d extents are free of the previous boot's clients", made)
 
     def _say_ready(self, http: HttpServer) -> None:
         sys.stdout.write(
@@ -247,6 +246,22 @@ class Daemon:
             f" replay {self.publication.replay_endpoint or 'off'}\n"
         )
         sys.stdout.flush()
+
+
+def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
+    """Put up to ``count`` withheld extents to use, as far as there is memory; how many that were.
+
+    What there is none for is asked for again later: a node that runs does not end for it.
+    """
+    made = 0
+    try:
+        for number in slots.withheld_numbers(count):
+            memory.create([number])
+            made += 1
+    except TierUnavailable as error:
+        log.warning("memory of the previous boot's clients is not taken back yet: %s", error)
+    slots.provide(made)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> int:

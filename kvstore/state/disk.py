@@ -20,7 +20,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
+from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.state.admission import Admission
 from kvstore.state.diskchecks import CheckRun, DiskChecks
 from kvstore.state.diskjobs import (
@@ -179,10 +179,16 @@ class DiskPages:
         Raises:
             CapacityError: there is no room for all of them now, or writes fail at the moment, or
                 :data:`DURABLES_MAX` puts wait already (their callers may have given up).
+            DurabilityUnavailable: one of them must never go to disk.
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
         new = [at for at in nodes if shard not in at.disk and (at, shard) not in self.writes]
+        if new and _never_on_disk(new, shard):
+            raise DurabilityUnavailable(
+                "a page of these was stored with no_store, ttl_s or read_once and never goes to"
+                " disk: evict it and put it again"
+            )
         if new and (self.degraded or not self.log.has_room(new[0], shard)):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
         durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
@@ -399,6 +405,16 @@ class DiskPages:
     def _submit(self, job: DiskJob) -> None:
         self._under_way[job.job] = job
         self.jobs.append(job)
+
+
+def _never_on_disk(nodes: Sequence[Node], shard: int) -> bool:
+    """Whether one of these pages, or of those that are needed before them, never goes there."""
+    every = list(nodes)
+    at = nodes[0].parent if not nodes[0].space.shards[shard].window_pages else None
+    while at is not None and shard not in at.disk:
+        every.append(at)
+        at = at.parent
+    return any(one.memory_only for one in every)
 
 
 def _is_there(node: Node, shard: int, digest: bytes) -> bool:

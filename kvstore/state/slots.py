@@ -116,14 +116,17 @@ class SlotTable:
 
     def provide(self, count: int) -> list[int]:
         """Put ``count`` withheld extents to use; returns their numbers."""
-        count = min(count, self.withheld)
-        self.withheld -= count
-        numbers = list(range(self._next_number, self._next_number + count))
+        numbers = self.withheld_numbers(count)
+        self.withheld -= len(numbers)
         for number in numbers:
             self._unassigned.insert(0, len(self.extents))
             self.extents.append(Extent(number))
-        self._next_number += count
+        self._next_number += len(numbers)
         return numbers
+
+    def withheld_numbers(self, count: int) -> list[int]:
+        """The numbers that the next ``count`` withheld extents will have; fewer when fewer are."""
+        return list(range(self._next_number, self._next_number + min(count, self.withheld)))
 
     # ---- life of a slot ---------------------------------------------------------------------
 

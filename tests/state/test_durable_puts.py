@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.errors import CapacityError
+from kvstore.errors import CapacityError, DurabilityUnavailable
 from kvstore.state import disk
-from kvstore.state.diskjobs import DiskSeal, DiskSync
+from kvstore.state.diskjobs import DiskJob, DiskSeal, DiskSync
 from kvstore.state.outcomes import PageStatus
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
 
@@ -137,3 +137,19 @@ def test_durable_puts_do_not_pile_up_on_a_disk_that_hangs(monkeypatch):
     world.end_all()
     assert len(world.disk.acknowledged) == 2
     world.persist("a")
+
+
+@pytest.mark.parametrize("path", ["abc", "abcd"])
+def test_a_durable_put_of_or_after_a_page_that_never_goes_to_disk_is_refused_for_good(path):
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.end_all()
+    world.store(world.me, world.mine, "abc", start=1, expires_ns=1 << 60)
+    world.store(world.me, world.mine, path)
+    before = world.table.slots.stats()
+
+    with pytest.raises(DurabilityUnavailable, match="no_store"):
+        world.disk.make_durable([world.node(path)], 0)
+
+    assert not world.jobs(DiskJob)
+    assert world.table.slots.stats() == before, "nothing is pinned"
