@@ -100,7 +100,7 @@ class TierUnavailable(KVStoreError):
 
 
 class DurabilityUnavailable(TierUnavailable):
-    """A durable put, but this node has no SSD tier or its sync policy is ``none``."""
+    """A durable put of what is never synced: by this node, or of a page kept off the SSD tier."""
 
     code = "durability_unavailable"
 

@@ -216,19 +216,17 @@ def test_asking_changes_nothing(asked):
     assert (node.access, node.hits, dict(asked.table.counts)) == before
 
 
-def test_a_page_whose_place_on_the_disk_was_needed_was_evicted(asked):
+@pytest.mark.parametrize(
+    ("cause", "verdict", "said"),
+    [
+        ("reclaimed", "evicted", "segment was reclaimed 10.0 s ago"),
+        ("unreadable", "unreadable", "the disk failed to read it"),
+    ],
+)
+def test_a_page_that_the_disk_lost_says_how(asked, cause, verdict, said):
     asked.world.store(asked.process, asked.space, "a")
-    asked.table.drop(asked.space.nodes[key("a")], 0, "reclaimed")
+    asked.table.drop(asked.space.nodes[key("a")], 0, cause)
 
     found = asked.why("a")
-    assert (found.verdict, found.left["cause"]) == ("evicted", "reclaimed")
-    assert "segment was reclaimed 10.0 s ago" in found.text
-
-
-def test_a_page_that_the_disk_did_not_read_says_so(asked):
-    asked.world.store(asked.process, asked.space, "a")
-    asked.table.drop(asked.space.nodes[key("a")], 0, "unreadable")
-
-    found = asked.why("a")
-    assert (found.verdict, found.left["cause"]) == ("unreadable", "unreadable")
-    assert "the disk failed to read it" in found.text
+    assert (found.verdict, found.left["cause"]) == (verdict, cause)
+    assert said in found.text
