@@ -217,7 +217,7 @@ class Cache:
             self._end_jobs()
             if put.pages:
                 digests = bytes(16 * len(put.pages))
-                self.table.commit_put(self.process, self.names, digests, 0, read_once=False)
+                self.table.commit_put(self.process, self.names, digests)
             done += len(put.pages)
             if not put.pages and not waits:
                 return  # the prompt is longer than memory, or it is there already

@@ -135,7 +135,7 @@ class Cache:
         )
         if put.pages:
             digests = bytes(16 * len(put.pages))
-            self.table.commit_put(self.process, self.names, digests, 0, read_once=False)
+            self.table.commit_put(self.process, self.names, digests)
         self.table.actions.clear()
         self._end_jobs()
 

@@ -36,7 +36,7 @@ from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Node as TreeNode
-from kvstore.state.tree import Space
+from kvstore.state.tree import Retention, Space
 from kvstore.waiting import Waiter, WaitingRoom
 
 T = TypeVar("T")
@@ -282,6 +282,7 @@ class Node:
         count = wire.count_keys(request.keys)
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
+        wire.refuse_all_keys("parent", request.parent)
         token_bytes = count * space.identity.page_tokens * 4
         if request.tokens and len(request.tokens) != token_bytes:
             raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {token_bytes}")
@@ -299,10 +300,8 @@ class Node:
         if request.ttl_ms < 0:
             raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is negative")
         expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
-        statuses = self.pages.commit_put(
-            process, request.put, request.digests, expires_ns, read_once=request.read_once,
-            memory_only=request.memory_only,
-        )  # fmt: skip
+        keep = Retention(expires_ns, request.read_once, request.memory_only)
+        statuses = self.pages.commit_put(process, request.put, request.digests, keep)
         return wire.Committed(request.id, bytes(statuses))
 
     def _abort_put(self, process: Process, request: wire.AbortPut, _now_ns: int) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 2
@@ -371,4 +371,18 @@ def count_keys(packed: bytes) -> int:
         raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
     if not 1 <= count <= BATCH_KEYS_MAX:
         raise InvalidArgument("keys", f"{count} keys, not 1..{BATCH_KEYS_MAX}")
+    refuse_all_keys("keys", packed)
     return count
+
+
+def refuse_all_keys(field: str, packed: bytes) -> None:
+    """Refuse the one value of 32 bytes that is no page's key: see :data:`ALL_KEYS`.
+
+    Raises:
+        InvalidArgument: it is among the packed keys.
+    """
+    at = packed.find(ALL_KEYS)
+    while at >= 0:
+        if at % KEY_BYTES == 0:
+            raise InvalidArgument(field, "32 zero bytes are no page's key")
+        at = packed.find(ALL_KEYS, at + 1)

@@ -154,7 +154,7 @@ class Verifier:
             at += 1
             if not is_live(node) or shard not in node.slots or not node.ready >> shard & 1:
                 continue
-            if node.read_once:
+            if node.read_once >> shard & 1:
                 job.result["skipped"] += 1  # releasing it would be its one reading
                 continue
             slot = node.slots[shard]

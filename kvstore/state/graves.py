@@ -81,6 +81,7 @@ class Graves:
 
     def bury(self, node: Node, shard: int) -> None:
         """A page was taken out on purpose; what a segment may still hold of it must not return."""
+        assert node.key != ALL_KEYS, "it would bury every page of the space and shard"
         self._add(node.space, shard, node.key)
 
     def bury_all(self, space: Space) -> None:

@@ -19,7 +19,7 @@ from kvstore.state.quotas import SHRINK_MAX
 from kvstore.state.residents import Residents
 from kvstore.state.sessions import Lease, Process, Put
 from kvstore.state.slots import Slot, SlotTable
-from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.tree import ORDINARY, Node, Retention, Space, is_live
 
 
 class PageTable(Residents):
@@ -40,7 +40,7 @@ class PageTable(Residents):
         self.pins = Pins()
         #: (deadline_ns, number, process, number of the lease, lease)
         self._lease_deadlines = NodeHeap(_still_held)
-        #: (expires_ns, number, node)
+        #: (expires_ns, number, shard, node)
         self._page_deadlines = NodeHeap(_still_expires)
         self._sequence = count()
 
@@ -109,7 +109,7 @@ class PageTable(Residents):
         else:
             self.slots.unpin(lease.slots)
         for node, shard, slot in lease.pages:
-            if node.read_once and self._owns(node, shard, slot):
+            if node.read_once >> shard & 1 and self._owns(node, shard, slot):
                 self.drop(node, shard, "read_once")
             else:
                 self.offer(node)
@@ -186,10 +186,9 @@ class PageTable(Residents):
         return statuses, put
 
     def commit_put(
-        self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool,
-        memory_only: bool = False,
-    ) -> list[PageStatus]:  # fmt: skip
-        """The bytes are there: make the granted pages READY.
+        self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY
+    ) -> list[PageStatus]:
+        """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
 
         Raises:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
@@ -211,15 +210,14 @@ class PageTable(Residents):
                 statuses.append(PageStatus.DROPPED)
                 continue
             self.slots.commit([slot], self.tick)
-            node.commit(put.shard, digests[index * size : (index + 1) * size])
+            node.commit(put.shard, digests[index * size : (index + 1) * size], keep)
             node.access = self.tick
             node.stored_ns = self.now_ns
             self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
-            node.read_once = read_once
-            node.memory_only = memory_only or read_once or expires_ns > 0
-            if expires_ns:
-                node.expires_ns = expires_ns
-                self._page_deadlines.push((expires_ns, next(self._sequence), node))
+            if keep.expires_ns:
+                self._page_deadlines.push(
+                    (keep.expires_ns, next(self._sequence), put.shard, node)
+                )
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.offer(node)
@@ -338,10 +336,9 @@ class PageTable(Residents):
                 for node, _, _ in lease.pages:
                     self.offer(node)
         while pages and pages.first()[0] <= now_ns:
-            *_, node = pages.pop()
-            if is_live(node) and 0 < node.expires_ns <= now_ns:
-                for shard in list(node.digests):
-                    self.drop(node, shard, "expired")
+            expires_ns, _, shard, node = pages.pop()
+            if is_live(node) and node.expires.get(shard) == expires_ns:
+                self.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
 
@@ -430,8 +427,8 @@ class PageTable(Residents):
 
 
 def _still_expires(deadline: Entry) -> bool:
-    expires_ns, _, node = deadline
-    return is_live(node) and node.expires_ns == expires_ns
+    expires_ns, _, shard, node = deadline
+    return is_live(node) and node.expires.get(shard) == expires_ns
 
 
 def _still_held(deadline: Entry) -> bool:

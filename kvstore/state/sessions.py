@@ -43,8 +43,8 @@ class Lease:
     @property
     def lasting(self) -> int:
         """Leading pages that neither expire nor are read once."""
-        for count, (node, _, _) in enumerate(self.pages):
-            if node.expires_ns or node.read_once:
+        for count, (node, shard, _) in enumerate(self.pages):
+            if shard in node.expires or node.read_once >> shard & 1:
                 return count
         return len(self.pages)
 

@@ -133,6 +133,9 @@ K = KEYS.packed
         (wire.BeginPut(0, 1, 0, 0, K, b"short"), "invalid_argument", "parent"),
         (wire.BeginPut(0, 1, 0, 0, K, K[32:64]), "invalid_argument", "parent"),
         (wire.BeginPut(0, 1, 0, 0, K, b"", bytes(47)), "invalid_argument", "tokens"),
+        (wire.BeginPut(0, 1, 0, 0, bytes(32), b""), "invalid_argument", "keys"),
+        (wire.BeginPut(0, 1, 0, 0, K[:64] + bytes(32), b""), "invalid_argument", "keys"),
+        (wire.BeginPut(0, 1, 0, 0, K, bytes(32)), "invalid_argument", "parent"),
         (wire.CommitPut(0, 99, DIGEST), "invalid_argument", "put"),
         (wire.CommitPut(0, 99, DIGEST, -1), "invalid_argument", "ttl_ms"),
         (
@@ -172,6 +175,15 @@ def test_a_message_that_cannot_be_right_fails_by_its_field(node, message, code, 
     assert node.node.pages.counts[f"refused_{code}"] == 1
     node.store(1, KEYS)
     assert node.lookup(1, KEYS) == (6, 0), "and nothing is in the way of the next message"
+
+
+def test_a_key_may_hold_zeros_beside_those_of_its_neighbour(node):
+    zeros = b"k" * 8 + bytes(24) + bytes(24) + b"k" * 8
+
+    granted = node.ask(1, wire.BeginPut(0, 1, 0, 0, zeros, b""))
+
+    assert isinstance(granted, wire.PutGranted)
+    assert set(granted.statuses) == {PageStatus.GRANTED}
 
 
 def test_a_wrong_commit_leaves_its_put_open(node):

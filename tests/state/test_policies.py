@@ -225,7 +225,7 @@ def test_the_simulator_finds_what_a_page_table_finds():
         if hits < len(ids):
             parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
             _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
-            table.commit_put(process, number, bytes(16 * len(put.pages)), 0, read_once=False)
+            table.commit_put(process, number, bytes(16 * len(put.pages)))
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
         table.check()
