@@ -178,12 +178,16 @@ class AbortPut(msgspec.Struct, array_like=True, tag=14):
 
 
 class Corrupt(msgspec.Struct, array_like=True, tag=15):
-    """A page's bytes did not match its digest. No answer."""
+    """A page's bytes did not match its digest. No answer.
+
+    ``boot`` is the node's when the page was leased: in another life the numbers name another page.
+    """
 
     space: int
     shard: int
     key: bytes
     generation: int
+    boot: bytes = b""
 
 
 class Settled(msgspec.Struct, array_like=True, tag=16):
@@ -335,6 +339,11 @@ class FrameReader:
     def __init__(self) -> None:
         """Start with nothing received."""
         self._buffer = bytearray()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of a frame that is not whole yet."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes | memoryview]:
         """Take received bytes; give the bodies that are complete now.

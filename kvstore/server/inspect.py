@@ -209,7 +209,8 @@ class Inspection:
                     "prefill_s_per_token": session.prefill_s_per_token,
                     "processes": [
                         {
-                            "pid": process.pid,
+                            "pid": process.peer.pid,
+                            "watched": process.peer.watched,
                             "lost": process.lost,
                             "leases": len(process.leases),
                             "expired_leases": sum(one.expired for one in process.leases.values()),

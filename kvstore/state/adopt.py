@@ -1,8 +1,8 @@
 """Takes over the pages that a start found on disk. Pure.
 
 Pages whose head is not there any more are left out: nobody could reach them. So is a page under
-:data:`~kvstore.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is dead and is
-reclaimed like any other.
+:data:`~kvstore.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is dead and
+is reclaimed like any other.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import ALL_KEYS, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
 from kvstore.state.pages import PageTable
 from kvstore.state.residents import subtree

@@ -52,6 +52,7 @@ class Node:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
         children_in_memory: children that have slots or lead to nodes that do.
@@ -78,10 +79,9 @@ class Node:
 
     __slots__ = (
         "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
-        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory_only", "memory_pins",
-        "parent", "pause",
-        "present", "queued", "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns",
-        "turns", "used_ns", "uses",
+        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory", "memory_only",
+        "memory_pins", "parent", "pause", "present", "queued", "reach", "read_once", "ready",
+        "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -94,6 +94,7 @@ class Node:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.memory = 0
         self.present = 0
         self.ready = 0
         self.depth: int = parent.depth + 1 if parent is not None else 0
@@ -125,6 +126,7 @@ class Node:
     def fill(self, shard: int, slot: Slot) -> None:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
+        self.memory |= 1 << shard
 
     def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
@@ -162,6 +164,7 @@ class Node:
         """The page of ``shard`` is no longer in memory; returns its slot."""
         slot = self.slots[shard]
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
+        self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
         if not self.in_memory:
             self._count_above(-1)
@@ -242,6 +245,9 @@ class Space:
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
         shelves: the nodes of ``nodes`` in the order they were made.
+        shard_numbers: the position of each spec in ``shards``.
+        needs: KV group → the window and the head size that all its shards have.
+        sessions: how many have it open.
         host_bytes: slot bytes of its pages in memory.
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
@@ -254,6 +260,9 @@ class Space:
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
     writing: set[Node] = field(default_factory=set)
     shelves: Shelves = field(default_factory=Shelves)
+    shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
+    needs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sessions: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
@@ -316,7 +325,8 @@ class Space:
             assert node.depth == node.parent.depth + 1
             assert node.present == sum(1 << shard for shard in {*node.slots, *node.disk})
             assert (node in self.writing) == (node.present != node.ready)
-            assert set(node.digests) == {i for i in range(64) if node.ready >> i & 1}
+            assert node.memory == sum(1 << shard for shard in node.slots)
+            assert node.ready == sum(1 << shard for shard in node.digests)
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
