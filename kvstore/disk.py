@@ -142,13 +142,18 @@ class DiskTier:
         if not jobs:
             return
         del self.pages.jobs[: len(jobs)]
+        made: list[Job] = []
         for job in jobs:
             self._jobs[job.job] = job
-        try:
-            self._log.submit([self._translate(job) for job in jobs])
-        except KVStoreError as error:
-            for job in jobs:
+            try:
+                made.append(self._translate(job))
+            except KVStoreError as error:  # of its memory: of no other job
                 self._end(job.job, error, self._node.pages.now_ns)
+        try:
+            self._log.submit(made)
+        except KVStoreError as error:
+            for one in made:
+                self._end(one.job, error, self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Tell the node what the tier has done."""

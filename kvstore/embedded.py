@@ -199,9 +199,7 @@ class Embedded:
         """Carry out what the node decided, then hand out its answers."""
         while self.node.unfinished:
             self.node.go_on(monotonic_ns())
-        slots = self.node.pages.slots
-        while slots.replaced:
-            self.memory.replace(*slots.replaced.pop(0))
+        self.memory.replace(self.node.pages.slots.replaced)
         if self._disk is not None:
             self._disk.flush()
         self.node.actions.clear()

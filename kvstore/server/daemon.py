@@ -34,7 +34,8 @@ from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
 from kvstore.state.slots import SlotTable
 from kvstore.tier.disk import Disk
-from kvstore.tier.host import HostMemory, stale_bytes
+from kvstore.tier.host import HostMemory
+from kvstore.tier.stale import MemoryRecord
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Daemon:
         # Of all nodes on this machine, the one on this socket is this one.
         place = hashlib.sha256(os.path.realpath(config.socket.path).encode()).hexdigest()[:12]
         self._label = f"{config.node.name}.{place}"
-        stale = min(extents, -(-stale_bytes(self._label, self.boot) // host.extent_bytes))
+        self._record = MemoryRecord(Path(f"{config.socket.path}.memory"))
+        stale = min(extents, -(-self._record.stale_bytes() // host.extent_bytes))
         if stale:
             log.warning("%d of %d extents held back: clients still map the previous boot's memory",
                         stale, extents)  # fmt: skip
@@ -83,7 +85,9 @@ class Daemon:
         )
         self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
         self.node.pages.ghosts.policy = host.policy
-        self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
+        self.memory = HostMemory(
+            self._label, self.boot, host.extent_bytes, prefault=host.prefault, record=self._record
+        )
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
         self.socket = SocketServer(
@@ -151,6 +155,8 @@ class Daemon:
             "connections": len(self.socket.connections),
             "accepted_connections": self.socket.accepted,
             "populated_bytes": self.memory.populated_bytes(),
+            "missing_bytes": self.memory.missing_bytes(),
+            "memory_failures": self.memory.failures,
             "mover": mover.description,
             "loop_lag_s": self.loop_lag_s,
             "events": self.publication.stats(),
@@ -234,7 +240,7 @@ class Daemon:
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes
-        stale = await asyncio.to_thread(stale_bytes, self._label, self.boot)
+        stale = await asyncio.to_thread(self._record.stale_bytes)
         slots = self.node.pages.slots
         made = take_back(slots, self.memory, slots.withheld - -(-stale // size))
         if made:

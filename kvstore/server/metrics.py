@@ -25,6 +25,13 @@ class _Snapshot:
             states.add_metric([state], host[f"{state}_bytes"])
         yield states
         yield _gauge("kvstore_host_populated_bytes", "Pre-faulted.", stats["populated_bytes"])
+        yield _gauge(
+            "kvstore_host_missing_bytes", "Extents without memory now.", stats["missing_bytes"]
+        )
+        yield _counter(
+            "kvstore_host_memory_failures", "Times memory was not to be had.",
+            stats["memory_failures"],
+        )  # fmt: skip
         yield _gauge("kvstore_pages", "Pages in the index.", stats["pages"])
         yield _gauge("kvstore_sessions", "Engines.", len(stats["sessions"]))
         yield _gauge("kvstore_connections", "Open connections.", stats["connections"])

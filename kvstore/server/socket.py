@@ -20,7 +20,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.disk import DiskTier
-from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
@@ -127,9 +127,7 @@ class SocketServer:
     def flush(self) -> None:
         """Carry out what the node decided: memory first, then answers, then events."""
         node = self.node
-        replaced = node.pages.slots.replaced
-        while replaced:
-            self.memory.replace(*replaced.pop(0))
+        self.memory.replace(node.pages.slots.replaced)
         if self.disk is not None:
             self.disk.flush()
         if node.outbox:
@@ -269,9 +267,11 @@ class SocketServer:
         owners = {extent.number: extent.domain for extent in self.node.pages.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
-            descriptor = self.memory.descriptor(number)
-            if descriptor is None or owners.get(number) != session.domain:
+            if owners.get(number) != session.domain:
                 raise ProtocolError(f"extent {number} is not of tenant {session.domain!r}")
+            descriptor = self.memory.descriptor(number)
+            if descriptor is None:
+                raise TierUnavailable(f"extent {number} has no memory for the moment")
             descriptors.append(descriptor)
         socket.send_fds(raw, [wire.encode(wire.ExtentsFollow(request.extents))], descriptors)
 

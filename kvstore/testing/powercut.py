@@ -236,9 +236,7 @@ class Life:
 
     def _flush(self) -> None:
         while True:
-            replaced = self.node.pages.slots.replaced
-            while replaced:
-                self.memory.replace(*replaced.pop(0))
+            self.memory.replace(self.node.pages.slots.replaced)
             self.disk.flush()
             outbox, self.node.outbox = self.node.outbox, []
             if not outbox:

@@ -4,31 +4,50 @@ The bytes of a page are written by the client that puts it and read by the clien
 node only owns the memory. Extents are pre-faulted in the background: a first touch costs 5 to 40
 times a copy.
 
-After a restart, mappings that clients still have of the previous boot's memory keep it alive.
-:func:`stale_bytes` finds them, so that the new node can hold back as much of its own.
+A client gets the descriptor of an extent, so it can do to it what the kernel allows to whoever has
+one. The files are sealed: nobody can make one shorter, which would end every process that touches
+what is missing, longer, or seal it further, which could keep the node from giving memory back.
 """
 
 import errno
+import fcntl
 import logging
-import mmap
 import os
-import re
 import threading
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
+from time import monotonic
 from typing import Final
-
-import numpy as np
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
+from kvstore.state.slots import Replacement
+from kvstore.tier import kernel
+from kvstore.tier.stale import Inode, MemoryRecord, inode_of
 
 log = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"/memfd:kvstore:([\w.-]+):([0-9a-f]+):\d+ \(deleted\)$")
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+RETRY_S: Final = 0.1
+"""Between two attempts to make memory that could not be had."""
 _CLOSE_TIMEOUT_S: Final = 30.0
 _TOUCH_BYTES: Final = 64 << 20
 _IDLE_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Memory that goes and memory that is to come for it.
+
+    Attributes:
+        descriptor: of what goes; None: it has gone.
+        in_use: somebody may still read what goes.
+        number: of the extent that is to have memory.
+    """
+
+    descriptor: int | None
+    in_use: bool
+    number: int
 
 
 class HostMemory:
@@ -39,66 +58,101 @@ class HostMemory:
         boot: this boot's id.
         extent_bytes: bytes of each extent.
         prefault: touch new memory in the background.
+        record: is told of all memory that is made; None: nobody asks after a restart.
+
+    Attributes:
+        failures: how often memory could not be exchanged; it is tried again.
     """
 
-    def __init__(self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool) -> None:
+    def __init__(
+        self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool,
+        record: MemoryRecord | None = None,
+    ) -> None:  # fmt: skip
         """Own no memory yet; :meth:`create` makes it."""
+        self.failures = 0
         self._prefix = f"kvstore:{node}:{boot.hex()}:"
         self._extent_bytes = extent_bytes
+        self._record = record
         self._descriptors: dict[int, int] = {}
+        self._inodes: dict[int, Inode] = {}
         #: Extents that this process has mapped for its own moves, and where.
-        self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
+        self._mapped: dict[int, int] = {}
+        #: Extents whose memory could not be exchanged yet, in order.
+        self._unfinished: list[_Exchange] = []
+        self._retry_s = 0.0
         self._waiting: list[int] = []
         self._populated: set[int] = set()
-        #: Protects the three above; never held while memory is touched.
+        #: The extent that is being touched, and whether its memory was given back meanwhile.
+        self._touching, self._in_vain = -1, False
+        #: Protects the descriptors and the four above; never held while memory is touched.
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._closing = False
         self._thread: threading.Thread | None = None
         if prefault:
-            self._thread = threading.Thread(target=self._prefault, name="kvstore-prefault")
+            self._thread = threading.Thread(
+                target=self._prefault, name="kvstore-prefault", daemon=True
+            )
             self._thread.start()
 
     def create(self, numbers: Iterable[int]) -> None:
         """Make the memory of these extents.
 
         Raises:
-            TierUnavailable: the system gives no more memory or descriptors.
+            TierUnavailable: the system gives no more memory or descriptors; those before are made.
         """
-        for number in numbers:
-            try:
-                descriptor = os.memfd_create(f"{self._prefix}{number}", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, self._extent_bytes)
-            except OSError as error:
-                advice = ""
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
-                raise TierUnavailable(f"extent {number}: {error.strerror}{advice}") from error
-            with self._lock:
-                self._descriptors[number] = descriptor
-                self._waiting.append(number)
-                self._wake.notify()
+        made: list[Inode] = []
+        try:
+            for number in numbers:
+                try:
+                    made.append(self._create(number))
+                except OSError as error:
+                    advice = ""
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
+                    raise TierUnavailable(f"extent {number}: {error.strerror}{advice}") from error
+        finally:
+            if self._record is not None and made:
+                self._record.add(made)
 
-    def replace(self, old: int, new: int, in_use: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Give the memory of ``old`` back, for whoever still maps it too, and make ``new``.
+    def replace(self, replaced: list[Replacement]) -> None:
+        """Exchange memory: what nobody may look at any more goes, also for whoever still maps it.
 
         Memory that somebody may still read is only let go of: it lasts while it is mapped.
+
+        Old memory goes before new memory is made, so this takes neither more memory nor more
+        descriptors. What cannot be done now is tried again by later calls, with and without
+        anything new; until then there is no memory for the new number.
+
+        Args:
+            replaced: emptied.
         """
-        with self._lock:
-            descriptor = self._descriptors.pop(old)
-            self._populated.discard(old)
-            if old in self._waiting:
-                self._waiting.remove(old)
-        self._unmap(old)
-        # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
-        if not in_use:
-            with mmap.mmap(descriptor, self._extent_bytes) as memory:
-                memory.madvise(mmap.MADV_REMOVE)
-        os.close(descriptor)
-        self.create([new])
+        if not replaced and not (self._unfinished and monotonic() >= self._retry_s):
+            return
+        before = len(self._unfinished)
+        while replaced:
+            old, new, in_use = replaced.pop(0)
+            self._unfinished.append(self._exchange(old, new, in_use=in_use))
+        why = ""
+        for exchange in self._unfinished[:]:
+            try:
+                self._finish(exchange)
+            except (OSError, TierUnavailable) as error:
+                self.failures += 1
+                why = why or str(error)
+            else:
+                self._unfinished.remove(exchange)
+        self._retry_s = monotonic() + RETRY_S
+        if len(self._unfinished) > before:
+            log.error(
+                "%d extents have no memory for the moment (%s): what is put there is refused until"
+                " it can be had", len(self._unfinished), why,
+            )  # fmt: skip
+        elif before and not self._unfinished:
+            log.warning("every extent has its memory again")
 
     def descriptor(self, number: int) -> int | None:
-        """The memfd of an extent (owned by this object), or None when there is no such extent."""
+        """The memfd of an extent (owned by this object), or None when there is no such memory."""
         return self._descriptors.get(number)
 
     def address(self, number: int) -> int:
@@ -107,22 +161,15 @@ class HostMemory:
         Valid until the extent is replaced or :meth:`close`; call it from one thread.
 
         Raises:
-            TierUnavailable: it cannot be mapped.
+            TierUnavailable: it has no memory now, or cannot be mapped.
         """
         known = self._mapped.get(number)
         if known is None:
-            try:
-                memory = mmap.mmap(self._descriptors[number], self._extent_bytes)
-            except OSError as error:
-                raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
-            start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-            known = self._mapped[number] = (memory, start)
-        return known[1]
-
-    def _unmap(self, number: int) -> None:
-        known = self._mapped.pop(number, None)
-        if known is not None:
-            known[0].close()
+            descriptor = self._descriptors.get(number)
+            if descriptor is None:
+                raise TierUnavailable(f"extent {number} has no memory now")
+            known = self._mapped[number] = self._map(number, descriptor)
+        return known
 
     def read(self, number: int, offset: int, into: memoryview) -> int:
         """Copy bytes of an extent; the caller holds a page in it, so that it stays.
@@ -145,8 +192,12 @@ class HostMemory:
         """Bytes that have been pre-faulted."""
         return len(self._populated) * self._extent_bytes
 
+    def missing_bytes(self) -> int:
+        """Bytes of extents that have no memory for the moment; see :meth:`replace`."""
+        return len(self._unfinished) * self._extent_bytes
+
     def close(self) -> None:
-        """Stop pre-faulting and close the descriptors; mappings of clients stay theirs."""
+        """Stop pre-faulting and close descriptors and record; mappings of clients stay theirs."""
         with self._lock:
             self._closing = True
             self._wake.notify()
@@ -156,7 +207,71 @@ class HostMemory:
             self._unmap(number)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+        for exchange in self._unfinished:
+            if exchange.descriptor is not None:
+                os.close(exchange.descriptor)
         self._descriptors.clear()
+        self._unfinished.clear()
+        if self._record is not None:
+            self._record.close()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _create(self, number: int) -> Inode:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"{self._prefix}{number}", flags)
+        try:
+            os.ftruncate(descriptor, self._extent_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+            inode = self._inodes[number] = inode_of(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        with self._lock:
+            self._descriptors[number] = descriptor
+            self._waiting.append(number)
+            self._wake.notify()
+        return inode
+
+    def _exchange(self, old: int, new: int, *, in_use: bool) -> _Exchange:
+        """Take an extent out."""
+        for unfinished in self._unfinished:
+            if unfinished.number == old:  # it never came to be
+                self._unfinished.remove(unfinished)
+                return _Exchange(unfinished.descriptor, unfinished.in_use, new)
+        with self._lock:
+            descriptor = self._descriptors.pop(old)
+            self._populated.discard(old)
+            if old in self._waiting:
+                self._waiting.remove(old)
+            if old == self._touching:
+                self._in_vain = not in_use
+        self._unmap(old)
+        inode = self._inodes.pop(old)
+        if self._record is not None and not in_use:
+            self._record.remove(inode)
+        return _Exchange(descriptor, in_use, new)
+
+    def _finish(self, exchange: _Exchange) -> None:
+        """Give the old memory back, then make the new."""
+        if exchange.descriptor is not None:
+            if not exchange.in_use:
+                # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
+                kernel.punch(exchange.descriptor, self._extent_bytes)
+            old, exchange.descriptor = exchange.descriptor, None
+            os.close(old)
+        self.create([exchange.number])
+
+    def _map(self, number: int, descriptor: int) -> int:
+        try:
+            return kernel.map_shared(descriptor, self._extent_bytes)
+        except OSError as error:
+            raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
+
+    def _unmap(self, number: int) -> None:
+        known = self._mapped.pop(number, None)
+        if known is not None:
+            kernel.unmap(known, self._extent_bytes)
 
     def _stopping(self) -> bool:
         return self._closing
@@ -168,52 +283,31 @@ class HostMemory:
                     self._wake.wait(_IDLE_S)
                 if self._stopping():
                     return
-                number = self._waiting.pop(0)
-                descriptor = os.dup(self._descriptors[number])
+                self._touching = number = self._waiting.pop(0)
+                self._in_vain = False
+                try:
+                    address = self._map(number, self._descriptors[number])
+                except TierUnavailable as error:
+                    log.warning("extent %d is not pre-faulted: %s", number, error)
+                    continue
             try:
-                self._touch(descriptor)
-            except TierUnavailable as error:
+                self._touch(number, address)
+            except (TierUnavailable, OSError) as error:
                 log.warning("extent %d is not pre-faulted: %s", number, error)
-                continue
             finally:
-                os.close(descriptor)
+                kernel.unmap(address, self._extent_bytes)
+
+    def _touch(self, number: int, address: int) -> None:
+        """Fault an extent in; what is replaced meanwhile takes no memory afterwards."""
+        for start in range(0, self._extent_bytes, _TOUCH_BYTES):
+            length = min(_TOUCH_BYTES, self._extent_bytes - start)
+            mover.populate(address + start, length, write=True)
             with self._lock:
-                if number in self._descriptors and not self._stopping():
-                    self._populated.add(number)
-
-    def _touch(self, descriptor: int) -> None:
-        with mmap.mmap(descriptor, self._extent_bytes) as memory:
-            address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-            for start in range(0, self._extent_bytes, _TOUCH_BYTES):
-                if self._stopping():
-                    return
-                length = min(_TOUCH_BYTES, self._extent_bytes - start)
-                mover.populate(address + start, length, write=True)
-
-
-def stale_bytes(node: str, boot: bytes, proc: Path = Path("/proc")) -> int:
-    """Memory of earlier boots of this node that processes still map.
-
-    Args:
-        node: the node's name.
-        boot: the present boot, whose memory does not count.
-        proc: where the process file system is.
-
-    Returns:
-        bytes; memory of processes this user may not inspect is not seen.
-    """
-    sizes: dict[str, int] = {}
-    for maps in proc.glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text(errors="replace").splitlines()
-        except OSError:
-            continue  # it ended, or it is another user's
-        for line in lines:
-            found = _NAME.search(line)
-            if found is None or found.group(1) != node or found.group(2) == boot.hex():
-                continue
-            span, _, offset, _, inode, *_ = line.split()
-            start, stop = (int(part, 16) for part in span.split("-"))
-            end = int(offset, 16) + stop - start
-            sizes[inode] = max(sizes.get(inode, 0), end)
-    return sum(sizes.values())
+                there, in_vain = number in self._descriptors, self._in_vain
+            if in_vain:
+                kernel.give_back(address, self._extent_bytes)
+            if not there or self._stopping():
+                return
+        with self._lock:
+            if number in self._descriptors:
+                self._populated.add(number)
