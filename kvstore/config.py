@@ -20,6 +20,7 @@ import msgspec
 
 from kvstore.constraints import allowed
 from kvstore.errors import ConfigError
+from kvstore.machine import Needs
 from kvstore.sizes import size_of
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,7 @@ class NodeConfig(Section, frozen=True):
 
     name: Annotated[
         str,
-        msgspec.Meta(
-            pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -"
-        ),
+        msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -"),
     ] = "local"
 
 
@@ -239,6 +238,14 @@ class ServerConfig(Section, frozen=True):
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
+
+    @property
+    def needs(self) -> Needs:
+        """What a node of this configuration takes of its machine."""
+        host = self.host
+        capacity = host.capacity_bytes // host.extent_bytes * host.extent_bytes
+        mapped = capacity if self.ssd.directories else host.extent_bytes
+        return Needs(capacity, host.extent_bytes, mapped)
 
 
 class Loaded(msgspec.Struct, Generic[T], frozen=True):
@@ -450,7 +457,9 @@ def _refuse_near_misses(kind: type[Any], environ: Mapping[str, str], env_prefix:
             continue
         near = difflib.get_close_matches(plain.removeprefix(stem), known, 1, _NEAR)
         if near and not _SERVICE_LINK.fullmatch(f"{plain}={text}"):
-            raise ConfigError(f"{name}: nothing reads this variable; did you mean {known[near[0]]}?")
+            raise ConfigError(
+                f"{name}: nothing reads this variable; did you mean {known[near[0]]}?"
+            )
         ignored.append(name)
     if ignored:
         log.warning("these environment variables are no settings: %s", ", ".join(ignored))

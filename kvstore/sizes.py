@@ -27,7 +27,8 @@ def size_of(text: str) -> int:
             " or a number of bytes"
         )
     number, unit, binary, _ = match.groups()
-    size = Fraction(number) * (1024 if binary else 1000) ** _POWERS[(unit or "").lower()]
+    power: int = _POWERS[(unit or "").lower()]
+    size = Fraction(number) * int((1024 if binary else 1000) ** power)
     if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return size.numerator

@@ -14,10 +14,13 @@ more; "dead" is the kernel's (a pidfd).
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.slots import Slot
-from kvstore.state.tree import Node
+from kvstore.state.tree import Node, Space
+
+SPACES_TOLD: Final = 16
 
 
 @dataclass(slots=True)
@@ -109,6 +112,7 @@ class Session:
         used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
         quota_bytes: the most that ``used_bytes`` may reach.
         prefill_s_per_token: what the engine reported; 0 until it did.
+        spaces: the first ones it opened, at most :data:`SPACES_TOLD`; for those who watch it.
     """
 
     token: bytes
@@ -118,10 +122,16 @@ class Session:
     used_bytes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
+    spaces: list[Space] = field(default_factory=list)
 
     def admits(self, extra_bytes: int) -> bool:
         """Whether the quota leaves room for ``extra_bytes`` more."""
         return self.used_bytes + extra_bytes <= self.quota_bytes
+
+    def opened(self, space: Space) -> None:
+        """It uses a space."""
+        if len(self.spaces) < SPACES_TOLD and all(space is not one for one in self.spaces):
+            self.spaces.append(space)
 
     def check(self) -> None:
         """Assert that the bytes add up."""

@@ -46,6 +46,7 @@ class Spaces:
             raise InvalidArgument("shards", "at least one is needed")
         opened = self.adopt(identity, shards)
         session.domain = identity.tenant
+        session.opened(opened[0])
         return opened
 
     def adopt(

@@ -1,0 +1,145 @@
+"""What an operator reads in the log while a node runs, seen from outside: nobody has to report it.
+
+A look compares the node with what the last look saw. It is cheap, so there is one in every tick of
+the loop; an engine that stays for less than a tick leaves no line.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.logs import event
+from kvstore.node import Node
+from kvstore.page import SpaceIdentity
+from kvstore.state.sessions import Session
+
+log = logging.getLogger(__name__)
+
+CLOSE_LOOK_TICKS: Final = 10
+"""So often a look is at everything, else only at who is there."""
+CALM_S: Final = 30.0
+"""So long the SSD tier must be without a failure before it is said to be well, if it is idle."""
+_NS: Final = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A session as it was seen."""
+
+    session: Session
+    since_ns: int
+    pids: set[int]
+    spaces: int = 0
+
+    def look(self) -> None:
+        """Log the spaces it has opened since the last time, and remember its processes."""
+        session = self.session
+        self.pids.update(one.pid for one in session.processes.values())
+        for space in session.spaces[self.spaces :]:
+            self.spaces += 1
+            event(
+                log, logging.INFO, "engine opened a space", **_named(session),
+                space=space.label[:12], **_told(space.identity),
+            )  # fmt: skip
+
+
+class Watch:
+    """Logs engines that come and go, and what becomes of a node's tiers, policy and readiness.
+
+    Args:
+        node: is looked at, never changed.
+        unready: why the node cannot serve now; empty when it can.
+    """
+
+    def __init__(self, node: Node, unready: Callable[[], str]) -> None:
+        """Take it that all is as it should be: the first look says what is not."""
+        self._node = node
+        self._unready = unready
+        self._ticks = 0
+        self._engines: dict[bytes, _Engine] = {}
+        self._why = ""
+        self._withheld_bytes = 0
+        #: When the SSD tier last failed, and pages written until then; None while it is well.
+        self._failed: tuple[int, int] | None = None
+        self._policy = node.pages.eviction.policy
+
+    def look(self, now_ns: int) -> None:
+        """Log what is not as it was."""
+        if self._engines.keys() != self._node.sessions.keys():
+            self._who_is_there(now_ns)
+        if self._ticks % CLOSE_LOOK_TICKS == 0:
+            for engine in self._engines.values():
+                engine.look()
+            self._host_memory()
+            self._ssd(now_ns)
+            self._policy_and_readiness()
+        self._ticks += 1
+
+    def _who_is_there(self, now_ns: int) -> None:
+        sessions = self._node.sessions
+        for token in self._engines.keys() - sessions.keys():
+            gone = self._engines.pop(token)
+            gone.look()
+            event(
+                log, logging.INFO, "engine left", **_named(gone.session),
+                pids=sorted(gone.pids), spaces=[one.label[:12] for one in gone.session.spaces],
+                stayed_s=round((now_ns - gone.since_ns) / _NS, 3),
+            )  # fmt: skip
+        for token, session in sessions.items():
+            if token not in self._engines:
+                pids = {one.pid for one in session.processes.values()}
+                self._engines[token] = _Engine(session, now_ns, pids)
+                event(log, logging.INFO, "engine came", engine=session.name, pids=sorted(pids))
+
+    def _host_memory(self) -> None:
+        slots = self._node.pages.slots
+        withheld, before = slots.withheld * slots.extent_bytes, self._withheld_bytes
+        if withheld > before:
+            event(log, logging.WARNING, "host memory withheld", withheld_bytes=withheld,
+                  why="clients still map memory of the previous boot")  # fmt: skip
+        elif withheld < before:
+            event(log, logging.INFO, "host memory returned", withheld_bytes=withheld,
+                  returned_bytes=before - withheld)  # fmt: skip
+        self._withheld_bytes = withheld
+
+    def _ssd(self, now_ns: int) -> None:
+        disk = self._node.pages.disk
+        if disk is None:
+            return
+        written = self._node.pages.counts["demoted_pages"]
+        if disk.troubled:
+            if self._failed is None:
+                event(log, logging.WARNING, "SSD tier degraded",
+                      why="writes or syncs fail; the node serves on from memory")  # fmt: skip
+            self._failed = now_ns, written
+        elif self._failed is not None:  # between two tries nothing fails either
+            since_ns, before = self._failed
+            if written > before or now_ns - since_ns >= CALM_S * _NS:
+                event(log, logging.INFO, "SSD tier recovered")
+                self._failed = None
+
+    def _policy_and_readiness(self) -> None:
+        policy = self._node.pages.eviction.policy
+        if policy != self._policy:
+            event(log, logging.INFO, "eviction policy changed", policy=policy, before=self._policy)
+            self._policy = policy
+        why = self._unready()
+        if why and not self._why:
+            event(log, logging.WARNING, "not ready", why=why)
+        elif self._why and not why:
+            event(log, logging.INFO, "ready again", was=self._why)
+        self._why = why
+
+
+def _named(session: Session) -> dict[str, object]:
+    return {"engine": session.name, "tenant": session.domain}
+
+
+def _told(identity: SpaceIdentity) -> dict[str, object]:
+    return {
+        "model": identity.model,
+        "revision": identity.revision,
+        "kv_dtype": identity.kv_dtype,
+        "page_tokens": identity.page_tokens,
+    }
