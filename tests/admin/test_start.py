@@ -1,4 +1,4 @@
-"""Goal: what fails at a start ends the process at once, says why last, and leaves nothing behind."""
+"""Goal: what fails at a start ends the process at once, is said last, and leaves nothing behind."""
 
 import json
 import os
