@@ -137,7 +137,8 @@ class Daemon:
             serving = [tasks.create_task(self.socket.serve()), tasks.create_task(self._tick())]
             self._say_ready(http)
             await stop.wait()
-            event(log, logging.INFO, "stopping", why=self._why)
+            self._watch.look(monotonic_ns())
+            event(log, logging.INFO, "stopping", why=self._why, engines=len(self.node.sessions))
             if not self._failed:
                 await self._write_out()
             for task in serving:

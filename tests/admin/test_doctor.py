@@ -51,7 +51,8 @@ def test_every_subject_is_checked(machine, tmp_path):
 
     assert names == {
         "node", "python", "kernel", "libraries", "mover", "memfd", "tmpfs", "memlock",
-        "descriptors", "cgroup", "memory", "limits", "huge pages", "clock", "direct I/O", "disk speed",
+        "descriptors", "cgroup", "memory", "limits", "huge pages", "clock", "direct I/O",
+        "disk speed",
     }  # fmt: skip
     assert not list(tmp_path.glob("kvstore-doctor-*")), "nothing is left behind"
 
