@@ -9,7 +9,9 @@ import re
 from fractions import Fraction
 from typing import Final
 
-_SIZE: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(
+    r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?))?(b?)\s*", re.IGNORECASE
+)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NAMES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
