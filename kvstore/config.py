@@ -305,7 +305,7 @@ def _refusal(
             at, value = types[step], value[step]
     name = path.rpartition(".")[2]
     if words := allowed(at, size=_is_size(name)):
-        what = f"{_masked(name, value)!r} is not {words}"
+        what = f"{_masked(name, value)!r} does not fit: it must be {words}"
     # A section refuses values that do not go together, and names them.
     said = {s: None for k, s in sources.items() if k == key or f"{k}=" in what} or {
         s: None for k, s in sources.items() if k.startswith(f"{key}.")

@@ -184,6 +184,8 @@ def _shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(_shown, value)) or "-"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return text.lower()
     return text if _BARE.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 

@@ -42,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(wrong[1], self.verbs, n=1)
             hint = f"did you mean {near[0]}?" if near else "kvstore --help lists them"
             message = f"{wrong[1]!r} is no verb; {hint}"
+        elif message.endswith("required: VERB"):
+            message = "name a verb; kvstore --help lists them"
         super().error(message)
 
 
@@ -348,7 +350,9 @@ def _bulk(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _clear(node: Remote, at: argparse.Namespace) -> Any:
-    if at.all and at.space is None and not at.yes:
+    if (at.space is None) != at.all:
+        raise InvalidArgument("space", "name a space to empty, or --all")
+    if at.all and not at.yes:
         _confirm(node)
     return _job(node, at, {"space": at.space, "all": at.all})
 

@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvstore.sizes import rounded
+from kvstore.sizes import exact, rounded
 
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""
 LABEL_DIGITS: Final = 12
 """Of a space's label: enough to name it."""
+_REVISION_CHARACTERS: Final = 12
 
 
 class _Console(Console):
@@ -87,14 +88,15 @@ def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
 def spaces(answer: Any, console: Console) -> None:
     """Spaces, two lines each: what they are of, then what they have."""
     every = answer["spaces"]
-    console.print(f"{len(every)} space{'' if len(every) == 1 else 's'}", style="italic")
+    console.print(f"{len(every)} space{'' if len(every) == 1 else 's'}",
+                  style="italic", highlight=False)  # fmt: skip
     if every:
         console.print(f"{'space':<{LABEL_DIGITS}}  model\n{'pages':>9}  {'memory':>10}  "
                       f"{'SSD':>10}  a page", style="bold", highlight=False)  # fmt: skip
     for one in every:
         console.print(
             Text.assemble((one["space"][:LABEL_DIGITS], "bold"), f"  {cell(identity(one))}"),
-            overflow="fold",
+            soft_wrap=True,
         )
         shards = one["shards"] if isinstance(one["shards"], int) else len(one["shards"])
         page = f"{one['page_tokens']} tokens, {one['kv_dtype']}"
@@ -111,14 +113,14 @@ def spaces(answer: Any, console: Console) -> None:
         console.print(
             f"{one['pages']:>9,}  {rounded(one['host_bytes']):>10}  {on_ssd:>10}  "
             + "; ".join([page, *limits]),
-            highlight=False, overflow="fold",
+            highlight=False, soft_wrap=True,
         )  # fmt: skip
 
 
 def identity(space: dict[str, Any]) -> str:
     """What a space is of, for people: its model, and what else sets it apart."""
     apart = [
-        f"{name} {space[name]}"
+        f"{name} {space[name][:_REVISION_CHARACTERS] if name == 'revision' else space[name]}"
         for name, usual in (("tenant", "default"), ("revision", ""), ("scope", ""))
         if space[name] != usual
     ]
@@ -188,8 +190,20 @@ def tiers(answer: Any, console: Console) -> None:
 
 def config(answer: Any, console: Console) -> None:
     """Configured values."""
-    rows = ([one["key"], one["value"], one["source"]] for one in answer["values"])
+    rows = (
+        [one["key"], _configured(one["key"], one["value"]), one["source"]]
+        for one in answer["values"]
+    )
     _table(console, "configuration", ("key", "value", "source"), rows)
+
+
+def _configured(key: str, value: object) -> str:
+    """A value as it may be written in a configuration."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and "bytes" in key.rpartition(".")[2].split("_"):
+        return exact(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def pins(answer: Any, console: Console) -> None:
@@ -257,6 +271,8 @@ def explanation(answer: Any, console: Console) -> None:
 def anything(answer: Any, console: Console) -> None:
     """Names and values."""
     table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, text in _flat(answer):
         table.add_row(name, text)
     console.print(table)
@@ -287,9 +303,11 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
         if value and all(isinstance(part, dict) for part in parts):
             for at, part in enumerate(parts):
                 yield from _flat(part, f"{label}.{at}." if isinstance(value, list) else f"{label}.")
-        elif value is None:
+        elif value is None or value in ([], {}):
             yield label, ""
-        elif name.endswith("_bytes"):
+        elif isinstance(value, list):
+            yield label, ", ".join(map(cell, value))
+        elif name == "bytes" or name.endswith("_bytes"):
             yield label, rounded(value)
         elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
             yield label, seconds(value)

@@ -98,13 +98,22 @@ def test_what_the_node_refuses_fails_with_its_words(kvstore, stored):
         (("unpin", 999), "does not exist"), (("policy", "x"), "known are lru"),
         (("prefetch", stored.label, UNKNOWN), "one tier"),
         (("move", stored.label, UNKNOWN), "one tier"),
-        (("clear",), "all=true"), (("jobs", 999), "does not exist"),
-        (("clear", stored.label, "--all"), "all=true"), (("page", "a b", UNKNOWN), "not open here"),
+        (("jobs", 999), "does not exist"), (("page", "a b", UNKNOWN), "not open here"),
         (("page", "mödel?x#y", UNKNOWN), "not open here"),
         (("quota", "nowhere", "--quota-bytes", 1), "not open here"),
     ):  # fmt: skip
         status, told = kvstore(*words)
         assert (status, heard in told) == (1, True), (words, told)
+
+
+def test_what_is_to_be_emptied_is_named_in_one_way(kvstore, stored):
+    for words in (
+        ("clear",),
+        ("clear", stored.label, "--all"),
+        ("clear", stored.label, "--all", "--yes"),
+    ):
+        status, told = kvstore(*words)
+        assert (status, "name a space to empty, or --all" in told) == (2, True)
 
 
 def test_names_that_engines_chose_are_shown_as_they_are(kvstore, daemon):
