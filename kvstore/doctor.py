@@ -57,7 +57,8 @@ def run(
         token: shown to it; may be empty.
         directory: where an SSD tier would be; None = where the configuration says, else where the
             node has one, else here.
-        config: a node's configuration file; its capacity counts, not that of a node that answers.
+        config: a node's configuration file; what it or the environment says counts, not what a node
+            that answers has.
         console: where they are printed.
         as_json: print them as JSON.
 
@@ -67,7 +68,8 @@ def run(
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    wanted = load(ServerConfig, config).config if config is not None else None
+    loaded = load(ServerConfig, config)
+    wanted = loaded.config if config is not None or loaded.sources else None
     stats = _stats(url, token)
     if directory is not None:
         places = [directory]

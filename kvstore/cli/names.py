@@ -37,11 +37,11 @@ class Names:
             NotFound: there is none of that name.
             InvalidArgument: there are several; lists them.
         """
-        if _FULL.fullmatch(name):
-            return name
-        every = self._all_spaces()
+        if _FULL.fullmatch(name.lower()):
+            return name.lower()
+        every, digits = self._all_spaces(), name.lower()
         found = (
-            [one for one in every if _PREFIX.fullmatch(name) and one["space"].startswith(name)]
+            [one for one in every if _PREFIX.fullmatch(digits) and one["space"].startswith(digits)]
             or [one for one in every if one["model"] == name]
             or [one for one in every if one["model"].rpartition("/")[2] == name]
         )

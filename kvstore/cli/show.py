@@ -40,11 +40,11 @@ def stats(answer: Any, console: Console) -> None:
     counts = answer["counts"]
     table = Table(title=f"node {answer['node']}", show_header=False)
     for name, value in (
-        ("version", answer["version"]),
-        ("up for", duration(answer["uptime_s"])),
+        ("version", answer.get("version", "unknown")),  # of an older node
+        ("up for", duration(answer["uptime_s"]) if "uptime_s" in answer else "unknown"),
         ("hit rate", f"{hit_rate(counts)} since the start"),
         ("pages", f"{answer['pages']:,}"),
-        ("policy", answer["policy"]),
+        ("policy", answer.get("policy", "unknown")),
         ("mover", answer["mover"]),
         *_memory_rows(answer["host"]),
         *_ssd_rows(answer["ssd"]),

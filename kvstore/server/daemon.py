@@ -101,7 +101,7 @@ class Daemon:
         undo.callback(self.memory.close)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
-        undo.callback(self.publication.close)
+        undo.callback(self._close_publication)
         self.socket = SocketServer(
             config.socket, self.node, self.memory, self._publish, self._stats_json
         )
@@ -160,6 +160,12 @@ class Daemon:
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
         gc.freeze()  # no collection walks over all that was found: nodes go by their counts
+
+    def _close_publication(self) -> None:
+        try:
+            self.publication.close()
+        except KVStoreError as error:  # what went wrong before it matters more
+            event(log, logging.ERROR, "events did not end", why=str(error))
 
     def _stop(self, why: str, stop: asyncio.Event) -> None:
         self._why = self._why or why

@@ -139,6 +139,18 @@ def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path
     assert main([*words, "--config", str(config)]) == 2
 
 
+def test_what_the_environment_says_counts_too(machine, tmp_path, capsys, monkeypatch):
+    words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1", "--json"]
+    monkeypatch.setenv("KVSTORE__HOST__CAPACITY_BYTES", "128TiB")
+
+    assert main(words) == 1
+    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert (told["memory"]["status"], "128.0 TiB" in told["memory"]["found"]) == ("fail", True)
+    monkeypatch.setenv("KVSTORE_HOST_CAPACITY_BYTES", "1GiB")
+    assert main(words) == 2
+    assert "did you mean KVSTORE__HOST__CAPACITY_BYTES" in capsys.readouterr().err
+
+
 def test_the_directories_and_the_capacity_of_the_file_are_checked(
     daemon, machine, tmp_path, capsys, monkeypatch
 ):

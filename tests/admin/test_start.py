@@ -1,5 +1,7 @@
 """Goal: what fails at a start ends the process at once, is said last, and leaves nothing behind."""
 
+import asyncio
+import gc
 import json
 import os
 import socket
@@ -11,7 +13,7 @@ import pytest
 
 from kvstore.config import ServerConfig, load
 from kvstore.errors import KVStoreError
-from kvstore.server.daemon import Daemon
+from kvstore.server.daemon import Daemon, serve
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import READY, arguments
 
@@ -146,20 +148,84 @@ def test_the_message_is_json_like_every_line_where_that_was_asked_for(spawn, tmp
 
 
 def test_a_thread_that_hangs_does_not_keep_the_process(spawn, tmp_path):
-    program = (
-        "import threading, kvstore.server.daemon as daemon\n"
+    patch = (
+        "import threading\n"
         "daemon.END_WAIT_S = 0.1\n"
         "def fail(*_arguments):\n"
         "    threading.Thread(target=threading.Event().wait, name='stuck').start()\n"
         "    raise daemon.TierUnavailable('nothing works')\n"
-        "daemon.Publication = fail\n"
-        "raise SystemExit(daemon.main())\n"
+        "daemon.Publication = fail"
     )
-    process = spawn([sys.executable, "-c", program, *small(tmp_path, {})[3:]])
+    process = spawn(in_a_process(patch, tmp_path))
 
     assert process.wait(END_S) == 2
     assert "ended without waiting for threads threads=stuck" in process.stderr
     assert process.stderr.splitlines()[-1] == "kvstore-server: tier_unavailable: nothing works"
+
+
+def in_a_process(patch: str, tmp_path: Path) -> list[str]:
+    """A daemon with something of it replaced."""
+    program = f"import kvstore.server.daemon as daemon\n{patch}\nraise SystemExit(daemon.main())"
+    return [sys.executable, "-c", program, *small(tmp_path, {})[3:]]
+
+
+def test_what_breaks_while_it_serves_ends_it_loudly(spawn, tmp_path):
+    patch = (
+        "async def tick(self):\n"
+        "    raise ValueError('nobody thought of this')\n"
+        "daemon.Daemon._tick = tick"
+    )
+    process = spawn(in_a_process(patch, tmp_path))
+
+    assert process.wait(END_S) == 1
+    assert "CRITICAL kvstore.server.daemon: the node failed" in process.stderr
+    assert "ValueError: nobody thought of this" in process.stderr
+    assert not (tmp_path / "kv.sock").exists()
+
+
+def test_a_call_without_an_error_of_ours_is_said_in_one_line_too(spawn, tmp_path):
+    patch = (
+        "def fail(*_arguments):\n"
+        "    raise OSError(24, 'Too many open files')\n"
+        "daemon.HttpServer = fail"
+    )
+
+    told = refused(spawn(in_a_process(patch, tmp_path)))
+    assert told == "kvstore-server: internal: [Errno 24] Too many open files"
+
+
+def test_events_that_do_not_end_do_not_hide_why_it_failed(spawn, tmp_path):
+    patch = (
+        "def fail(*_arguments):\n"
+        "    raise daemon.ConfigError('this is why')\n"
+        "def hang(self, real=daemon.Publication.close):\n"
+        "    real(self)\n"
+        "    raise daemon.TierUnavailable('it does not end')\n"
+        "daemon.HttpServer = fail\n"
+        "daemon.Publication.close = hang"
+    )
+    process = spawn(in_a_process(patch, tmp_path))
+
+    assert refused(process) == "kvstore-server: config: this is why"
+    assert "events did not end" in process.stderr
+
+
+@pytest.mark.parametrize(
+    "step", ["the port of HTTP is taken", "a node listens at the socket", "the token is short"]
+)
+def test_a_daemon_that_fails_late_gives_back_what_it_had(tmp_path, taken, step):
+    settings, said = STEPS[step]
+    words = small(tmp_path, {name: value.format(**taken) for name, value in settings.items()})
+    loaded = load(ServerConfig, None, {}, words[4::2])
+
+    try:
+        with pytest.raises(KVStoreError, match=said):
+            asyncio.run(serve(loaded, None))
+    finally:
+        gc.unfreeze()  # a node has the process for itself
+    assert not (tmp_path / "kv.sock").exists()
+    os.close(OSDisk().lock(tmp_path / "ssd"))
+    # Threads and descriptors are what the leak check of every test looks at.
 
 
 def test_a_daemon_that_cannot_be_made_gives_back_what_it_had(tmp_path):
