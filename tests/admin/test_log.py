@@ -172,6 +172,21 @@ def test_engines_come_open_spaces_and_leave(node, seen):
     )  # fmt: skip
 
 
+def test_what_a_short_visitor_opened_is_told_when_it_leaves(node, caplog):
+    caplog.set_level(logging.INFO)
+    watch = Watch(node, lambda: "")
+    watch.look(0)  # the others until the next close look see only who is there
+    node.connected(7, 4711)
+    node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
+    watch.look(1)
+    node.receive(7, OpenSpace(2, identity(), [FLAT]), 1)
+    node.disconnected(7, 2, ended=True)
+    watch.look(2)
+
+    names = [one.message for one in caplog.records]
+    assert names[-3:] == ["engine came", "engine opened a space", "engine left"]
+
+
 def test_an_engine_with_many_spaces_is_told_with_its_first_ones(node, seen):
     node.connected(7, 4711)
     node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
