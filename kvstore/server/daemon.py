@@ -27,7 +27,8 @@ from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.logs import event
 from kvstore.machine import Needs, memory_checks, version_of
 from kvstore.movements import DiskMovements
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
 from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
 from kvstore.server.publish import Publication

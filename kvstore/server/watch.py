@@ -6,7 +6,8 @@ the loop; an engine that stays for less than a tick leaves no line.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from kvstore.logs import event
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_LOOK_TICKS: Final = 10
 """So often a look is at everything, else only at who is there."""
+SPACES_TOLD: Final = 16
+"""Spaces of one engine that are told of; it may open thousands."""
 CALM_S: Final = 30.0
 """So long the SSD tier must be without a failure before it is said to be well, if it is idle."""
 _NS: Final = 1_000_000_000
@@ -25,21 +28,32 @@ _NS: Final = 1_000_000_000
 
 @dataclass(slots=True)
 class _Engine:
-    """A session as it was seen."""
+    """A session as it was seen.
+
+    Attributes:
+        since_ns: when it was seen first.
+        pids: of its processes that have one here.
+        spaces: labels of the first spaces it opened, at most :data:`SPACES_TOLD`.
+    """
 
     session: Session
     since_ns: int
-    pids: set[int]
-    spaces: int = 0
+    pids: set[int] = field(default_factory=set)
+    spaces: list[str] = field(default_factory=list)
 
-    def look(self) -> None:
-        """Log the spaces it has opened since the last time, and remember its processes."""
-        session = self.session
-        self.pids.update(one.pid for one in session.processes.values())
-        for space in session.spaces[self.spaces :]:
-            self.spaces += 1
+    def look_at_processes(self) -> None:
+        """Remember its processes: when it has left they are gone too."""
+        self.pids.update(one.peer.pid for one in self.session.processes.values() if one.peer.pid)
+
+    def look_at_spaces(self) -> None:
+        """Log the spaces it has opened since the last time."""
+        known = self.session.spaces
+        if len(self.spaces) == min(len(known), SPACES_TOLD) or not known:
+            return
+        for space in islice(known.values(), len(self.spaces), SPACES_TOLD):
+            self.spaces.append(space.label[:12])
             event(
-                log, logging.INFO, "engine opened a space", **_named(session),
+                log, logging.INFO, "engine opened a space", **_named(self.session),
                 space=space.label[:12], **_told(space.identity),
             )  # fmt: skip
 
@@ -68,9 +82,11 @@ class Watch:
         """Log what is not as it was."""
         if self._engines.keys() != self._node.sessions.keys():
             self._who_is_there(now_ns)
+        for engine in self._engines.values():
+            engine.look_at_spaces()
         if self._ticks % CLOSE_LOOK_TICKS == 0:
             for engine in self._engines.values():
-                engine.look()
+                engine.look_at_processes()
             self._host_memory()
             self._ssd(now_ns)
             self._policy_and_readiness()
@@ -80,17 +96,17 @@ class Watch:
         sessions = self._node.sessions
         for token in self._engines.keys() - sessions.keys():
             gone = self._engines.pop(token)
-            gone.look()
             event(
                 log, logging.INFO, "engine left", **_named(gone.session),
-                pids=sorted(gone.pids), spaces=[one.label[:12] for one in gone.session.spaces],
+                pids=sorted(gone.pids), spaces=gone.spaces,
                 stayed_s=round((now_ns - gone.since_ns) / _NS, 3),
             )  # fmt: skip
         for token, session in sessions.items():
             if token not in self._engines:
-                pids = {one.pid for one in session.processes.values()}
-                self._engines[token] = _Engine(session, now_ns, pids)
-                event(log, logging.INFO, "engine came", engine=session.name, pids=sorted(pids))
+                engine = self._engines[token] = _Engine(session, now_ns)
+                engine.look_at_processes()
+                event(log, logging.INFO, "engine came", engine=session.name,
+                      pids=sorted(engine.pids))  # fmt: skip
 
     def _host_memory(self) -> None:
         slots = self._node.pages.slots

@@ -19,7 +19,7 @@ import numpy as np
 from kvstore import mover, wire
 from kvstore.config import SSDConfig
 from kvstore.disk import DiskTier
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import (
     CanonicalLayout,
     PrefixKey,
@@ -29,9 +29,11 @@ from kvstore.page import (
     digest_seed,
     page_keys,
     page_seeds,
-)
+)  # fmt: skip
+from kvstore.requests import NodeLimits
 from kvstore.state.diskjobs import Durable, SyncPolicy, WritePolicy
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
 from kvstore.state.walks import Removal
@@ -142,7 +144,7 @@ class Life:
             raise
 
     def _introduce(self) -> None:
-        self.node.connected(CONNECTION, 0)
+        self.node.connected(CONNECTION, Peer(0))
         major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
         for request in (
             wire.Hello(1, major, minor, "engine", b"", b"origin"),

@@ -12,8 +12,10 @@ import pytest
 
 from kvstore import logs
 from kvstore.logs import LINES_MAX, WINDOW_S, Sparing, event
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
 from kvstore.server.watch import CALM_S, CLOSE_LOOK_TICKS, Watch
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.wire import PROTOCOL_MAJOR, Hello, OpenSpace
 from tests.admin.conftest import Stored
@@ -155,7 +157,7 @@ def seen(node, caplog):
 def test_engines_come_open_spaces_and_leave(node, seen):
     node.pages.slots.provide(2)
     assert seen() == []
-    node.connected(7, 4711)
+    node.connected(7, Peer(1, 4711))
     node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
     node.receive(7, OpenSpace(2, identity(model="m"), [FLAT]), 0)
     label = next(iter(node.pages.spaces)).label[:12]
@@ -172,23 +174,28 @@ def test_engines_come_open_spaces_and_leave(node, seen):
     )  # fmt: skip
 
 
-def test_what_a_short_visitor_opened_is_told_when_it_leaves(node, caplog):
+def test_a_visitor_of_one_tick_is_told_of_too(node, caplog):
     caplog.set_level(logging.INFO)
     watch = Watch(node, lambda: "")
-    watch.look(0)  # the others until the next close look see only who is there
-    node.connected(7, 4711)
-    node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
-    watch.look(1)
-    node.receive(7, OpenSpace(2, identity(), [FLAT]), 1)
-    node.disconnected(7, 2, ended=True)
-    watch.look(2)
+    for tick in range(3):
+        if tick == 1:
+            node.connected(7, Peer(1, 4711))
+            node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
+            node.receive(7, OpenSpace(2, identity(), [FLAT]), 1)
+        if tick == 2:
+            node.disconnected(7, 2, ended=True)
+        watch.look(tick)
 
-    names = [one.message for one in caplog.records]
-    assert names[-3:] == ["engine came", "engine opened a space", "engine left"]
+    told = [(one.message, one.fields) for one in caplog.records]
+    assert [name for name, _ in told[-3:]] == [
+        "engine came", "engine opened a space", "engine left"
+    ]  # fmt: skip
+    assert told[-1][1]["pids"] == [4711]
+    assert len(told[-1][1]["spaces"]) == 1
 
 
 def test_an_engine_with_many_spaces_is_told_with_its_first_ones(node, seen):
-    node.connected(7, 4711)
+    node.connected(7, Peer(1, 4711))
     node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
     for number in range(40):
         for _ in range(2):
