@@ -33,12 +33,14 @@ class _Engine:
     Attributes:
         since_ns: when it was seen first.
         pids: of its processes that have one here.
-        spaces: labels of the first spaces it opened, at most :data:`SPACES_TOLD`.
+        opened: spaces it had opened.
+        spaces: labels of the first of them, at most :data:`SPACES_TOLD`.
     """
 
     session: Session
     since_ns: int
     pids: set[int] = field(default_factory=set)
+    opened: int = 0
     spaces: list[str] = field(default_factory=list)
 
     def look_at_processes(self) -> None:
@@ -47,10 +49,8 @@ class _Engine:
 
     def look_at_spaces(self) -> None:
         """Log the spaces it has opened since the last time."""
-        known = self.session.spaces
-        if len(self.spaces) == min(len(known), SPACES_TOLD) or not known:
-            return
-        for space in islice(known.values(), len(self.spaces), SPACES_TOLD):
+        self.opened = len(self.session.spaces)
+        for space in islice(self.session.spaces.values(), len(self.spaces), SPACES_TOLD):
             self.spaces.append(space.label[:12])
             event(
                 log, logging.INFO, "engine opened a space", **_named(self.session),
@@ -83,7 +83,8 @@ class Watch:
         if self._engines.keys() != self._node.sessions.keys():
             self._who_is_there(now_ns)
         for engine in self._engines.values():
-            engine.look_at_spaces()
+            if len(engine.session.spaces) > engine.opened:
+                engine.look_at_spaces()
         if self._ticks % CLOSE_LOOK_TICKS == 0:
             for engine in self._engines.values():
                 engine.look_at_processes()
