@@ -80,12 +80,13 @@ class Watch:
 
     def look(self, now_ns: int) -> None:
         """Log what is not as it was."""
-        if self._engines.keys() != self._node.sessions.keys():
+        close = self._ticks % CLOSE_LOOK_TICKS == 0
+        if close or self._engines.keys() != self._node.sessions.keys():
             self._who_is_there(now_ns)
         for engine in self._engines.values():
             if len(engine.session.spaces) > engine.opened:
                 engine.look_at_spaces()
-        if self._ticks % CLOSE_LOOK_TICKS == 0:
+        if close:
             for engine in self._engines.values():
                 engine.look_at_processes()
             self._host_memory()
@@ -95,8 +96,10 @@ class Watch:
 
     def _who_is_there(self, now_ns: int) -> None:
         sessions = self._node.sessions
-        for token in self._engines.keys() - sessions.keys():
-            gone = self._engines.pop(token)
+        # One that came back within a tick has its old token, and is another session.
+        left = [one for one in self._engines.items() if sessions.get(one[0]) is not one[1].session]
+        for token, gone in left:
+            del self._engines[token]
             event(
                 log, logging.INFO, "engine left", **_named(gone.session),
                 pids=sorted(gone.pids), spaces=gone.spaces,

@@ -194,6 +194,17 @@ def test_a_visitor_of_one_tick_is_told_of_too(node, caplog):
     assert len(told[-1][1]["spaces"]) == 1
 
 
+def test_an_engine_that_comes_back_at_once_is_told_of(node, seen):
+    token = bytes(range(16))
+    for connection in (7, 8):
+        node.connected(connection, Peer(1, 4711))
+        node.receive(connection, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0", session=token), 0)
+        names = [name for name, _ in seen() if name.startswith("engine")]
+        assert names == (["engine came"] if connection == 7 else ["engine left", "engine came"])
+        node.disconnected(connection, 0, ended=True)
+    assert [name for name, _ in seen()] == ["engine left"]
+
+
 def test_an_engine_with_many_spaces_is_told_with_its_first_ones(node, seen):
     node.connected(7, Peer(1, 4711))
     node.receive(7, Hello(1, PROTOCOL_MAJOR, 0, "vllm-0"), 0)
