@@ -1,6 +1,7 @@
 """Who may use which tenant's pages: users and groups, as the kernel tells them."""
 
 import grp
+import logging
 import pwd
 import socket
 import struct
@@ -10,10 +11,12 @@ from typing import Final
 from kvstore.errors import ConfigError
 from kvstore.server.processes import credentials
 
+log = logging.getLogger(__name__)
+
 _SO_PEERGROUPS: Final = 59
 _GROUP: Final = struct.Struct("I")
-_GROUPS_MAX: Final = 65_536
-"""Groups that Linux lets a process be in."""
+_GROUPS_MAX: Final = 256
+"""Groups that Python's ``getsockopt`` has room for; of a process in more only its own counts."""
 
 
 class Tenants:
@@ -53,7 +56,11 @@ class Tenants:
 
 def _further_groups(connection: socket.socket) -> Sequence[int]:
     size = _GROUPS_MAX * _GROUP.size
-    packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, size)
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, size)
+    except OSError as error:
+        log.warning("the groups of a peer cannot be read, and give it no tenant: %s", error)
+        return []
     return [group for (group,) in _GROUP.iter_unpack(packed)]
 
 

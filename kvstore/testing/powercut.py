@@ -55,10 +55,8 @@ TICK_NS: Final = 2_000_000
 EVICT_SHARE: Final = 0.2
 SETTLE_STEPS_MAX: Final = 3_000
 _IDENTITY: Final = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
-_SHARDS: Final = [
-    ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=heads)
-    for heads in ((0, 1), (1, 2))
-]
+_LAYOUT: Final = CanonicalLayout(2048)
+_SHARDS: Final = [ShardSpec(layout=_LAYOUT, layers=(0, 1), heads=(at, at + 1)) for at in (0, 1)]
 _SEEDS: Final = [digest_seed(_IDENTITY, spec) for spec in _SHARDS]
 
 Page = tuple[int, bytes]
