@@ -17,6 +17,7 @@ _libc.mmap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -65,6 +66,18 @@ def give_back(address: int, size_bytes: int) -> None:
     """
     if _libc.madvise(address, size_bytes, mmap.MADV_REMOVE):
         raise _error()
+
+
+def file_system_type(path: str) -> int:
+    """The magic number of the file system that a path is on, as ``linux/magic.h`` has them.
+
+    Raises:
+        OSError: the system's.
+    """
+    found = (ctypes.c_long * 32)()  # more than a struct statfs; its first word is the type
+    if _libc.statfs(os.fsencode(path), found):
+        raise _error()
+    return int(found[0])
 
 
 def _fallocate(descriptor: int, mode: int, size_bytes: int) -> None:
