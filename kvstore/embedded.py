@@ -16,6 +16,7 @@ from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
+    TierUnavailable,
     TransferTimeout,
     error_from_code,
 )
@@ -56,7 +57,11 @@ class Embedded:
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
-        self.memory.create(extent.number for extent in slots.extents)
+        try:
+            self.memory.create(extent.number for extent in slots.extents)
+        except KVStoreError:
+            self.memory.close()
+            raise
         self._mapping = Mapping(boot, self._fetch)
         #: The node; also signalled when an answer has come.
         self._answered = threading.Condition()
@@ -209,10 +214,15 @@ class Embedded:
         self._answered.notify_all()
 
     def _fetch(self, numbers: Sequence[int]) -> Sequence[int]:
-        descriptors = []
-        for number in numbers:
-            descriptor = self.memory.descriptor(number)
-            if descriptor is None:
-                raise ProtocolError(f"extent {number} does not exist")
-            descriptors.append(os.dup(descriptor))
+        descriptors: list[int] = []
+        try:
+            for number in numbers:
+                descriptor = self.memory.descriptor(number)
+                if descriptor is None:
+                    raise TierUnavailable(f"extent {number} has no memory for the moment")
+                descriptors.append(os.dup(descriptor))
+        except (OSError, TierUnavailable) as error:
+            for given in descriptors:
+                os.close(given)
+            raise TierUnavailable(f"memory cannot be mapped: {error}") from error
         return descriptors
