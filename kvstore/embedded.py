@@ -25,7 +25,7 @@ from kvstore.node import Node
 from kvstore.requests import NodeLimits
 from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +217,7 @@ class Embedded:
         descriptors: list[int] = []
         try:
             for number in numbers:
+                self.memory.wait(number, MEMORY_WAIT_S)
                 descriptor = self.memory.descriptor(number)
                 if descriptor is None:
                     raise TierUnavailable(f"extent {number} has no memory for the moment")

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Final
@@ -26,7 +26,7 @@ from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
 from kvstore.server.tenants import Tenants
 from kvstore.state.sessions import Peer
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 HANDSHAKES_MAX: Final = 128
 """Connections that have not said anything yet; further ones wait to be accepted."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
+MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
 UNREAD_BYTES_MAX: Final = 256 << 20
 """Bytes of messages that are not whole yet, of all connections."""
@@ -194,6 +195,7 @@ class SocketServer:
                 body, rest = await _first_frame(loop, raw)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
+                    await self._memory_there(request.extents)
                     self._hand_out(raw, request, tenants)
                     raw.close()
                     return
@@ -254,6 +256,14 @@ class SocketServer:
         if not (self._config.group_access and gid == os.getegid()):
             raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
         return None
+
+    async def _memory_there(self, numbers: Sequence[int]) -> None:
+        """Wait until the memory of these extents is there, or a moment at most."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + MEMORY_WAIT_S
+        wanted = numbers[:_EXTENTS_MAX]
+        while any(map(self.memory.pending, wanted)) and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(MEMORY_POLL_S)
 
     def _hand_out(
         self, raw: socket.socket, request: wire.FetchExtents, tenants: frozenset[str] | None

@@ -23,31 +23,41 @@ from kvstore import mover
 from kvstore.errors import TierUnavailable
 from kvstore.state.slots import Replacement
 from kvstore.tier import kernel
-from kvstore.tier.stale import Inode, MemoryRecord, inode_of
+from kvstore.tier.stale import MemoryRecord, inode_of
 
 log = logging.getLogger(__name__)
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RETRY_S: Final = 0.1
 """Between two attempts to make memory that could not be had."""
-_CLOSE_TIMEOUT_S: Final = 30.0
+MEMORY_WAIT_S: Final = 2.0
+"""How long a client's request for memory waits while it is exchanged."""
+_CLOSE_TIMEOUT_S: Final = 5.0
 _TOUCH_BYTES: Final = 64 << 20
 _IDLE_S: Final = 5.0
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """Memory that goes and memory that is to come for it.
+    """Memory that goes, and memory that is to come for it.
 
     Attributes:
-        descriptor: of what goes; None: it has gone.
-        in_use: somebody may still read what goes.
         number: of the extent that is to have memory.
+        descriptor: of what goes; None: it has gone.
+        mapped: where this process has mapped what goes; 0: nowhere.
+        in_use: somebody may still read what goes.
+        thread: what carries it out.
+        error: why the last attempt failed.
+        done: there is memory.
     """
 
-    descriptor: int | None
-    in_use: bool
     number: int
+    descriptor: int | None
+    mapped: int
+    in_use: bool
+    thread: threading.Thread | None = None
+    error: str = ""
+    done: bool = False
 
 
 class HostMemory:
@@ -74,18 +84,19 @@ class HostMemory:
         self._extent_bytes = extent_bytes
         self._record = record
         self._descriptors: dict[int, int] = {}
-        self._inodes: dict[int, Inode] = {}
         #: Extents that this process has mapped for its own moves, and where.
         self._mapped: dict[int, int] = {}
-        #: Extents whose memory could not be exchanged yet, in order.
-        self._unfinished: list[_Exchange] = []
+        #: Number of each extent that has no memory yet → how it is to get it.
+        self._exchanges: dict[int, _Exchange] = {}
         self._retry_s = 0.0
+        self._failing = False
         self._waiting: list[int] = []
         self._populated: set[int] = set()
         #: The extent that is being touched, and whether its memory was given back meanwhile.
         self._touching, self._in_vain = -1, False
-        #: Protects the descriptors and the four above; never held while memory is touched.
+        #: Protects descriptors, exchanges and the four above; never held while memory is touched.
         self._lock = threading.Lock()
+        self._made = threading.Condition(self._lock)
         self._wake = threading.Condition(self._lock)
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -101,55 +112,46 @@ class HostMemory:
         Raises:
             TierUnavailable: the system gives no more memory or descriptors; those before are made.
         """
-        made: list[Inode] = []
+        made: list[tuple[int, int]] = []
         try:
             for number in numbers:
                 try:
-                    made.append(self._create(number))
+                    made.append((number, self._new(number)))
                 except OSError as error:
-                    advice = ""
-                    if error.errno in (errno.EMFILE, errno.ENFILE):
-                        advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
-                    raise TierUnavailable(f"extent {number}: {error.strerror}{advice}") from error
+                    raise TierUnavailable(f"extent {number}: {_advised(error)}") from error
         finally:
-            if self._record is not None and made:
-                self._record.add(made)
+            self._note([descriptor for _, descriptor in made])
+            with self._lock:
+                for number, descriptor in made:
+                    self._take_in(number, descriptor)
 
     def replace(self, replaced: list[Replacement]) -> None:
-        """Exchange memory: what nobody may look at any more goes, also for whoever still maps it.
+        """Begin to exchange memory; goes on with what was begun, so call it often.
 
-        Memory that somebody may still read is only let go of: it lasts while it is mapped.
-
-        Old memory goes before new memory is made, so this takes neither more memory nor more
-        descriptors. What cannot be done now is tried again by later calls, with and without
-        anything new; until then there is no memory for the new number.
+        What nobody may look at any more goes, also for whoever still maps it. Memory that somebody
+        may still read is only let go of: it lasts while it is mapped. Old memory goes before new
+        memory is made, so this takes neither more memory nor more descriptors. Both run in a thread
+        of their own: giving back takes half a second a GB, and whoever has a descriptor can hold it
+        up for as long as he likes. Until then, and while it fails and is tried again, the new
+        number is :meth:`pending`.
 
         Args:
             replaced: emptied.
         """
-        if not replaced and not (self._unfinished and monotonic() >= self._retry_s):
-            return
-        before = len(self._unfinished)
         while replaced:
             old, new, in_use = replaced.pop(0)
-            self._unfinished.append(self._exchange(old, new, in_use=in_use))
-        why = ""
-        for exchange in self._unfinished[:]:
-            try:
-                self._finish(exchange)
-            except (OSError, TierUnavailable) as error:
-                self.failures += 1
-                why = why or str(error)
-            else:
-                self._unfinished.remove(exchange)
-        self._retry_s = monotonic() + RETRY_S
-        if len(self._unfinished) > before:
-            log.error(
-                "%d extents have no memory for the moment (%s): what is put there is refused until"
-                " it can be had", len(self._unfinished), why,
-            )  # fmt: skip
-        elif before and not self._unfinished:
-            log.warning("every extent has its memory again")
+            self._begin(self._taken_out(old, new, in_use=in_use))
+        if self._exchanges:
+            self._go_on()
+
+    def pending(self, number: int) -> bool:
+        """Whether an extent has no memory yet, and is to have some."""
+        return number in self._exchanges and number not in self._descriptors
+
+    def wait(self, number: int, timeout_s: float) -> bool:
+        """Wait for the memory of an extent; False when there is none in time."""
+        with self._made:
+            return self._made.wait_for(lambda: number in self._descriptors, timeout_s)
 
     def descriptor(self, number: int) -> int | None:
         """The memfd of an extent (owned by this object), or None when there is no such memory."""
@@ -193,74 +195,141 @@ class HostMemory:
         return len(self._populated) * self._extent_bytes
 
     def missing_bytes(self) -> int:
-        """Bytes of extents that have no memory for the moment; see :meth:`replace`."""
-        return len(self._unfinished) * self._extent_bytes
+        """Bytes of extents that are :meth:`pending`."""
+        return len(self._exchanges) * self._extent_bytes
 
     def close(self) -> None:
         """Stop pre-faulting and close descriptors and record; mappings of clients stay theirs."""
         with self._lock:
             self._closing = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        deadline = monotonic() + _CLOSE_TIMEOUT_S
+        threads = [one.thread for one in self._exchanges.values()]
+        for thread in [self._thread, *threads]:
+            if thread is not None and thread.ident is not None:
+                thread.join(max(0.0, deadline - monotonic()))
         for number in list(self._mapped):
             self._unmap(number)
-        for descriptor in self._descriptors.values():
+        with self._lock:
+            descriptors = list(self._descriptors.values())
+            self._descriptors.clear()
+        for exchange in self._exchanges.values():
+            if exchange.thread is not None and exchange.thread.is_alive():
+                log.error("memory of an extent is still being given back: left to the system")
+            elif exchange.descriptor is not None:
+                descriptors.append(exchange.descriptor)
+        for descriptor in descriptors:
             os.close(descriptor)
-        for exchange in self._unfinished:
-            if exchange.descriptor is not None:
-                os.close(exchange.descriptor)
-        self._descriptors.clear()
-        self._unfinished.clear()
+        self._exchanges.clear()
         if self._record is not None:
             self._record.close()
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- making it --------------------------------------------------------------------------
 
-    def _create(self, number: int) -> Inode:
+    def _new(self, number: int) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create(f"{self._prefix}{number}", flags)
         try:
             os.ftruncate(descriptor, self._extent_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-            inode = self._inodes[number] = inode_of(descriptor)
         except OSError:
             os.close(descriptor)
             raise
-        with self._lock:
-            self._descriptors[number] = descriptor
-            self._waiting.append(number)
-            self._wake.notify()
-        return inode
+        return descriptor
 
-    def _exchange(self, old: int, new: int, *, in_use: bool) -> _Exchange:
-        """Take an extent out."""
-        for unfinished in self._unfinished:
-            if unfinished.number == old:  # it never came to be
-                self._unfinished.remove(unfinished)
-                return _Exchange(unfinished.descriptor, unfinished.in_use, new)
+    def _note(self, made: list[int]) -> None:
+        """Before anybody gets it."""
+        if self._record is not None and made:
+            self._record.add(map(inode_of, made))
+
+    def _take_in(self, number: int, descriptor: int) -> None:
+        """The lock is held."""
+        self._descriptors[number] = descriptor
+        self._waiting.append(number)
+        self._wake.notify()
+        self._made.notify_all()
+
+    # ---- exchanging it ----------------------------------------------------------------------
+
+    def _taken_out(self, old: int, new: int, *, in_use: bool) -> _Exchange:
+        """What becomes of an extent that is not used any more."""
         with self._lock:
+            known = self._exchanges.pop(old, None)
+            if known is not None and not known.done:  # it never came to be
+                known.number = new
+                return known
             descriptor = self._descriptors.pop(old)
             self._populated.discard(old)
             if old in self._waiting:
                 self._waiting.remove(old)
             if old == self._touching:
                 self._in_vain = not in_use
-        self._unmap(old)
-        inode = self._inodes.pop(old)
         if self._record is not None and not in_use:
-            self._record.remove(inode)
-        return _Exchange(descriptor, in_use, new)
+            self._record.remove(inode_of(descriptor))
+        return _Exchange(new, descriptor, self._mapped.pop(old, 0), in_use)
 
-    def _finish(self, exchange: _Exchange) -> None:
-        """Give the old memory back, then make the new."""
-        if exchange.descriptor is not None:
-            if not exchange.in_use:
-                # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
-                kernel.punch(exchange.descriptor, self._extent_bytes)
-            old, exchange.descriptor = exchange.descriptor, None
-            os.close(old)
-        self.create([exchange.number])
+    def _begin(self, exchange: _Exchange) -> None:
+        self._exchanges[exchange.number] = exchange
+        if exchange.thread is not None and exchange.thread.is_alive():
+            return
+        exchange.error = ""
+        exchange.thread = threading.Thread(
+            target=self._carry_out, args=(exchange,), name="kvstore-exchange", daemon=True
+        )
+        try:
+            exchange.thread.start()
+        except RuntimeError as error:  # no more threads
+            exchange.error = str(error)
+
+    def _carry_out(self, exchange: _Exchange) -> None:
+        try:
+            if exchange.mapped:
+                mapped, exchange.mapped = exchange.mapped, 0
+                kernel.unmap(mapped, self._extent_bytes)
+            if exchange.descriptor is not None:
+                if not exchange.in_use:
+                    # Not truncated: a client that maps it must read zeros, not die of SIGBUS.
+                    kernel.punch(exchange.descriptor, self._extent_bytes)
+                old, exchange.descriptor = exchange.descriptor, None
+                os.close(old)
+            descriptor = self._new(exchange.number)
+            self._note([descriptor])
+        except OSError as error:
+            exchange.error = _advised(error)
+            return
+        with self._lock:
+            if self._closing:
+                os.close(descriptor)
+                return
+            exchange.done = True
+            self._take_in(exchange.number, descriptor)
+
+    def _go_on(self) -> None:
+        """Forget what is done, say what failed, and try the first of that again."""
+        failed: list[_Exchange] = []
+        for number, exchange in list(self._exchanges.items()):
+            if exchange.done:
+                del self._exchanges[number]
+            elif exchange.error:
+                failed.append(exchange)
+        if not failed:
+            if self._failing and not self._exchanges:
+                self._failing = False
+                log.warning("every extent has its memory again")
+            return
+        if monotonic() < self._retry_s:
+            return
+        self.failures += 1
+        self._retry_s = monotonic() + RETRY_S
+        if not self._failing:
+            self._failing = True
+            log.error(
+                "%d extents have no memory for the moment (%s): what is put there is refused until"
+                " it can be had", len(failed), failed[0].error,
+            )  # fmt: skip
+        self._begin(failed[0])
+
+    # ---- inside -----------------------------------------------------------------------------
 
     def _map(self, number: int, descriptor: int) -> int:
         try:
@@ -311,3 +380,10 @@ class HostMemory:
         with self._lock:
             if number in self._descriptors:
                 self._populated.add(number)
+
+
+def _advised(error: OSError) -> str:
+    advice = ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
+    return f"{error.strerror}{advice}"

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from kvstore.tier.host import HostMemory
 
 EXTENT_BYTES = 1 << 20
 BOOT = bytes(16)
+WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -61,10 +63,28 @@ def allocated_bytes(descriptor: int) -> int:
     return os.fstat(descriptor).st_blocks * 512
 
 
+def exchange(memory: HostMemory, *replaced: Replacement) -> None:
+    """Exchange memory and wait until all of it is there."""
+    memory.replace(list(replaced))
+    assert all(memory.wait(one.new, WAIT_S) for one in replaced)
+    settle(memory)
+
+
+def settle(memory: HostMemory) -> None:
+    """Wait until every attempt that was begun has ended, and take note of it; none begins."""
+    for one in list(memory._exchanges.values()):
+        assert one.thread is not None
+        one.thread.join(WAIT_S)
+    memory._retry_s = float("inf")
+    memory.replace([])
+
+
 def again(memory: HostMemory) -> None:
-    """The next call after the pause between two attempts."""
+    """The attempt after the pause between two."""
+    settle(memory)
     memory._retry_s = 0.0
     memory.replace([])
+    settle(memory)
 
 
 # What a client can do with a descriptor
@@ -109,7 +129,7 @@ def test_memory_that_changes_tenants_is_given_back_also_by_those_who_map_it(memo
         mapped[:] = b"\7" * EXTENT_BYTES
         assert allocated_bytes(descriptor) == EXTENT_BYTES
 
-        memory.replace([Replacement(0, 7, in_use=False)])
+        exchange(memory, Replacement(0, 7, in_use=False))
 
         assert allocated_bytes(descriptor) == 0
         assert mapped[:] == bytes(EXTENT_BYTES), "no byte of the tenant before"
@@ -122,7 +142,7 @@ def test_memory_that_somebody_may_still_read_keeps_its_bytes(memory, as_client):
     with mmap.mmap(as_client(0), EXTENT_BYTES) as mapped:
         mapped[:] = b"\7" * EXTENT_BYTES
 
-        memory.replace([Replacement(0, 7, in_use=True)])
+        exchange(memory, Replacement(0, 7, in_use=True))
 
         assert mapped[:] == b"\7" * EXTENT_BYTES
     assert memory.descriptor(7) is not None
@@ -138,7 +158,7 @@ def test_memory_is_exchanged_where_no_descriptor_is_left(memory):
     try:
         with pytest.raises(OSError, match="Too many open files"):
             os.dup(0)
-        memory.replace([Replacement(0, 2, in_use=False), Replacement(1, 3, in_use=False)])
+        exchange(memory, Replacement(0, 2, in_use=False), Replacement(1, 3, in_use=False))
         assert memory.address(2) != memory.address(3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -150,26 +170,33 @@ def test_memory_that_cannot_be_had_is_said_counted_and_made_later(
     memory, monkeypatch, caplog, replaced
 ):
     pairs = [Replacement(number, number + 2, in_use=False) for number in range(replaced)]
+    memory._retry_s = float("inf")
     with refusing(monkeypatch, os, "memfd_create", errno.EMFILE):
         memory.replace(pairs)
         again(memory)
 
         assert memory.missing_bytes() == replaced * EXTENT_BYTES
-        assert memory.failures == 2 * replaced
+        assert memory.failures == 1
+        assert memory.pending(2)
+        assert not memory.wait(2, 0.0)
         assert memory.descriptor(2) is None
         with pytest.raises(TierUnavailable, match="extent 2 has no memory"):
             memory.address(2)
         with pytest.raises(TierUnavailable):
             memory.read(2, 0, memoryview(bytearray(1)))
+        again(memory)
+        assert memory.failures == 2
     (said,) = caplog.records
     assert f"{replaced} extents have no memory" in said.getMessage()
     assert "ulimit -n" in said.getMessage()
     assert pairs == []
 
-    again(memory)
+    for _ in range(replaced):
+        again(memory)
 
     assert memory.missing_bytes() == 0
     assert memory.address(2)
+    assert not memory.pending(2)
     assert "every extent has its memory again" in caplog.text
 
 
@@ -178,15 +205,38 @@ def test_what_failed_is_tried_again_ten_times_a_second_and_not_at_every_call(mem
     monkeypatch.setattr(host, "monotonic", lambda: now)
     with refusing(monkeypatch, os, "memfd_create", errno.ENFILE) as calls:
         memory.replace([Replacement(0, 2, in_use=False)])
-        for _ in range(1000):
-            memory.replace([])
-        assert len(calls) == 1
-        now += host.RETRY_S
+        for attempts in (2, 3, 4):  # the first is tried again at once
+            for _ in range(100):
+                for one in memory._exchanges.values():
+                    one.thread.join(WAIT_S)
+                memory.replace([])
+            assert len(calls) == attempts
+            now += host.RETRY_S
+
+
+def test_memory_that_the_kernel_holds_back_stops_nobody(memory, monkeypatch, as_client):
+    """Whoever has the descriptor can hold up who gives its memory back, for as long as he likes."""
+    gate, punch = threading.Event(), kernel.punch
+    stuck = memory.descriptor(0)
+
+    def held_up(descriptor: int, size_bytes: int) -> None:
+        if descriptor == stuck:
+            gate.wait(WAIT_S)
+        punch(descriptor, size_bytes)
+
+    monkeypatch.setattr(kernel, "punch", held_up)
+    try:
+        memory.replace([Replacement(0, 2, in_use=False), Replacement(1, 3, in_use=False)])
+        assert memory.wait(3, WAIT_S)
         memory.replace([])
-        assert len(calls) == 2
-    now += host.RETRY_S
-    memory.replace([])
-    assert memory.missing_bytes() == 0
+        assert (memory.pending(2), memory.pending(3)) == (True, False)
+        memory.replace([Replacement(2, 4, in_use=False)])
+        assert not memory.pending(2), "nobody asks for it any more"
+        assert memory.pending(4)
+    finally:
+        gate.set()
+    assert memory.wait(4, WAIT_S)
+    assert memory.descriptor(2) is None
 
 
 def test_memory_that_cannot_be_given_back_yet_has_none_for_the_next_tenant(
@@ -196,6 +246,7 @@ def test_memory_that_cannot_be_given_back_yet_has_none_for_the_next_tenant(
     os.pwrite(descriptor, b"\7" * EXTENT_BYTES, 0)
     with refusing(monkeypatch, kernel, "punch", errno.ENOMEM):
         memory.replace([Replacement(0, 2, in_use=False)])
+        settle(memory)
         assert memory.descriptor(2) is None, "else there would be twice as much"
         assert allocated_bytes(descriptor) == EXTENT_BYTES
 
@@ -208,6 +259,7 @@ def test_memory_that_cannot_be_given_back_yet_has_none_for_the_next_tenant(
 def test_an_extent_that_never_got_its_memory_can_be_exchanged_and_closed(memory, monkeypatch):
     with refusing(monkeypatch, kernel, "punch", errno.ENOMEM):
         memory.replace([Replacement(0, 2, in_use=False)])
+        settle(memory)
         memory.replace([Replacement(2, 3, in_use=False)])
         assert memory.missing_bytes() == EXTENT_BYTES
         again(memory)
@@ -217,6 +269,7 @@ def test_an_extent_that_never_got_its_memory_can_be_exchanged_and_closed(memory,
 
     with refusing(monkeypatch, kernel, "punch", errno.ENOMEM):
         memory.replace([Replacement(3, 4, in_use=False)])
+        settle(memory)
         memory.close()  # the leak check of every test looks at the descriptors
 
 
@@ -230,7 +283,7 @@ def test_memory_that_was_given_back_while_it_was_touched_takes_none(monkeypatch,
             descriptor = memory.descriptor(0)
             if descriptor is not None:
                 kept.append(os.dup(descriptor))
-                memory.replace([Replacement(0, 1, in_use=False)])
+                exchange(memory, Replacement(0, 1, in_use=False))
             populate(address, length, write=write)
 
         monkeypatch.setattr(host.mover, "populate", held_up)

@@ -135,6 +135,7 @@ def test_memory_that_was_exchanged_is_known_and_what_was_given_back_does_not_cou
     client(first.memory, 0, 64 << 10)
     client(first.memory, 1, 32 << 10)
     first.memory.replace([Replacement(0, 2, in_use=False), Replacement(1, 3, in_use=True)])
+    assert all(first.memory.wait(number, 20.0) for number in (2, 3))
     client(first.memory, 3, 16 << 10)
 
     assert boot().stale_bytes() == (32 + 16) << 10
@@ -147,6 +148,7 @@ def test_the_record_stays_short_however_often_memory_is_exchanged(boot, monkeypa
     path = life.record._path
     for number in range(200):
         life.memory.replace([Replacement(number, number + 1, in_use=False)])
+        assert life.memory.wait(number + 1, 20.0)
         lines = path.read_text().splitlines()
         assert len(lines) <= 1 + 1 + 10 + 1
     present = inode_of(life.memory.descriptor(200))
@@ -162,6 +164,7 @@ def test_memory_is_noted_where_no_descriptor_is_left(boot, client):
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
         first.memory.replace([Replacement(0, 2, in_use=False)])
+        assert first.memory.wait(2, 20.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     client(first.memory, 2, 64 << 10)
