@@ -38,7 +38,7 @@ soak: $(VENV)/.ready
 
 # About eleven minutes: whatever is sent to those who read events, and to the Conductor over HTTP.
 soak-events: $(VENV)/.ready
-	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_front.py $(ARGS)
+	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_strange_engines.py $(ARGS)
 
 # One-line faults, each applied to a copy of the tree: the tests named beside it must fail.
 mutants: $(VENV)/.ready

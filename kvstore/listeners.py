@@ -62,7 +62,8 @@ def parse_endpoint(field: str, text: str) -> Endpoint:
     if scheme == "ipc" and rest and rest[0] not in "@*":  # abstract names have no permissions
         if len(os.fsencode(rest)) > PATH_BYTES_MAX or "\0" in rest:
             raise InvalidArgument(
-                field, f"{text!r}: a Unix socket's path has at most {PATH_BYTES_MAX} bytes"
+                field,
+                f"{text!r} is too long: a Unix socket's path has {PATH_BYTES_MAX} bytes at most",
             )
         return Unix(rest)
     host, colon, port = rest.rpartition(":")
