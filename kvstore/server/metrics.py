@@ -154,7 +154,7 @@ class _Slab:
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        slab, registration = self._slab, self._slab["registration"]
+        slab = self._slab
         room = GaugeMetricFamily("kvstore_slab_bytes", "Slab bytes by state.", labels=["state"])
         for state in ("capacity", "ready", "writing", "in_use", "pending"):
             room.add_metric([state], slab[f"{state}_bytes"])
@@ -174,13 +174,6 @@ class _Slab:
             ("errors", "Pages that failed in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
-        for name, help_text in (
-            ("mapped_bytes", "Memory of the node that the slab's client maps."),
-            ("registered_bytes", "Of it, memory that is registered with CUDA."),
-            ("failed_extents", "Extents of the node that could not be registered with CUDA."),
-        ):
-            value = registration.get(name, 0)
-            yield _gauge(f"kvstore_registration_{name}", help_text, value)
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:

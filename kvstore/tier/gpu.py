@@ -19,7 +19,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -33,7 +32,6 @@ from kvstore.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.slab import Held, PageSet, Reservation, SlabIndex
 from kvstore.state.slots import SLOT_ALIGNMENT
-from kvstore.tier.registration import HostRegistration
 from kvstore.tier.staging import Pages, WayIn, on_stream
 
 log = logging.getLogger(__name__)
@@ -65,7 +63,6 @@ class DeviceSlab:
 
     Attributes:
         device: ``cpu`` or ``cuda:N``.
-        registration: pins the node's memory for this device; None where that is not needed.
 
     Raises:
         InvalidArgument: no such kind of device, or less than a slot.
@@ -96,7 +93,6 @@ class DeviceSlab:
         self._start = -self._memory.data_ptr() % SLOT_ALIGNMENT
         self._mapped = chosen.type == "cpu" if mapped is None else mapped
         self._stream = _stream(chosen)
-        self.registration = _registration(chosen)
         self._index = SlabIndex(self._extent_bytes, count)
         self._errors = 0
         self._broken = ""
@@ -135,15 +131,10 @@ class DeviceSlab:
             return self._index.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, counts, and how far registration is, as plain values."""
+        """Sizes and counts, as plain values."""
         with self._changed:
             stats = self._index.stats()
-            stats |= {"device": self.device, "errors": self._errors, "broken": self._broken}
-        registration = self.registration
-        return {
-            **stats,
-            "registration": registration.stats() if registration else {"state": "not_needed"},
-        }
+            return {**stats, "device": self.device, "errors": self._errors, "broken": self._broken}
 
     def check(self) -> None:
         """Assert every invariant of the index."""
@@ -408,13 +399,6 @@ def _stream(device: torch.device) -> Any:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _registration(device: torch.device) -> HostRegistration | None:
-    if device.type != "cuda":
-        return None
-    prepare: Callable[[], None] = lambda: torch.cuda.set_device(device)  # noqa: E731
-    return HostRegistration(torch.cuda.cudart(), prepare)  # type: ignore[no-untyped-call]
 
 
 def _host(address: int, size: int) -> torch.Tensor:
