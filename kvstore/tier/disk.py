@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -129,21 +130,22 @@ class OSDisk:
     def make_directory(self, path: Path) -> None:
         """See :class:`Disk`. Also names that an earlier process made, and had no time to sync."""
         path = path.absolute()
-        above = [path, *path.parents]
-        missing = [one for one in above if not one.exists()]
-        for one in reversed(missing):
-            one.mkdir(exist_ok=True)
+        missing = [one for one in (path, *path.parents) if not one.exists()]
         if not missing and not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        device = path.stat().st_dev
-        for one in above[1:]:
-            if one not in missing and one.stat().st_dev != device:
-                return  # its names are on another file system
+        known = missing[-1].parent if missing else path
+        device = known.stat().st_dev
+        for above in known.parents:
+            if above.stat().st_dev != device:
+                break  # its names are on another file system
+            with suppress(PermissionError):  # what may not be read was not written by us
+                _sync(above)
+        for one in reversed(missing):
+            one.mkdir(exist_ok=True)
             try:
-                self.sync_directory(one)
-            except PermissionError:  # it may be gone through, not read
-                if one / path.relative_to(one).parts[0] in missing:
-                    os.sync()
+                self.sync_directory(one.parent)
+            except PermissionError:  # it may be written and not read
+                os.sync()
 
     def file_system(self, path: Path) -> FileSystem:
         """See :class:`Disk`."""
@@ -246,11 +248,7 @@ class OSDisk:
 
     def sync_directory(self, path: Path) -> None:
         """See :class:`Disk`."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
 
     def read_file(self, path: Path) -> bytes:
         """See :class:`Disk`."""
@@ -279,3 +277,11 @@ class OSDisk:
     def random_id(self) -> bytes:
         """See :class:`Disk`."""
         return os.urandom(16)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
