@@ -18,35 +18,7 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         stats = self._stats
-        host = stats["host"]
-        yield _gauge(
-            "kvstore_host_capacity_bytes",
-            "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
-            host["capacity_bytes"],
-        )
-        states = GaugeMetricFamily(
-            "kvstore_host_bytes",
-            "Memory of the host tier, by state of its slots; pinned is a part of ready.",
-            labels=["state"],
-        )
-        for state in _SLOT_STATES:
-            states.add_metric([state], host[f"{state}_bytes"])
-        yield states
-        yield _gauge(
-            "kvstore_host_populated_bytes",
-            "Memory of the host tier that was touched in advance.",
-            stats["populated_bytes"],
-        )
-        yield _gauge(
-            "kvstore_host_missing_bytes",
-            "Memory of extents that have none for the moment.",
-            stats["missing_bytes"],
-        )
-        yield _counter(
-            "kvstore_host_memory_failures",
-            "Times that memory of an extent could not be exchanged.",
-            stats["memory_failures"],
-        )
+        yield from _host(stats)
         yield _gauge(
             "kvstore_pages",
             "Keys in the index, in any tier, those being written too; a key counts once.",
@@ -95,6 +67,39 @@ class _Snapshot:
                 "Batches of KV events that were lost because too many waited.",
                 events["batches_dropped"],
             )
+
+
+def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Memory: room, by use, and what is missing of it."""
+    host = stats["host"]
+    yield _gauge(
+        "kvstore_host_capacity_bytes",
+        "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
+        host["capacity_bytes"],
+    )
+    states = GaugeMetricFamily(
+        "kvstore_host_bytes",
+        "Memory of the host tier, by state of its slots; pinned is a part of ready.",
+        labels=["state"],
+    )
+    for state in _SLOT_STATES:
+        states.add_metric([state], host[f"{state}_bytes"])
+    yield states
+    yield _gauge(
+        "kvstore_host_populated_bytes",
+        "Memory of the host tier that was touched in advance.",
+        stats["populated_bytes"],
+    )
+    yield _gauge(
+        "kvstore_host_missing_bytes",
+        "Memory of extents that have none for the moment.",
+        stats["missing_bytes"],
+    )
+    yield _counter(
+        "kvstore_host_memory_failures",
+        "Times that memory of an extent could not be exchanged.",
+        stats["memory_failures"],
+    )
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:

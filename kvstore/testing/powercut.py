@@ -234,9 +234,8 @@ class Life:
 
     def _flush(self) -> None:
         while True:
-            replaced = self.node.pages.slots.replaced
-            made = [one.new for one in replaced]
-            self.memory.replace(replaced)
+            made = [one.new for one in self.node.pages.slots.replaced]
+            self.memory.replace(self.node.pages.slots.replaced)
             assert all(self.memory.wait(number, MEMORY_WAIT_S) for number in made)
             self.disk.flush()
             outbox, self.node.outbox = self.node.outbox, []
