@@ -13,10 +13,10 @@ from kvstore import mover, wire
 from kvstore.config import HostConfig, SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.errors import (
+    CapacityError,
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
-    TierUnavailable,
     TransferTimeout,
     error_from_code,
 )
@@ -220,10 +220,10 @@ class Embedded:
                 self.memory.wait(number, MEMORY_WAIT_S)
                 descriptor = self.memory.descriptor(number)
                 if descriptor is None:
-                    raise TierUnavailable(f"extent {number} has no memory for the moment")
+                    raise CapacityError(f"extent {number} has no memory for the moment")
                 descriptors.append(os.dup(descriptor))
-        except (OSError, TierUnavailable) as error:
+        except (OSError, CapacityError) as error:
             for given in descriptors:
                 os.close(given)
-            raise TierUnavailable(f"memory cannot be mapped: {error}") from error
+            raise CapacityError(f"memory cannot be mapped: {error}") from error
         return descriptors

@@ -33,20 +33,26 @@ _KEPT: Final = 2
 class FaultedMemory:
     """Memory with a content, page by page of memory; use it as a context manager.
 
+    Args:
+        content: what is read there.
+        gate: whoever reads waits until it is set; also the kernel, on behalf of a call, if this
+            user may have that.
+
     Attributes:
         address: where it begins.
         touched: memory page → how often it had to be brought.
     """
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, gate: threading.Event | None = None) -> None:
         number = _SYSCALL.get(platform.machine())
         if number is None:
             pytest.skip(f"no number of userfaultfd for {platform.machine()}")
         libc = ctypes.CDLL(None, use_errno=True)
-        flags = os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
+        flags = os.O_CLOEXEC | os.O_NONBLOCK | (0 if gate is not None else _USER_MODE_ONLY)
         self._descriptor = libc.syscall(number, flags)
         if self._descriptor < 0:
             pytest.skip(f"userfaultfd: {os.strerror(ctypes.get_errno())}")
+        self._gate = gate
         self._step = mmap.PAGESIZE
         count = -(-len(content) // self._step)
         self._content = content.ljust(count * self._step, b"\0")
@@ -70,6 +76,8 @@ class FaultedMemory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._gate is not None:
+            self._gate.set()
         os.write(self._stop, b"x")
         self._thread.join()
         for descriptor in (self._wake, self._stop, self._descriptor):
@@ -80,6 +88,8 @@ class FaultedMemory:
         poll.register(self._wake, select.POLLIN)
         poll.register(self._descriptor, select.POLLIN)
         there: list[int] = []
+        if self._gate is not None:
+            self._gate.wait()
         while True:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wake in ready:

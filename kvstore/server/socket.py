@@ -20,7 +20,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.disk import DiskTier
-from kvstore.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
+from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
@@ -281,7 +281,7 @@ class SocketServer:
                 raise ProtocolError(f"extent {number} is not of tenant {session.domain!r}")
             descriptor = self.memory.descriptor(number)
             if descriptor is None:
-                raise TierUnavailable(f"extent {number} has no memory for the moment")
+                raise CapacityError(f"extent {number} has no memory for the moment")
             descriptors.append(descriptor)
         socket.send_fds(raw, [wire.encode(wire.ExtentsFollow(request.extents))], descriptors)
 

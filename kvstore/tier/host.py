@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RETRY_S: Final = 0.1
 """Between two attempts to make memory that could not be had."""
-MEMORY_WAIT_S: Final = 2.0
-"""How long a client's request for memory waits while it is exchanged."""
+MEMORY_WAIT_S: Final = 0.8
+"""How long a client's request for memory waits while it is exchanged; the client waits a second."""
 _CLOSE_TIMEOUT_S: Final = 5.0
 _TOUCH_BYTES: Final = 64 << 20
 _IDLE_S: Final = 5.0

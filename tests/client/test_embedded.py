@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import wire
 from kvstore.client import KVStore
-from kvstore.errors import InvalidArgument, TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
 
 
@@ -87,7 +87,7 @@ def test_where_no_descriptor_is_left_reads_miss_and_puts_are_refused():
     with KVStore.open(CAPACITY_BYTES) as store:
         space = open_space(store)
         keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
-        with no_descriptors(), pytest.raises(TierUnavailable):
+        with no_descriptors(), pytest.raises(CapacityError):
             space.put(keys, pages)
         space.put(keys, pages)
         store._link._mapping.close()  # as a process that has only looked keys up
@@ -95,7 +95,7 @@ def test_where_no_descriptor_is_left_reads_miss_and_puts_are_refused():
             out = content(2, space.page_bytes[0])
             assert space.get(keys, out) == 0
             assert len(space.get(keys)) == 0
-        assert store.troubles == {"tier_unavailable": 2}
+        assert store.troubles == {"capacity": 2}
 
 
 def test_memory_that_cannot_be_had_is_refused_and_leaves_nothing_behind():
