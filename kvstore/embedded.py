@@ -217,7 +217,8 @@ class Embedded:
         descriptors: list[int] = []
         try:
             for number in numbers:
-                self.memory.wait(number, MEMORY_WAIT_S)
+                if self.memory.pending(number):
+                    self.memory.wait(number, MEMORY_WAIT_S)
                 descriptor = self.memory.descriptor(number)
                 if descriptor is None:
                     raise CapacityError(f"extent {number} has no memory for the moment")

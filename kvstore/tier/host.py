@@ -94,7 +94,8 @@ class HostMemory:
         self._populated: set[int] = set()
         #: The extent that is being touched, and whether its memory was given back meanwhile.
         self._touching, self._in_vain = -1, False
-        #: Protects descriptors, exchanges and the four above; never held while memory is touched.
+        #: Protects the descriptors, what exchanges are for, and the four above; never held while
+        #: memory is touched.
         self._lock = threading.Lock()
         self._made = threading.Condition(self._lock)
         self._wake = threading.Condition(self._lock)
@@ -292,6 +293,8 @@ class HostMemory:
                     kernel.punch(exchange.descriptor, self._extent_bytes)
                 old, exchange.descriptor = exchange.descriptor, None
                 os.close(old)
+            if self._stopping():
+                return
             descriptor = self._new(exchange.number)
             self._note([descriptor])
         except OSError as error:
