@@ -208,11 +208,16 @@ class Node:
             token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
             session = Session(token, request.name[:128], self.limits.session_quota_bytes)
             self.sessions[token] = session
-        for older in list(session.processes.values()):
-            if older.origin and older.origin == request.origin and not older.lost:
+        own = session.of(request.origin)
+        if request.number and any(one.number >= request.number for one in own):
+            raise ProtocolError(f"connection {request.number} was given up for a later one")
+        for older in own:
+            if not older.lost:
                 self._stop_waiting(older)
                 self.pages.lose(older)  # whoever connects anew has given its old connection up
-        process = Process(connection, self._pids.get(connection, 0), session, request.origin)
+        process = Process(
+            connection, self._pids.get(connection, 0), session, request.origin, request.number
+        )
         session.processes[connection] = process
         self.processes[connection] = process
         return wire.Welcome(
@@ -242,9 +247,8 @@ class Node:
     ) -> tuple[wire.Answer, Hashable]:
         space = self._space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
-        if not 1 <= request.lease_ms <= self.limits.lease_ms_max:
-            limit = self.limits.lease_ms_max
-            raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
+        if request.lease_ms < 1:
+            raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
         shard, run = request.shard, list[TreeNode]()
         if self.pages.disk is not None:
             run = self.pages.ready_run(space, shard, request.keys)
@@ -261,16 +265,16 @@ class Node:
         self, process: Process, request: wire.Acquire, now_ns: int, ready: int
     ) -> wire.Answer:
         """Lease what of ``ready`` pages is in memory."""
-        shard, deadline_ns = request.shard, now_ns + request.lease_ms * _NS_PER_MS
+        lease_ms = min(request.lease_ms, self.limits.lease_ms_max)
+        shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
         lease = self.pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
         return wire.Acquired(
             request.id,
             b"".join(wire.pack_address(*self.pages.slots.address(at)) for at in lease.slots),
             b"".join(node.digests[shard] for node, shard, _ in lease.pages),
-            max(0, ready - len(lease.pages)),
-            lease.lasting,
-        )
+            max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
+        )  # fmt: skip
 
     def _release(self, process: Process, request: wire.Release, _now_ns: int) -> None:
         self.pages.release(process, request.lease)
@@ -341,9 +345,11 @@ class Node:
         if generation & 0xFFFFFFFF == request.generation:
             self.pages.drop(node, request.shard, "corrupt")
 
-    def _settled(self, process: Process, _request: wire.Settled, _now_ns: int) -> None:
-        for other in list(process.session.processes.values()):
-            if other.lost and other.origin and other.origin == process.origin:
+    def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
+        if request.before > process.number:
+            raise ProtocolError(f"{process.number} cannot settle what came before {request.before}")
+        for other in process.session.of(process.origin):
+            if other.lost and 0 < other.number < request.before:
                 self._end(other)
 
     def _report_prefill(self, process: Process, request: wire.ReportPrefill, _now_ns: int) -> None:
