@@ -14,7 +14,7 @@ from kvstore import mover
 from kvstore.config import DeviceSlabConfig
 from kvstore.errors import CapacityError
 from kvstore.jobs import StoreJob, Worker
-from kvstore.mapping import Mapping
+from kvstore.mapping import Use
 from kvstore.page import DIGEST_BYTES, PrefixKeys
 from kvstore.state.slab import PageSet, Reservation
 
@@ -61,7 +61,7 @@ class Promotion:
             ) from error
         return cls(DeviceSlab(config.device, config.capacity_bytes))
 
-    def watch(self, memory: Mapping) -> None:
+    def watch(self, memory: Use) -> None:
         """Register the node's memory with the slab's device, now and as it grows."""
         if self.slab.registration is not None:
             memory.observe(self.slab.registration)

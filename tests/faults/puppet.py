@@ -135,9 +135,9 @@ class Puppet:
 
     def cut(self) -> None:
         """Break the connection as a network would; the process goes on."""
-        connection = self.store._link._socket
+        connection = self.store._link._connection
         if connection is not None:
-            connection.shutdown(2)
+            connection._socket.shutdown(2)
 
     def limit_memory(self, spare_bytes: int | None) -> None:
         """Allow so much address space more than is in use; None: any."""
@@ -257,7 +257,7 @@ class Puppet:
         ])  # fmt: skip
 
     def has_unfinished_moves(self) -> dict[str, int]:
-        return {str(epoch): count for epoch, count in self.store._link._moves.items()}
+        return {str(epoch): count for epoch, count in self.store._link.unfinished_moves().items()}
 
     # ---- commands
 
