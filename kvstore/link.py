@@ -134,6 +134,7 @@ class Link:
         self.name = name
         self.session = session
         self.quota_bytes = 0
+        self._node_minor = 0
         self.why = "not connected yet"
         self._refusal = ""
         self._locks()
@@ -273,6 +274,7 @@ class Link:
         """Take over what the node said of itself; the caller holds ``_state``."""
         self.session = welcome.session
         self.quota_bytes = welcome.quota_bytes
+        self._node_minor = welcome.minor
         self._connection = connection
         memory = self._reconnecting.memory
         if memory and memory not in self._mappings:
@@ -323,7 +325,8 @@ class Link:
         The caller holds ``_state``, so that no other decision comes between.
         """
         connection = self._connection
-        if effects.settle and connection is not None:
+        named = self._node_minor >= wire.SETTLED_MINOR
+        if effects.settle and connection is not None and named:
             connection.post(wire.Settled(effects.settle), now=True)
         self._unused += [self._mappings.pop(number) for number in effects.unmap]
         return connection
@@ -350,7 +353,7 @@ class Link:
             self._thread = thread
 
     def _maintain(self) -> None:
-        attempt, asked, quiet = 0, monotonic(), monotonic()
+        attempt, asked, quiet = 0, monotonic(), 0.0
         while not self._reconnecting.closed:
             connection = self._connection
             if connection is not None:
@@ -369,9 +372,11 @@ class Link:
                 self._try_to_connect()
             self._tidy()
             if not self._reconnecting.closing or self.unfinished_moves():
-                quiet = monotonic()
-            elif monotonic() - quiet > SETTLE_WAIT_S:
-                self._give_up()
+                quiet = 0.0
+            else:
+                quiet = quiet or monotonic()
+                if monotonic() - quiet > SETTLE_WAIT_S:
+                    self._give_up()
         self._tidy()
 
     def _try_to_connect(self) -> None:

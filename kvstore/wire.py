@@ -18,6 +18,8 @@ from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 3
+SETTLED_MINOR: Final = 3
+"""Since when Settled names what it covers. An older node takes it for more, so it is not told."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 KNOWN_EXTENTS_MAX: Final = 4096
