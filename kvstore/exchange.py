@@ -24,6 +24,7 @@ from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
 POSTED_MAX: Final = 4096
 """A node that does not take so many messages is given up: their leases end with the connection."""
 _BATCH: Final = 32
+_SEND_BYTES: Final = 1 << 15
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
@@ -166,7 +167,8 @@ class Connection:
         sent = max(send_now(self._socket, frame), 0)
         while sent < len(frame):
             self._limit(deadline)
-            sent += self._socket.send(memoryview(frame)[sent:])  # waits, or raises what is wrong
+            # Waits, or raises what is wrong. The kernel's deadline is for each part it can queue.
+            sent += self._socket.send(memoryview(frame)[sent : sent + _SEND_BYTES])
 
     def _rest(self, data: bytes, deadline: float) -> bytes:
         buffer = bytearray(data)

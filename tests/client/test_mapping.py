@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore import forks
+from kvstore import forks, mover
 from kvstore.errors import ProtocolError, TierUnavailable
 from kvstore.mapping import Mapping, Region, Use
 from kvstore.wire import pack_address
@@ -208,6 +209,17 @@ def test_reading_touches_no_memory_and_writing_only_what_lies_around_the_slot(ma
     assert 0 < extents.allocated(0) - before <= EXTENT // 2
 
 
+def test_each_part_is_touched_once(mapping, extents, monkeypatch):
+    touched: list[int] = []
+    monkeypatch.setattr(mover, "populate", lambda address, size, write: touched.append(size))
+    use = mapping.use()
+    for _ in range(2):
+        use.locate(at(0, 0), SIZE, write=True)
+        use.locate(at(0, offset=EXTENT // 2 - SIZE // 2), SIZE, write=True)
+
+    assert touched == [EXTENT // 2, EXTENT // 2]
+
+
 def test_memory_that_was_given_back_stays_so(mapping, extents):
     use = mapping.use()
     use.locate(at(0), SIZE, write=True)
@@ -270,6 +282,7 @@ def test_a_forked_child_unmaps_nothing_and_waits_for_nobody(mapping, extents):
     child = os.fork()
     if not child:
         try:
+            signal.alarm(20)
             libc = ctypes.CDLL(None)
             libc.mmap.restype = ctypes.c_void_p
             libc.mmap.argtypes = [
@@ -357,6 +370,8 @@ class Mappings(RuleBasedStateMachine):
         regions = self.mapping._read.keys() | self.mapping._write.keys()
         assert regions == self.known, "what is gone and not used is not mapped"
         assert not self.mapping._dropped
+        assert self.mapping._gone == self.known & self.extents.gone
+        assert set(self.mapping.known()) == self.known - self.extents.gone
 
     @invariant()
     def what_is_used_can_be_read(self) -> None:
