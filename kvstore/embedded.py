@@ -14,6 +14,7 @@ from kvstore import forks, mover, wire
 from kvstore.config import HostConfig, SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.errors import (
+    CapacityError,
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
@@ -21,9 +22,11 @@ from kvstore.errors import (
     error_from_code,
 )
 from kvstore.mapping import Mapping, Use
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ class Embedded:
         self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
         if self._disk is not None:
             self._driver.start()
-        self.node.connected(_CONNECTION, os.getpid())
+        self.node.connected(_CONNECTION, Peer(os.getpid(), os.getpid()))
         self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
         forks.register(self)
 
@@ -290,12 +293,16 @@ class Embedded:
 
     def _collect(self) -> None:
         """Carry out what the node decided, then hand out its answers."""
-        slots = self.node.pages.slots
-        while slots.replaced:
-            old, new = slots.replaced.pop(0)
-            self.memory.replace(old, new)
-            self._mapping.retire([old])
+        while self.node.unfinished:
+            self.node.go_on(monotonic_ns())
+        replaced = self.node.pages.slots.replaced
+        if replaced:
+            gone = [old for old, _, _ in replaced]
+            self.memory.replace(replaced)
+            self._mapping.retire(gone)
             self._mapping.sweep()
+        else:
+            self.memory.replace(replaced)
         if self._disk is not None:
             self._disk.flush()
         self.node.actions.clear()
@@ -314,9 +321,14 @@ class Embedded:
     def _fetch(
         self, numbers: Sequence[int], _known: Sequence[int], keep: Callable[[int], None]
     ) -> Sequence[int]:
-        for number in numbers:
-            descriptor = self.memory.descriptor(number)
-            if descriptor is None:
-                raise ProtocolError(f"extent {number} does not exist")
-            keep(os.dup(descriptor))
+        try:
+            for number in numbers:
+                if self.memory.pending(number):
+                    self.memory.wait(number, MEMORY_WAIT_S)
+                descriptor = self.memory.descriptor(number)
+                if descriptor is None:
+                    raise CapacityError(f"extent {number} has no memory for the moment")
+                keep(os.dup(descriptor))
+        except OSError as error:
+            raise CapacityError(f"memory cannot be mapped: {error}") from error
         return ()

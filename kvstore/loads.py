@@ -219,7 +219,6 @@ class Loads:
         slab, pages = promotion.slab, self._pages[shard]
         with ExitStack() as undo:
             leased = self._lease(keys, shard, undo)
-            promotion.watch(leased.memory)
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
             count = slab.load_blocks(pages, keys[:there], *target)
@@ -265,7 +264,8 @@ class Loads:
         opened, link = leased.opened, self._services.link
         slot = np.frombuffer(leased.answer.addresses, dtype=wire.ADDRESS)[index]
         number, generation = opened.shards[shard], int(slot["generation"])
-        link.send(wire.Corrupt(opened.space, number, keys[index], generation), opened.epoch)
+        boot = leased.memory.boot
+        link.send(wire.Corrupt(opened.space, number, keys[index], generation, boot), opened.epoch)
         if self._services.promotion is not None:
             self._services.promotion.slab.forget(self._pages[shard], keys[index])
         self._services.troubles["corrupt"] += 1

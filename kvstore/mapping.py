@@ -8,57 +8,35 @@ An extent whose number nothing names any more is **gone**: its memory belongs to
 unmapped once no move uses it; the node tells which are gone when it is asked for descriptors.
 """
 
-import ctypes
-import logging
-import mmap
 import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import forks, mover
 from kvstore.errors import ProtocolError, TierUnavailable, TransferTimeout
+from kvstore.tier import kernel
 from kvstore.wire import unpack_addresses
-
-log = logging.getLogger(__name__)
 
 FETCH_WAIT_S: Final = 5.0
 """Longest wait for another thread that maps extents."""
 _TOUCH_BYTES: Final = 2 << 20
-_FAILED: Final = ctypes.c_void_p(-1).value
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
-]  # fmt: skip
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 Fetch = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], Sequence[int]]
 """Hands descriptors of extents over, and tells which of those that are known are gone; see
 :func:`kvstore.endpoint.fetch_extents`."""
 
 
-class Observer(Protocol):
-    """Whoever must know which of the node's memory is readable in this process."""
-
-    def mapped(self, address: int, size: int) -> None:
-        """An extent can be read from now on."""
-
-    def unmapping(self, address: int) -> None:
-        """An extent is about to go; it goes when this returns."""
-
-
 class Region:
     """One mapping of an extent. It goes when nothing refers to it, an array over it included.
 
-    Unlike :class:`mmap.mmap` it keeps no descriptor, and a forked child, where other memory may be
-    at its address, leaves it alone.
+    It keeps no descriptor, and a forked child, where other memory may be at its address, leaves it
+    alone.
 
     Attributes:
         address: where it begins.
@@ -73,16 +51,12 @@ class Region:
             TierUnavailable: there is no room for it in this process.
         """
         self.size = size = os.fstat(descriptor).st_size
-        access = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
-        address = _libc.mmap(None, size, access, mmap.MAP_SHARED, descriptor, 0)
-        if address == _FAILED:
-            why = os.strerror(ctypes.get_errno())
-            raise TierUnavailable(f"an extent of {size} bytes cannot be mapped: {why}")
-        self.address: int = address
-        weakref.finalize(self, _unmap, address, size, forks.generation()).atexit = False
-        if _libc.madvise(address, size, mmap.MADV_DONTFORK):
-            why = os.strerror(ctypes.get_errno())
-            raise TierUnavailable(f"an extent cannot be kept from forked children: {why}")
+        try:
+            self.address = address = kernel.map_shared(descriptor, size, write=write)
+            weakref.finalize(self, _unmap, address, size, forks.generation()).atexit = False
+            kernel.keep_from_children(address, size)
+        except OSError as error:
+            raise TierUnavailable(f"an extent of {size} bytes cannot be mapped: {error}") from error
         self.cold = set(range(-(-size // _TOUCH_BYTES))) if write else set[int]()
         self.__array_interface__ = {
             "version": 3, "shape": (size,), "typestr": "|u1", "data": (address, not write),
@@ -104,7 +78,7 @@ class Region:
 
 def _unmap(address: int, size: int, generation: int) -> None:
     if generation == forks.generation():
-        _libc.munmap(address, size)
+        kernel.unmap(address, size)
 
 
 class Mapping:
@@ -125,16 +99,15 @@ class Mapping:
         self._users: Counter[int] = Counter()
         #: Extents that are gone but used; all and only those that :meth:`_drop` waits for.
         self._gone: set[int] = set()
-        #: To be unmapped by :meth:`sweep`; whether it was mapped to be read.
-        self._dropped: list[tuple[Region, bool]] = []
-        self._observer: Observer | None = None
+        #: To be unmapped by :meth:`sweep`.
+        self._dropped: list[Region] = []
         self._descriptors: list[int] = []
         self._locks()
 
     def _locks(self) -> None:
-        #: Protects what is mapped, by whom it is used, and who observes it; nobody waits under it.
+        #: Protects what is mapped and by whom it is used; nobody waits under it.
         self._lock = threading.Lock()
-        #: Held by whoever maps extents or talks to the observer; taken before ``_lock``.
+        #: Held by whoever maps extents; taken before ``_lock``.
         self._adding = threading.Lock()
 
     def use(self) -> "Use":
@@ -146,25 +119,12 @@ class Mapping:
         """Bytes mapped, read-only and writable mappings counted apart."""
         with self._lock:
             regions = [*self._read.values(), *self._write.values()]
-            return sum(region.size for region in regions + [one for one, _ in self._dropped])
+            return sum(region.size for region in regions + self._dropped)
 
     def known(self) -> list[int]:
         """Extents that are mapped and not known to be gone."""
         with self._lock:
             return [number for number in self._numbers() if number not in self._gone]
-
-    def observe(self, observer: Observer) -> None:
-        """Tell ``observer`` of every extent that is or will be mapped to be read; cheap if told."""
-        if self._observer is observer or not self._adding.acquire(timeout=FETCH_WAIT_S):
-            return
-        try:
-            with self._lock:
-                self._observer = observer
-                regions = list(self._read.values())
-            for region in regions:
-                observer.mapped(region.address, region.size)
-        finally:
-            self._adding.release()
 
     def retire(self, gone: Iterable[int]) -> None:
         """These numbers will never be named again: :meth:`sweep` unmaps what no move uses."""
@@ -188,12 +148,7 @@ class Mapping:
         """Unmap what was dropped; it may take a while, and is never done by a move."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
-            observer = self._observer
-        if observer is not None and dropped:
-            with self._adding:  # or it would hear of an extent's end before its beginning
-                for region, readable in dropped:
-                    if readable:
-                        observer.unmapping(region.address)
+        dropped.clear()
 
     def close(self) -> None:
         """Unmap all. No move may go on; arrays over a view that are still held keep its extent."""
@@ -204,9 +159,8 @@ class Mapping:
         self.sweep()
 
     def forked(self) -> None:
-        """In a forked child: nothing is mapped here, and nobody is told."""
+        """In a forked child: nothing is mapped here."""
         self._locks()
-        self._observer = None
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -265,8 +219,6 @@ class Mapping:
                 region = Region(descriptor, write=write)
                 with self._lock:
                     known[number] = region
-                if self._observer is not None and not write:
-                    self._observer.mapped(region.address, region.size)
         finally:
             while self._descriptors:
                 os.close(self._descriptors.pop())
@@ -280,7 +232,7 @@ class Mapping:
         for known in (self._read, self._write):
             region = known.pop(number, None)
             if region is not None:
-                self._dropped.append((region, known is self._read))
+                self._dropped.append(region)
 
 
 class Use:
@@ -296,13 +248,14 @@ class Use:
         self.extents: set[int] = set()
 
     @property
+    def boot(self) -> bytes:
+        """See :class:`Mapping`."""
+        return self._mapping.boot
+
+    @property
     def mapped_bytes(self) -> int:
         """See :class:`Mapping`."""
         return self._mapping.mapped_bytes
-
-    def observe(self, observer: Observer) -> None:
-        """See :class:`Mapping`."""
-        self._mapping.observe(observer)
 
     def locate(self, addresses: bytes, size: int, *, write: bool) -> npt.NDArray[np.uint64]:
         """Where the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` es are.

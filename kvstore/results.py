@@ -60,14 +60,18 @@ class RestoreResult(NamedTuple):
 class PageViews:
     """Read-only views of pages in the node's memory, under a lease; use it as a context manager.
 
+    The bytes were verified when :meth:`Space.get` returned, and until ``close`` the node gives
+    their memory to nobody else. It is shared all the same: a process of the same tenant that writes
+    outside of its own slots can change what a view shows, and nobody would notice. Who needs bytes
+    that are proved to be the page's copies them, with ``get(out=...)``.
+
     Views that are forgotten without ``close`` keep their pages for as long as this process lives.
     A forked child has none of its parent's: it cannot know when the parent closes them, so the
     memory is not mapped there. They are empty in the child, and an array that was taken out of
     them before is memory that is not there: a child that looks at it dies of SIGSEGV.
 
     Attributes:
-        arrays: uint8, one of ``page_bytes`` a page. Their bytes are the page's until ``close``;
-            after it they must not be looked at any more.
+        arrays: uint8, one of ``page_bytes`` a page. After ``close`` they must not be looked at.
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:

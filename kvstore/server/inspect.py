@@ -176,7 +176,7 @@ class Inspection:
                 **_row(node, monotonic_ns()),
                 "depth": node.depth,
                 "pins": node.pins,
-                "read_once": node.read_once,
+                "read_once": bool(node.read_once),
                 "first_children": children,
             }
 
@@ -209,7 +209,8 @@ class Inspection:
                     "prefill_s_per_token": session.prefill_s_per_token,
                     "processes": [
                         {
-                            "pid": process.pid,
+                            "pid": process.peer.pid,
+                            "watched": process.peer.watched,
                             "lost": process.lost,
                             "leases": len(process.leases),
                             "expired_leases": sum(one.expired for one in process.leases.values()),
@@ -359,7 +360,7 @@ def _row(node: Node, now_ns: int) -> dict[str, Any]:
         "hits": node.hits,
         "stored_s_ago": (now_ns - node.stored_ns) / _NS_PER_S if node.stored_ns else None,
         "used_s_ago": (now_ns - node.used_ns) / _NS_PER_S if node.used_ns else None,
-        "expires_in_s": (node.expires_ns - now_ns) / _NS_PER_S if node.expires_ns else None,
+        "expires_in_s": (min(node.expires.values()) - now_ns) / _NS_PER_S if node.expires else None,
         "shards": {
             number: {
                 "state": "writing" if found == ["writing"] else "ready",

@@ -23,7 +23,7 @@ from kvstore.page import digest_seed, page_seeds
 from kvstore.server.api import Turns
 from kvstore.server.jobs import Job
 from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Process, Session
+from kvstore.state.sessions import Peer, Process, Session
 from kvstore.state.shelves import Shelves
 from kvstore.state.slots import Slot
 from kvstore.state.tree import Node, Space, is_live
@@ -56,7 +56,7 @@ class Verifier:
     def __init__(self, turns: Turns) -> None:
         """Check nothing yet."""
         self._turns = turns
-        self._process = Process(-1, 0, Session(b"", "verify", 1 << 62))
+        self._process = Process(-1, Peer(0), Session(b"", "verify", 1 << 62))
         self._numbers = count(1)
 
     def page(self, node: Node, tiers: Sequence[str], deadline_ns: int) -> Callable[[Job], None]:
@@ -154,7 +154,7 @@ class Verifier:
             at += 1
             if not is_live(node) or shard not in node.slots or not node.ready >> shard & 1:
                 continue
-            if node.read_once:
+            if node.read_once >> shard & 1:
                 job.result["skipped"] += 1  # releasing it would be its one reading
                 continue
             slot = node.slots[shard]

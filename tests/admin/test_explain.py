@@ -6,7 +6,7 @@ import pytest
 from kvstore.page import CanonicalLayout, ShardSpec
 from kvstore.state.explain import VERDICTS, Explainer, Explanation
 from kvstore.state.ghosts import Ghosts
-from kvstore.state.tree import Space
+from kvstore.state.tree import Retention, Space
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
 
 SECOND = 1_000_000_000
@@ -81,14 +81,14 @@ def test_a_page_evicted_for_its_spaces_quota_says_so(asked):
 
 
 def test_an_expired_page_says_so(asked):
-    asked.world.store(asked.process, asked.space, "a", expires_ns=95 * SECOND)
+    asked.world.store(asked.process, asked.space, "a", keep=Retention(expires_ns=95 * SECOND))
     asked.table.expire(96 * SECOND)
 
     assert asked.why("a").verdict == "expired"
 
 
 def test_a_page_that_was_read_once_says_so(asked):
-    asked.world.store(asked.process, asked.space, "a", read_once=True)
+    asked.world.store(asked.process, asked.space, "a", keep=Retention(read_once=True))
     number, _ = asked.world.acquire(asked.process, asked.space, "a")
     asked.table.release(asked.process, number)
 

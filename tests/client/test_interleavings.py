@@ -13,8 +13,10 @@ from kvstore import exchange, link, wire
 from kvstore.errors import KVStoreError
 from kvstore.link import SETTLE_WAIT_S, Link
 from kvstore.mapping import Use
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.requests import NodeLimits
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from tests.client.schedule import Schedule, Socket, Threading
 
@@ -92,7 +94,7 @@ class World:
             for body in reader.feed(data):
                 if not began:
                     began = True
-                    node.connected(number, 1)
+                    node.connected(number, Peer(1))
                 node.receive(number, wire.decode_request(body), 1)
                 node.pages.check()
                 self._answer(node)
@@ -109,6 +111,11 @@ class World:
             if number in self.sockets:
                 self.sockets[number].answers += wire.encode(answer)
         node.outbox.clear()
+        while node.closing:
+            given_up = self.sockets.get(node.closing.pop())
+            if given_up is not None:
+                given_up.sent.clear()
+                given_up.shut = True
 
     # ---- the client
 

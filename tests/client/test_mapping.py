@@ -237,35 +237,6 @@ def test_memory_that_was_given_back_stays_so(mapping, extents):
     assert extents.allocated(0) == 0
 
 
-class Watcher:
-    """An observer that notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def mapped(self, address: int, size: int) -> None:
-        self.told.append(("mapped", address))
-
-    def unmapping(self, address: int) -> None:
-        assert is_mapped(address)
-        self.told.append(("unmapping", address))
-
-
-def test_an_observer_hears_of_each_readable_extent_once_and_before_it_goes(mapping, extents):
-    watcher, use = Watcher(), mapping.use()
-    first = int(use.locate(at(0), SIZE, write=False)[0])
-    use.observe(watcher)
-    use.observe(watcher)
-    second = int(use.locate(at(1), SIZE, write=False)[0])
-    use.locate(at(1), SIZE, write=True)
-    use.end()
-
-    mapping.retire([1])
-    mapping.sweep()
-
-    assert watcher.told == [("mapped", first), ("mapped", second), ("unmapping", second)]
-
-
 def test_a_forked_child_unmaps_nothing_and_waits_for_nobody(mapping, extents):
     use = mapping.use()
     address = int(use.locate(at(0), SIZE, write=False)[0])

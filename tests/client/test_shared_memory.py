@@ -15,7 +15,6 @@ from kvstore.link import Link
 from kvstore.space import Space
 from tests.client.conftest import (
     READY,
-    SLAB,
     TIMEOUT_S,
     Daemon,
     arguments,
@@ -118,31 +117,6 @@ def test_a_view_keeps_its_extent_whatever_else_is_gone(small, wait_until, monkey
             assert all(map(np.array_equal, views.arrays, pages))
             del views
         wait_until(lambda: fill(in_b, ROUNDS) or mapped(a) == 0)
-
-
-def test_a_slabs_registration_of_an_extent_that_is_gone_is_undone(small, wait_until, monkeypatch):
-    monkeypatch.setattr(link, "ASK_S", 0.05)
-    (a, in_a), (b, in_b) = tenant(small, "a", device_slab=SLAB), tenant(small, "b")
-    told: list[int] = []
-
-    class Watcher:
-        def mapped(self, address: int, size: int) -> None:
-            told.append(address)
-
-        def unmapping(self, address: int) -> None:
-            told.remove(address)
-
-    with a, b:
-        keys = new_keys(in_a, 2, start=77)
-        in_a.put(keys, content(2, in_a.page_bytes[0]))
-        with a._link.moving() as memory:
-            memory.observe(Watcher())
-        out = [np.zeros(in_a.page_bytes[0], dtype=np.uint8) for _ in range(2)]
-        assert in_a.get(keys, out) == 2
-        assert len(told) == 1
-        wait_until(lambda: a.slab_stats()["pending_bytes"] == 0)
-
-        wait_until(lambda: fill(in_b, 1) or not told)
 
 
 def test_a_lease_shorter_than_the_client_asks_for_is_no_miss(spawn, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore import wire
+from kvstore.state.sessions import Peer
 from tests.node.test_protocol import IDENTITY, KEYS, LEASE_MS_MAX, SHARDS, Wire, node
 
 __all__ = ["node"]
@@ -12,7 +13,7 @@ ORIGIN = b"origin-a"
 
 
 def connect(node: Wire, connection: int, number: int, origin: bytes = ORIGIN, session: bytes = b""):
-    node.node.connected(connection, 77)
+    node.node.connected(connection, Peer(77))
     minor = wire.PROTOCOL_MINOR if number else 2
     return node.ask(connection, wire.Hello(0, 1, minor, "engine", session, origin, number))
 
