@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore import exchange, link, wire
 from kvstore.errors import KVStoreError
+from kvstore.exchange import Connection
 from kvstore.link import SETTLE_WAIT_S, Link
 from kvstore.mapping import Use
 from kvstore.node import Node
@@ -46,6 +47,7 @@ class World:
         self.sockets: dict[int, Socket] = {}
         self.moving: dict[int, list[tuple[Node, Slot, int]]] = {}
         self.nodes: dict[bytes, Node] = {}
+        self.link: Link | None = None
         self.start_node()
 
     def start_node(self) -> None:
@@ -121,8 +123,16 @@ class World:
 
     @contextmanager
     def client(self) -> Iterator[None]:
-        threads = Threading(self.schedule)
+        threads, really_post = Threading(self.schedule), Connection.post
+
+        def post(connection: Connection, message: wire.Request, *, now: bool) -> None:
+            if isinstance(message, wire.Settled):
+                assert self.link is not None
+                assert self.link._state._held, "or something else is decided before it is said"
+            really_post(connection, message, now=now)
+
         with (
+            patch.object(Connection, "post", post),
             patch.object(link, "threading", threads),
             patch.object(exchange, "threading", threads),
             patch.object(link, "monotonic", lambda: self.schedule.now),
@@ -265,7 +275,8 @@ def play(actions: Sequence[list[str]], choices: list[int], *, close_at: int) -> 
                 finished.append(next(done))
 
     def client() -> None:
-        made.append(Link("path", "engine"))
+        world.link = Link("path", "engine")
+        made.append(world.link)
         total = sum(map(len, actions))
         world.schedule.pause(lambda: len(finished) >= min(close_at, total))
         made[0].close()
@@ -303,6 +314,14 @@ def histories(*disturbances: str) -> dict[str, st.SearchStrategy[object]]:
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(**histories("cut", "drop"))
 def test_no_slot_is_free_while_it_is_touched_and_none_is_kept_after(actions, choices, close_at):
+    play(actions, choices, close_at=close_at)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@settings(max_examples=20_000, suppress_health_check=[HealthCheck.too_slow])
+@given(**histories("cut", "drop", "restart"))
+def test_no_slot_is_free_in_many_histories(actions, choices, close_at):
     play(actions, choices, close_at=close_at)
 
 

@@ -362,6 +362,12 @@ def test_what_is_used_stays_and_what_is_gone_goes():
     run_state_machine_as_test(Mappings)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_what_is_used_stays_in_many_histories():
+    run_state_machine_as_test(Mappings)
+
+
 def test_views_are_what_lies_there(mapping, extents):
     os.pwrite(extents.descriptors[1], b"abc", SIZE)
 

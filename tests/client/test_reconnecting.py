@@ -1,6 +1,7 @@
 """Goal: a node is told of what is over, and of that only; nothing is forgotten."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -191,6 +192,12 @@ class Reconnects(RuleBasedStateMachine):
 
 
 def test_what_is_settled_was_over_and_what_is_over_is_settled():
+    run_state_machine_as_test(Reconnects)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_what_is_settled_was_over_in_many_histories():
     run_state_machine_as_test(Reconnects)
 
 
