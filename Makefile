@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-log soak-mover mutants clean
+.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-link soak-log soak-mover mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,10 @@ soak: $(VENV)/.ready
 # About eleven minutes: whatever is sent to those who read events, and to the Conductor over HTTP.
 soak-events: $(VENV)/.ready
 	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_strange_engines.py $(ARGS)
+
+soak-link: $(VENV)/.ready
+	@echo "about ten minutes: who runs next in a client that is cut off, closed and cut off again"
+	@$(BIN)/python -m pytest -m soak tests/client $(ARGS)
 
 soak-log: $(VENV)/.ready
 	@echo "about ten minutes: whatever may lie in the directories of the SSD log"

@@ -9,16 +9,24 @@ Two rules for whoever calls this from inside an engine:
 
 import json
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
-from kvstore import wire
+from kvstore import forks, wire
 from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
-from kvstore.errors import InvalidArgument, KVStoreError, TransferError
+from kvstore.errors import (
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    TransferError,
+    TransferTimeout,
+)
 from kvstore.link import Link, NodeLink
 from kvstore.page import ShardSpec, SpaceIdentity
 from kvstore.promotion import Promotion
@@ -41,9 +49,13 @@ class KVStore:
     ) -> None:
         """Use :meth:`connect` or :meth:`open`."""
         self._link = link
+        #: Protects the two below. Held while one of them is made, which ends by itself.
+        self._lock = threading.Lock()
         self._waiting: dict[str, Link] = {}
+        self._closed = False
         self._timeout_s = timeout_s
         self._services = Services(link, self._waiting_link, timeout_s, promotion)
+        forks.register(self)
 
     @property
     def troubles(self) -> Counter[str]:
@@ -194,14 +206,23 @@ class KVStore:
         return 0 if promotion is None else promotion.slab.clear()
 
     def close(self) -> None:
-        """Finish submitted jobs, then leave the node; nothing of it stays mapped."""
-        self._services.loads.close()
-        self._services.stores.close()
-        if self._services.promotion is not None:
-            self._services.promotion.close()
-        for link in self._waiting.values():
-            link.close()
-        self._link.close()
+        """Finish submitted jobs, then leave the node; nothing of it stays mapped.
+
+        While a view is open, or a put of another thread goes on, its memory stays, and the node is
+        left when that has ended. Whatever else is asked of the store is a miss, or refused.
+        """
+        promotion = self._services.promotion
+        with ExitStack() as steps:  # each is done, whatever becomes of the one before
+            steps.callback(self._link.close)
+            steps.callback(self._close_waiting)
+            if promotion is not None:
+                steps.callback(promotion.close)
+            steps.callback(self._services.stores.close)
+            steps.callback(self._services.loads.close)
+
+    def forked(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "KVStore":
         return self
@@ -213,15 +234,37 @@ class KVStore:
         self.close()
 
     def _waiting_link(self, purpose: str) -> NodeLink:
-        """A connection of its own for requests of one purpose that may wait."""
-        if not isinstance(self._link, Link):
-            return self._link
+        """A connection of its own for requests of one purpose that may wait.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it cannot be had now.
+        """
+        main = self._link
+        if not isinstance(main, Link):
+            return main
         link = self._waiting.get(purpose)
-        if link is None:
-            main = self._link  # which says whatever there is to say
-            link = Link(main.path, main.name, main.session, logging.DEBUG)
-            self._waiting[purpose] = link
+        if link is not None:
+            return link
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise TransferTimeout(f"{main.path}: another connection takes too long")
+        try:
+            link = self._waiting.get(purpose)
+            if link is None:
+                # It joins the session of the main one, which says whatever there is to say.
+                if self._closed or not main.session:
+                    raise PeerUnreachable(f"{main.path}: {main.why}")
+                link = Link(main.path, main.name, main.session, logging.DEBUG)
+                self._waiting[purpose] = link
+        finally:
+            self._lock.release()
         return link
+
+    def _close_waiting(self) -> None:
+        with self._lock:
+            self._closed = True
+            links = list(self._waiting.values())
+        for link in links:
+            link.close()
 
 
 def _ssd_config(

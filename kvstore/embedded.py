@@ -4,12 +4,13 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from time import monotonic, monotonic_ns
+from types import TracebackType
 from typing import Any, Final
 
-from kvstore import mover, wire
+from kvstore import forks, mover, wire
 from kvstore.config import HostConfig, SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.errors import (
@@ -20,7 +21,7 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.mapping import Mapping
+from kvstore.mapping import Mapping, Use
 from kvstore.node import Node
 from kvstore.requests import NodeLimits
 from kvstore.state.sessions import Peer
@@ -30,13 +31,35 @@ from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 log = logging.getLogger(__name__)
 
 _CONNECTION: Final = 1
-_MOVES_TIMEOUT_S: Final = 30.0
+_MOVES_TIMEOUT_S: Final = 5.0
+_LOCK_WAIT_S: Final = 1.0
+_SENT_MAX: Final = 4096
 _TICK_S: Final = 0.1
 """How late a deadline may be applied while nobody calls."""
 
 
+class _Moving:
+    """One move in the memory of a store in this process; not ended by being forgotten."""
+
+    def __init__(self, begin: Callable[[], Use], end: Callable[[Use], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> Use:
+        self._use = self._begin()
+        return self._use
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._end(self._use)
+
+
 class Embedded:
     """A node and its memory as a :class:`~kvstore.link.NodeLink`; every thread may use it.
+
+    It belongs to the process that made it: in a forked child everything misses.
 
     Args:
         host: capacity and limits.
@@ -57,37 +80,47 @@ class Embedded:
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
+        self._mapping = Mapping(boot, self._fetch)
+        self._answers: dict[int, wire.Answer] = {}
+        #: Requests whose callers have gone; what they are granted late is taken back.
+        self._abandoned: dict[int, wire.Request] = {}
+        self._identifier = 0
+        #: Messages without an answer that wait for whoever has the node.
+        self._sent: deque[wire.Request] = deque()
+        #: Moves and views that go on; as the two below, protected by ``_moved``.
+        self._movers = 0
+        self._open = True
+        #: Closed but for the memory, which the last move gives back.
+        self._left = False
+        self._disk_ended = True
+        self._why = "the store is closed"
+        self._disk: DiskTier | None = None
+        self._locks()
         try:
             self.memory.create(extent.number for extent in slots.extents)
+            if ssd is not None and ssd.directories:
+                # `wake` takes no lock: it comes from threads that hold the tier's own.
+                self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
         except KVStoreError:
             self.memory.close()
             raise
-        self._mapping = Mapping(boot, self._fetch)
-        #: The node; also signalled when an answer has come.
-        self._answered = threading.Condition()
-        self._answers: dict[int, wire.Answer] = {}
-        #: Threads inside :meth:`moving`; as all of the below, protected by ``_answered``.
-        self._movers = 0
-        self._identifier = 0
-        self._open = True
-        self._disk: DiskTier | None = None
-        self._has_work = threading.Event()
-        if ssd is not None and ssd.directories:
-            try:
-                # `wake` takes no lock: it comes from threads that hold the tier's own.
-                self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
-            except KVStoreError:
-                self.memory.close()
-                raise
         self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
         if self._disk is not None:
             self._driver.start()
         self.node.connected(_CONNECTION, Peer(os.getpid(), os.getpid()))
         self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
+        forks.register(self)
+
+    def _locks(self) -> None:
+        #: The node, its answers and the disk; signalled when an answer has come.
+        self._answered = threading.Condition()
+        #: Held for an instant only; signalled when a move has ended.
+        self._moved = threading.Condition()
+        self._has_work = threading.Event()
 
     @property
     def connected(self) -> bool:
-        """True until :meth:`close`."""
+        """True until :meth:`close`, and in the process that opened it only."""
         return self._open
 
     def request(
@@ -95,66 +128,82 @@ class Embedded:
     ) -> wire.Answer:
         """See :class:`~kvstore.link.NodeLink`."""
         deadline = monotonic() + timeout_s
-        with self._answered:
+        if not self._answered.acquire(timeout=timeout_s):
+            raise TransferTimeout("other requests took too long")
+        try:
             self._identifier += 1
             identifier = message.id = self._identifier  # type: ignore[union-attr]
             self._tell(message)
-            while identifier not in self._answers:
-                if not self._open:
-                    raise PeerUnreachable("the store is closed")
-                if monotonic() >= deadline:
-                    raise TransferTimeout("the node did not answer in time")
-                # It waits for another thread's put, or for the disk; its own deadline ends it.
-                self._answered.wait(0.005)
-                self._advance()
-            answer = self._answers.pop(identifier)
+            try:
+                answer = self._wait(identifier, deadline)
+            except BaseException:
+                self._abandoned[identifier] = message
+                raise
+        finally:
+            self._answered.release()
         if isinstance(answer, wire.Failure):
             raise error_from_code(answer.code, answer.message, answer.field)
         return answer
 
-    def send(self, message: wire.Request) -> None:
+    def send(self, message: wire.Request, _epoch: int | None = None) -> None:
         """See :class:`~kvstore.link.NodeLink`."""
-        with self._answered:
-            if self._open:
-                self._tell(message)
+        self._sent.append(message)
+        # Whoever has the node takes it along, unless so many wait that somebody must.
+        wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
+        if self._answered.acquire(timeout=wait_s):
+            try:
+                self._tell_sent()
+                self._collect()
+            finally:
+                self._answered.release()
 
     send_later = send
 
-    @contextmanager
-    def moving(self) -> Iterator[Mapping]:
+    def moving(self) -> _Moving:
         """See :class:`~kvstore.link.NodeLink`."""
-        with self._answered:
-            if not self._open:
-                raise PeerUnreachable("the store is closed")
-            self._movers += 1
-        try:
-            yield self._mapping
-        finally:
-            with self._answered:
-                self._movers -= 1
-                self._answered.notify_all()
+        return _Moving(self._begin, self._end)
 
     def close(self) -> None:
-        """End the session and give the memory back, once no move touches it any more."""
-        with self._answered:
+        """End the session and give the memory back, once no move touches it any more.
+
+        A move that goes on is waited for a moment; a view that stays open keeps the memory.
+        """
+        with self._moved:
             if not self._open:
                 return
             self._open = False
+        with self._answered:
             self._answered.notify_all()
-            ended = self._answered.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
-            self.node.disconnected(_CONNECTION, monotonic_ns(), ended=True)
+        with self._moved:
+            ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
+        with self._answered:
+            self._tell_sent()
+            self.node.disconnected(_CONNECTION, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
-        if ended:
-            self._mapping.close()
+        with self._moved:
+            self._left, self._disk_ended = True, disk_ended
+            last = not self._movers
+        if last:
+            self._give_back()
         else:
-            log.error("memory stays mapped: a move has not ended for %s s", _MOVES_TIMEOUT_S)
-        if disk_ended:
-            self.memory.close()
-        else:
-            log.error("memory stays mapped: the disk may still write into it")
+            log.warning("memory stays mapped until the last view of it is closed")
+
+    def forked(self) -> None:
+        """In a forked child: the store is the parent's; everything misses here."""
+        self._locks()
+        self._open, self._left = False, False
+        self._why = "the store was opened before the fork, by the parent: open one of your own"
+        self._mapping.forked()
+        self._sent.clear()
 
     def stats(self) -> dict[str, Any]:
-        """The node's statistics and those of its tiers, as plain values."""
+        """The node's statistics and those of its tiers, as plain values.
+
+        Raises:
+            PeerUnreachable: this is a forked child.
+        """
+        if not (self._open or self._left):
+            raise PeerUnreachable(self._why)
         with self._answered:
             return {
                 **self.node.stats(),
@@ -167,7 +216,7 @@ class Embedded:
         if self._disk is None:
             return True
         self._has_work.set()
-        self._driver.join()
+        self._driver.join(_MOVES_TIMEOUT_S)
         self._disk.close()
         with self._answered:
             self._disk.poll(monotonic_ns())
@@ -182,8 +231,44 @@ class Embedded:
                 if self._open:
                     self._advance()
 
+    def _begin(self) -> Use:
+        with self._moved:
+            if not self._open:
+                raise PeerUnreachable(self._why)
+            self._movers += 1
+        return self._mapping.use()
+
+    def _end(self, use: Use) -> None:
+        use.end()
+        with self._moved:
+            self._movers -= 1
+            last = self._left and not self._movers
+            self._moved.notify_all()
+        if last:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Nothing here touches the memory any more."""
+        self._mapping.close()
+        if self._disk_ended:
+            self.memory.close()
+        else:
+            log.error("memory stays mapped: the disk may still write into it")
+
+    def _wait(self, identifier: int, deadline: float) -> wire.Answer:
+        while identifier not in self._answers:
+            if not self._open:
+                raise PeerUnreachable(self._why)
+            if monotonic() >= deadline:
+                raise TransferTimeout("the node did not answer in time")
+            # It waits for another thread's put, or for the disk; its own deadline ends it.
+            self._answered.wait(0.005)
+            self._advance()
+        return self._answers.pop(identifier)
+
     def _advance(self) -> None:
         now_ns = monotonic_ns()
+        self._tell_sent()
         if self._disk is not None:
             self._disk.poll(now_ns)
         self.node.advance(now_ns)
@@ -191,7 +276,8 @@ class Embedded:
 
     def _tell(self, message: wire.Request) -> None:
         if not self._open:
-            raise PeerUnreachable("the store is closed")
+            raise PeerUnreachable(self._why)
+        self._tell_sent()
         now_ns = monotonic_ns()
         if 0 < self.node.next_deadline_ns() <= now_ns:
             self.node.advance(now_ns)
@@ -200,21 +286,41 @@ class Embedded:
         self.node.receive(_CONNECTION, message, now_ns)
         self._collect()
 
+    def _tell_sent(self) -> None:
+        """Hand on what has no answer, in the order it was sent."""
+        while self._sent:
+            self.node.receive(_CONNECTION, self._sent.popleft(), monotonic_ns())
+
     def _collect(self) -> None:
         """Carry out what the node decided, then hand out its answers."""
         while self.node.unfinished:
             self.node.go_on(monotonic_ns())
-        self.memory.replace(self.node.pages.slots.replaced)
+        replaced = self.node.pages.slots.replaced
+        if replaced:
+            gone = [old for old, _, _ in replaced]
+            self.memory.replace(replaced)
+            self._mapping.retire(gone)
+            self._mapping.sweep()
+        else:
+            self.memory.replace(replaced)
         if self._disk is not None:
             self._disk.flush()
         self.node.actions.clear()
         for _, answer in self.node.outbox:
-            self._answers[getattr(answer, "id", 0)] = answer
+            number = getattr(answer, "id", 0)
+            abandoned = self._abandoned.pop(number, None)
+            if abandoned is None:
+                self._answers[number] = answer
+            elif isinstance(abandoned, wire.Acquire):
+                self._sent.append(wire.Release(abandoned.lease))
+            elif isinstance(abandoned, wire.BeginPut):
+                self._sent.append(wire.AbortPut(abandoned.put))
         self.node.outbox.clear()
         self._answered.notify_all()
 
-    def _fetch(self, numbers: Sequence[int]) -> Sequence[int]:
-        descriptors: list[int] = []
+    def _fetch(
+        self, numbers: Sequence[int], _known: Sequence[int], keep: Callable[[int], None]
+    ) -> Sequence[int]:
         try:
             for number in numbers:
                 if self.memory.pending(number):
@@ -222,9 +328,7 @@ class Embedded:
                 descriptor = self.memory.descriptor(number)
                 if descriptor is None:
                     raise CapacityError(f"extent {number} has no memory for the moment")
-                descriptors.append(os.dup(descriptor))
-        except (OSError, CapacityError) as error:
-            for given in descriptors:
-                os.close(given)
+                keep(os.dup(descriptor))
+        except OSError as error:
             raise CapacityError(f"memory cannot be mapped: {error}") from error
-        return descriptors
+        return ()

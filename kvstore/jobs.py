@@ -1,12 +1,13 @@
 """Moves in the background: submitted by an engine's step, waited for with deadlines."""
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from kvstore.errors import CapacityError, KVStoreError, TransferTimeout
+from kvstore import forks
+from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
 from kvstore.results import RestoreResult
 
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 QUEUE_MAX: Final = 1024
 _JOIN_TIMEOUT_S: Final = 60.0
+_IDLE_S: Final = 60.0
 
 
 class Worker:
@@ -24,39 +26,66 @@ class Worker:
     def __init__(self, name: str) -> None:
         """Start no thread yet."""
         self._name = name
-        self._jobs: queue.Queue[Job[object] | None] = queue.Queue(QUEUE_MAX)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._begin_empty()
+        forks.register(self)
 
-    def submit(self, job: "Job[object]") -> None:
+    def _begin_empty(self) -> None:
+        #: Protects all below; signalled when there is a job, or none will come any more.
+        self._changed = threading.Condition()
+        self._waiting: deque[Job[Any]] = deque()
+        self._running: Job[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: "Job[Any]") -> None:
         """Queue a job.
 
         Raises:
-            CapacityError: too many wait already, or the store is closed.
+            CapacityError: too many wait already, there are no more threads, or the store is closed.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise CapacityError("the store is closed")
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            try:
-                self._jobs.put_nowait(job)
-            except queue.Full as error:
-                raise CapacityError(f"{QUEUE_MAX} jobs wait already") from error
+            if len(self._waiting) >= QUEUE_MAX:
+                raise CapacityError(f"{QUEUE_MAX} jobs wait already")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise CapacityError(f"no thread is to be had: {error}") from error
+                self._thread = thread
+            self._waiting.append(job)
+            self._changed.notify()
 
     def close(self) -> None:
-        """Run what was submitted, then end the thread."""
-        with self._lock:
+        """Take no more jobs; return when those that were submitted have ended, or are too slow."""
+        with self._changed:
             self._closed = True
+            self._changed.notify()
             thread = self._thread
-        if thread is not None and thread.is_alive():
-            self._jobs.put(None, timeout=_JOIN_TIMEOUT_S)
-            thread.join(_JOIN_TIMEOUT_S)
+        if thread is None:
+            return
+        thread.join(_JOIN_TIMEOUT_S)
+        if thread.is_alive():
+            log.error("%s: a job has not ended for %s s; it goes on", self._name, _JOIN_TIMEOUT_S)
+
+    def forked(self) -> None:
+        """In a forked child: what the parent submitted runs there; here it has failed."""
+        inherited = [*self._waiting, *([self._running] if self._running is not None else [])]
+        self._begin_empty()
+        for job in inherited:
+            job.forked()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            with self._changed:
+                self._running = None
+                while not self._waiting:
+                    if self._closed:
+                        return
+                    self._changed.wait(_IDLE_S)
+                self._running = job = self._waiting.popleft()
             job.run()
 
 
@@ -71,7 +100,7 @@ class Job(Generic[T]):
         self._error: KVStoreError | None = None
         self._refused = False
         try:
-            worker.submit(self)  # type: ignore[arg-type]
+            worker.submit(self)
         except CapacityError as error:
             self._error = error
             self._refused = True
@@ -89,7 +118,16 @@ class Job(Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended; False when the time ran out first."""
-        return self._ended.wait(timeout_s)
+        # A forked child may have a copy of the event whose lock is held for ever.
+        return self._ended.is_set() or self._ended.wait(timeout_s)
+
+    def forked(self) -> None:
+        """In a forked child: it has failed. In memory that is shared the parent's goes on."""
+        if self.done:
+            return
+        self._ended = threading.Event()
+        self._error = PeerUnreachable("it was submitted before the fork: the parent carries it out")
+        self._ended.set()
 
     def run(self) -> None:
         """Carry it out; the worker's business."""
@@ -106,7 +144,7 @@ class Job(Generic[T]):
             self._ended.set()
 
     def _outcome(self, timeout_s: float) -> T:
-        if not self._ended.wait(timeout_s):
+        if not self.wait(timeout_s):
             raise TransferTimeout(f"the job has not ended after {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -148,6 +186,8 @@ class RestoreJob(Job[RestoreResult]):
         """
         if not self._layered:
             return self.wait(timeout_s)
+        if self.done:
+            return self._progress.done > layer
         return self._progress.wait(layer + 1, timeout_s)
 
     @property
@@ -176,6 +216,12 @@ class RestoreJob(Job[RestoreResult]):
         except KVStoreError as error:
             log.warning("a restore became a miss: %s", error)
             return RestoreResult(0)
+
+    def forked(self) -> None:
+        """See :class:`Job`; no layer will come."""
+        super().forked()
+        self._progress.changed = threading.Condition()
+        self._progress.finish()
 
     def run(self) -> None:
         """Carry it out, then wake whoever waits for a layer."""

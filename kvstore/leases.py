@@ -45,7 +45,8 @@ class Leases:
         leased = self._ask(opened, keys, shard, lease)
         if not leased.more:
             return leased
-        link.send(wire.Release(lease))  # or it would count against the quota a second time
+        # Or it would count against the quota a second time.
+        link.send(wire.Release(lease), opened.epoch)
 
         def again() -> None:
             nonlocal leased
@@ -69,7 +70,7 @@ class Leases:
             leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
             then()
         finally:
-            link.send_later(wire.Release(lease))
+            link.send_later(wire.Release(lease), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
     def _ask(

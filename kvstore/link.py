@@ -1,31 +1,25 @@
-"""A client's connection to a node: requests under deadlines, re-made by itself.
+"""A client's link to a node: requests under deadlines, on a connection that is re-made by itself.
 
-The calling thread does its own round trips. A missed deadline or a broken socket closes the
-connection: from then on every call fails at once (``PeerUnreachable``) until a background thread
-has connected again, so an engine never waits twice for a node that is stopped. The background
-thread also notices at once when the node goes away and unmaps its memory.
+The calling thread does its own round trips (:mod:`kvstore.exchange`). A missed deadline or a broken
+socket ends the connection: from then on every call fails at once (``PeerUnreachable``) until a
+background thread has connected again, so an engine never waits twice for a node that is stopped.
+
+What is decided about connections, moves and memory is decided by
+:class:`~kvstore.state.reconnecting.Reconnecting`, under one lock that nobody holds while he waits.
+The background thread also notices when the node goes away, and unmaps what nobody uses.
 """
 
 import logging
 import os
-import select
-import socket
 import threading
-import weakref
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from time import monotonic
+from types import TracebackType
 from typing import Final, Protocol
 
-from kvstore import wire
-from kvstore.endpoint import (
-    CONNECT_TIMEOUT_S,
-    as_transfer_error,
-    open_socket,
-    send_now,
-    set_timeout,
-)
+from kvstore import forks, wire
+from kvstore.endpoint import CONNECT_TIMEOUT_S, as_transfer_error, fetch_extents, nobody_listens
 from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
@@ -33,17 +27,19 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.mapping import Mapping
+from kvstore.exchange import Connection
+from kvstore.mapping import Mapping, Use
+from kvstore.state.reconnecting import Effects, Move, Reconnecting
 
 log = logging.getLogger(__name__)
 
+ASK_S: Final = 5.0
+"""How often a client asks which of the extents it has mapped are gone, beside whenever it maps."""
+SETTLE_WAIT_S: Final = 30.0
+"""How long a closed link goes on trying to tell a node that does not answer what is over."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_RECEIVE_BYTES: Final = 1 << 16
-_FETCH_MAX: Final = 64
+_TICK_S: Final = 0.05
 _ORIGIN_BYTES: Final = 16
-_LATER_MAX: Final = 32
-_LATER_MS: Final = 50
-_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
 class NodeLink(Protocol):
@@ -76,18 +72,47 @@ class NodeLink(Protocol):
             KVStoreError: the node refused; its own error.
         """
 
-    def send(self, message: wire.Request) -> None:
-        """Send a message that has no answer; lost without a word when the node is away."""
+    def send(self, message: wire.Request, epoch: int | None = None) -> None:
+        """Send a message that has no answer, without waiting.
 
-    def send_later(self, message: wire.Request) -> None:
-        """Send a message that has no answer and no hurry: with the next one, or soon."""
+        It is lost without a word when the node is away, or connected anew since ``epoch``.
+        """
 
-    @contextmanager
-    def moving(self) -> Iterator[Mapping]:
+    def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
+        """The same for what has no hurry: with the next message, or soon."""
+
+    def moving(self) -> AbstractContextManager[Use]:
         """Touch the node's memory inside: it stays mapped, and the node knows when it ended."""
 
     def close(self) -> None:
-        """End the connection and unmap."""
+        """End the connection and unmap, as soon as no move goes on."""
+
+
+class Moving:
+    """One move, from its beginning to its end. Not ended by being forgotten: it might still read.
+
+    Args:
+        begin: begins it.
+        end: ends it.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Move, Use]], end: Callable[[Move], None]) -> None:
+        """Begin nothing yet."""
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> Use:
+        self._move, self._use = self._begin()
+        return self._use
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            self._use.end()
+        finally:
+            self._end(self._move)
 
 
 class Link:
@@ -109,392 +134,323 @@ class Link:
         self.name = name
         self.session = session
         self.quota_bytes = 0
-        self._epoch = 0
-        self._origin = os.urandom(_ORIGIN_BYTES)
-        #: Moves of earlier epochs are those of the process that this one was forked from.
-        self._first_epoch = 0
+        self._node_minor = 0
         self.why = "not connected yet"
         self._refusal = ""
-        self._socket: socket.socket | None = None
-        self._mapping: Mapping | None = None
-        self._retired: list[Mapping] = []
-        self._moves: Counter[int] = Counter()
-        self._users: Counter[int] = Counter()
-        self._identifier = 0
-        #: Frames that wait for the next message; all of them for the present connection.
-        self._later: deque[bytes] = deque()
-        self._timeout_s = 0.0
-        self._unsettled = False
-        self._closing = False
+        self._locks()
+        #: The three below change together, under ``_state``.
+        self._reconnecting = Reconnecting()
+        self._connection: Connection | None = None
+        self._mappings: dict[int, Mapping] = {}
+        #: Mappings that nobody uses, to be closed in the background.
+        self._unused: list[Mapping] = []
+        self._origin = os.urandom(_ORIGIN_BYTES)
         #: None in a forked child until its first request.
         self._thread: threading.Thread | None = None
-        self._locks()
         try:
-            self._connect()
+            self._dial()
         except KVStoreError as error:
             self.why = self._refusal = str(error)
             log.log(level, "%s: no node at %s (%s); all misses until there is", name, path, error)
         self._start()
-        _links.add(self)
+        forks.register(self)
 
     def _locks(self) -> None:
-        #: The socket and everything said on it. Taken before ``_state``.
-        self._lock = threading.Lock()
-        #: Moves, mappings and the epoch.
+        #: Protects what is known of connections, moves and mappings; nobody waits under it.
         self._state = threading.Lock()
-        self._wake = threading.Event()
         self._reviving = threading.Lock()
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._maintain, name="kvstore-link", daemon=True)
-        self._thread.start()
+        self._wake = threading.Event()
 
     @property
     def epoch(self) -> int:
         """See :class:`NodeLink`."""
-        if self._thread is None:
-            self._revive()
-        return self._epoch
+        self._revive(CONNECT_TIMEOUT_S)
+        return self._reconnecting.connection
 
     @property
     def connected(self) -> bool:
         """Whether a request may succeed now."""
-        return self._socket is not None
+        connection = self._connection
+        return connection is not None and not connection.broken
 
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
     ) -> wire.Answer:
         """See :class:`NodeLink`."""
-        if self._thread is None:
-            self._revive()
         deadline = monotonic() + timeout_s
-        if self._socket is None:
+        self._revive(timeout_s)
+        connection = self._connection
+        if connection is None or self._reconnecting.closing:
             raise PeerUnreachable(f"{self.path}: {self.why}")
-        if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=timeout_s)):
-            raise TransferTimeout(f"{self.path}: other requests took longer than {timeout_s} s")
+        if epoch is not None and epoch != connection.number:
+            raise PeerUnreachable(f"{self.path}: connected anew in the middle of a call")
         try:
-            connection = self._socket
-            if connection is None:
-                raise PeerUnreachable(f"{self.path}: {self.why}")
-            if epoch is not None and epoch != self._epoch:
-                raise PeerUnreachable(f"{self.path}: connected anew in the middle of a call")
-            try:
-                answer = self._exchange(connection, message, deadline)
-            except (OSError, KVStoreError) as error:
-                self._disconnect(str(error))
-                raise as_transfer_error(error, self.path) from error
-        finally:
-            self._lock.release()
+            answer = connection.request(message, deadline)
+        except (OSError, KVStoreError) as error:
+            if connection.broken:
+                self._lost(connection)
+            raise as_transfer_error(error, self.path) from error
         if isinstance(answer, wire.Failure):
             raise error_from_code(answer.code, answer.message, answer.field)
         return answer
 
-    def send(self, message: wire.Request) -> None:
+    def send(self, message: wire.Request, epoch: int | None = None) -> None:
         """See :class:`NodeLink`."""
-        frame = wire.encode(message)
-        with self._lock:
-            if self._socket is not None and send_now(self._socket, frame) != len(frame):
-                self._disconnect("it does not take our messages")
+        connection = self._connection
+        if connection is not None and epoch in (None, connection.number):
+            connection.post(message, now=True)
 
-    def send_later(self, message: wire.Request) -> None:
+    def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
         """See :class:`NodeLink`.
 
         A node that is woken for it would keep this process from its own work for some 50 µs.
         """
-        self._later.append(wire.encode(message))
-        if len(self._later) >= _LATER_MAX:
-            self._flush()
+        connection = self._connection
+        if connection is not None and epoch in (None, connection.number):
+            connection.post(message, now=False)
 
-    def _flush(self) -> None:
-        """Send what has waited."""
-        with self._lock:
-            connection = self._socket
-            if connection is None or not self._later:
-                return
-            frames = self._take_later()
-            if send_now(connection, frames) != len(frames):
-                self._disconnect("it does not take our messages")
-
-    def _take_later(self) -> bytes:
-        # Other threads may append meanwhile; none is lost.
-        return b"".join(self._later.popleft() for _ in range(len(self._later)))
-
-    @contextmanager
-    def moving(self) -> Iterator[Mapping]:
+    def moving(self) -> Moving:
         """See :class:`NodeLink`."""
-        if self._thread is None:
-            self._revive()
+        self._revive(CONNECT_TIMEOUT_S)
+        return Moving(self._begin, self._ended)
+
+    def unfinished_moves(self) -> dict[int, int]:
+        """Moves and views that go on, by the number of the connection they began on."""
         with self._state:
-            mapping, epoch = self._mapping, self._epoch
-            if mapping is None:
-                raise PeerUnreachable(f"{self.path}: {self.why}")
-            self._moves[epoch] += 1
-            self._users[id(mapping)] += 1
-        try:
-            yield mapping
-        finally:
-            if epoch >= self._first_epoch:
-                self._moved(mapping, epoch)
+            return self._reconnecting.unfinished()
 
     def close(self) -> None:
-        """See :class:`NodeLink`."""
-        self._flush()
-        self._closing = True
-        self._wake.set()
-        with self._lock:
-            self._disconnect("closed")
-        if self._thread is not None:
-            self._thread.join(CONNECT_TIMEOUT_S * 3)
+        """See :class:`NodeLink`.
+
+        While a move or view goes on, the connection stays until that has ended; no request is sent
+        on it any more.
+        """
         with self._state:
-            mappings = [*self._retired, *([self._mapping] if self._mapping else [])]
-            # What is still being moved or viewed is unmapped when that ends.
-            self._retired = [mapping for mapping in mappings if self._users[id(mapping)]]
-            self._mapping = None
-            idle = [mapping for mapping in mappings if mapping not in self._retired]
-        for mapping in idle:
-            mapping.close()
-
-    # ---- one exchange -----------------------------------------------------------------------
-
-    def _exchange(
-        self, connection: socket.socket, message: wire.Request, deadline: float
-    ) -> wire.Answer:
-        self._identifier += 1
-        message.id = self._identifier  # type: ignore[union-attr]
-        self._limit(connection, deadline)
-        frame = wire.encode(message)
-        if self._later:
-            frame = self._take_later() + frame
-        sent = send_now(connection, frame)
-        if sent < len(frame):
-            connection.sendall(frame[max(sent, 0) :])  # waits, or raises what is wrong
-        data = connection.recv(_RECEIVE_BYTES)
-        length = wire.frame_length(data) + 4 if len(data) >= 4 else 4
-        if len(data) < length:
-            data = self._rest(connection, data, deadline)
-        answer = wire.decode_answer(memoryview(data)[4:])
-        if getattr(answer, "id", 0) != self._identifier:
-            raise ProtocolError(f"answer {answer!r} does not belong to request {self._identifier}")
-        return answer
-
-    def _rest(self, connection: socket.socket, data: bytes, deadline: float) -> bytes:
-        buffer = bytearray(data)
-        while True:
-            if len(buffer) >= 4 and len(buffer) >= wire.frame_length(buffer) + 4:
-                return bytes(buffer)
-            self._limit(connection, deadline)
-            more = connection.recv(1 << 20)
-            if not more:
-                raise PeerUnreachable(f"{self.path}: the node closed the connection")
-            buffer += more
-
-    def _limit(self, connection: socket.socket, deadline: float) -> None:
-        """Let the kernel end the next calls when the deadline passes."""
-        left = deadline - monotonic()
-        if left <= 0:
-            raise TransferTimeout(f"{self.path}: no answer in time")
-        if not self._timeout_s * 0.5 <= left <= self._timeout_s:
-            self._timeout_s = left * 1.1
-            set_timeout(connection, self._timeout_s)
+            self.why = "the store is closed"
+            effects = self._reconnecting.close()
+            connection = self._note(effects)
+        self._hang_up(effects, connection)
+        thread = self._thread
+        if thread is not None and self._reconnecting.closed:
+            thread.join(CONNECT_TIMEOUT_S * 3)
+        if thread is None:
+            self._tidy()
 
     # ---- connecting -------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _dial(self) -> None:
         """One attempt to connect and to say Hello.
 
         Raises:
             KVStoreError: why not.
         """
-        connection = open_socket(self.path)
+        with self._state:
+            number = self._reconnecting.dial()
+        connection = Connection(self.path, number)
         try:
-            deadline = monotonic() + CONNECT_TIMEOUT_S
             hello = wire.Hello(
-                0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session, self._origin
-            )
-            self._timeout_s = 0.0
-            self._later.clear()  # what was to be said on an earlier connection
-            answer = self._exchange(connection, hello, deadline)
+                0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session,
+                self._origin, number,
+            )  # fmt: skip
+            answer = connection.request(hello, monotonic() + CONNECT_TIMEOUT_S)
             if isinstance(answer, wire.Failure):
                 raise error_from_code(answer.code, answer.message, answer.field)
             if not isinstance(answer, wire.Welcome):
                 raise ProtocolError(f"{type(answer).__name__} is no answer to Hello")
         except (OSError, KVStoreError) as error:
-            connection.close()
+            connection.close(str(error))
             raise as_transfer_error(error, self.path) from error
-        with self._lock, self._state:
-            if self._closing:
-                connection.close()
-                return
-            self._adopt(answer)
-            self._socket = connection
-            self._unsettled = True
-        self._settle()
+        with self._state:
+            effects = self._reconnecting.adopt(number, answer.boot)
+            if effects is not None:
+                self._adopted(connection, answer)
+                self._note(effects)
+        if effects is None:
+            connection.close("it is not wanted any more")
+        else:
+            self._hang_up(effects, connection)
 
-    def _adopt(self, welcome: wire.Welcome) -> None:
-        """Take over what the node said of itself; memory of an earlier boot is retired."""
+    def _adopted(self, connection: Connection, welcome: wire.Welcome) -> None:
+        """Take over what the node said of itself; the caller holds ``_state``."""
         self.session = welcome.session
         self.quota_bytes = welcome.quota_bytes
-        self._epoch += 1
-        old = self._mapping
-        if old is None or old.boot != welcome.boot:
-            self._mapping = Mapping(welcome.boot, self._fetch)
-            if old is not None:
-                self._retire(old)
+        self._node_minor = welcome.minor
+        self._connection = connection
+        memory = self._reconnecting.memory
+        if memory and memory not in self._mappings:
+            session, boot = welcome.session, welcome.boot
 
-    def _retire(self, mapping: Mapping) -> None:
-        if self._users[id(mapping)]:
-            self._retired.append(mapping)
-        else:
-            mapping.close()
+            def fetch(
+                numbers: Sequence[int], known: Sequence[int], keep: Callable[[int], None]
+            ) -> list[int]:
+                return fetch_extents(self.path, session, boot, numbers, known, keep)
 
-    def _disconnect(self, why: str) -> None:
-        """Close the connection; the caller holds ``_lock``."""
-        connection, self._socket = self._socket, None
-        self._later.clear()  # its leases end with it
-        if connection is None:
-            return
-        self.why = why
-        connection.close()
+            self._mappings[memory] = Mapping(boot, fetch)
+
+    def _lost(self, connection: Connection) -> None:
+        """The connection is broken, or the node has closed it."""
+        why = connection.broken or "the node closed the connection"
+        with self._state:
+            if not self._reconnecting.lose(connection.number):
+                return
+            self._connection = None
+            closing = self._reconnecting.closing
+            self.why = self.why if closing else why
+        connection.close(why)
         self._wake.set()
-        if not self._closing:
+        if not closing:
             log.log(self._level, "%s: lost the node at %s (%s); misses until it is back",
                     self.name, self.path, why)  # fmt: skip
 
-    def _maintain(self) -> None:
-        attempt = 0
-        while not self._closing:
-            connection = self._socket
-            if connection is not None:
-                attempt = 0
-                self._watch(connection)
-                continue
-            self._wake.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
-            self._wake.clear()
-            try:
-                self._connect()
-            except KVStoreError as error:
-                self.why = str(error)
-                attempt += 1
-                if isinstance(error, PeerUnreachable):
-                    self._drop_mapping()
-                elif isinstance(error, ProtocolError) and str(error) != self._refusal:
-                    self._refusal = str(error)
-                    log.log(self._level, "%s: %s; misses until that changes", self.name, error)
-            else:
-                log.info("%s: connected to the node at %s again", self.name, self.path)
-
-    def _watch(self, connection: socket.socket) -> None:
-        """Return once the node has gone; then drop its memory if nothing uses it."""
-        poll = select.poll()
-        try:
-            poll.register(connection.fileno(), select.POLLRDHUP)
-            gone = poll.poll(_LATER_MS)
-        except (OSError, ValueError):
-            return  # closed by another thread meanwhile
-        if not gone:
-            if self._later:
-                self._flush()
-            return
-        with self._lock:
-            if self._socket is connection:
-                self._disconnect("the node closed the connection")
-        self._drop_mapping()
-
-    def _drop_mapping(self) -> None:
-        """The node is gone for good: give its memory back as soon as nothing here uses it."""
-        with self._state:
-            mapping, self._mapping = self._mapping, None
-            if mapping is not None:
-                self._retire(mapping)
-
-    def _fetch(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Descriptors of extents, over a short connection of their own."""
-        descriptors: list[int] = []
-        for start in range(0, len(numbers), _FETCH_MAX):
-            part = list(numbers[start : start + _FETCH_MAX])
-            connection = open_socket(self.path)
-            try:
-                connection.sendall(wire.encode(wire.FetchExtents(self.session, part)))
-                data, got, _, _ = socket.recv_fds(connection, _RECEIVE_BYTES, len(part))
-                descriptors += got
-                if not data:
-                    raise PeerUnreachable(f"{self.path}: the node closed the connection")
-                answer = wire.decode_answer(memoryview(data)[4:])
-                if isinstance(answer, wire.Failure):
-                    raise error_from_code(answer.code, answer.message, answer.field)
-                if len(got) != len(part):
-                    raise ProtocolError(f"{len(got)} descriptors came for {len(part)} extents")
-            except (OSError, KVStoreError) as error:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                raise as_transfer_error(error, self.path) from error
-            finally:
-                connection.close()
-        return descriptors
-
     # ---- moves ------------------------------------------------------------------------------
 
-    def _moved(self, mapping: Mapping, epoch: int) -> None:
-        closable: Mapping | None = None
+    def _begin(self) -> tuple[Move, Use]:
         with self._state:
-            self._moves[epoch] -= 1
-            if not self._moves[epoch]:
-                del self._moves[epoch]
-            self._users[id(mapping)] -= 1
-            if not self._users[id(mapping)]:
-                del self._users[id(mapping)]
-                if mapping in self._retired:
-                    self._retired.remove(mapping)
-                    closable = mapping
-        if closable is not None:
-            closable.close()
-        if self._unsettled:
-            self._settle()
+            move = self._reconnecting.begin()
+            if move is None:
+                raise PeerUnreachable(f"{self.path}: {self.why}")
+            return move, self._mappings[move.memory].use()
 
-    def _settle(self) -> None:
-        """Tell the node once that nothing begun on earlier connections moves bytes any more."""
+    def _ended(self, move: Move) -> None:
         with self._state:
-            if not self._unsettled or any(epoch < self._epoch for epoch in self._moves):
-                return
-            self._unsettled = False
-        self.send(wire.Settled())
+            effects = self._reconnecting.end(move)
+            connection = self._note(effects)
+        self._hang_up(effects, connection)
+        if self._thread is None:
+            self._tidy()
+
+    def _note(self, effects: Effects) -> Connection | None:
+        """Carry out what a decision leads to, on the connection it was made on; not hanging up.
+
+        The caller holds ``_state``, so that no other decision comes between.
+        """
+        connection = self._connection
+        named = self._node_minor >= wire.SETTLED_MINOR
+        if effects.settle and connection is not None and named:
+            connection.post(wire.Settled(effects.settle), now=True)
+        self._unused += [self._mappings.pop(number) for number in effects.unmap]
+        return connection
+
+    def _hang_up(self, effects: Effects, connection: Connection | None) -> None:
+        if not effects.hang_up or connection is None:
+            return
+        said = connection.close("the store is closed")
+        with self._state:
+            self._reconnecting.hung_up(connection.number, said=said)
+            if self._connection is connection:
+                self._connection = None
+        self._wake.set()
+
+    # ---- in the background ------------------------------------------------------------------
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._maintain, name="kvstore-link", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: the next request tries again
+            log.warning("%s: the connection to %s is not watched: %s", self.name, self.path, error)
+        else:
+            self._thread = thread
+
+    def _maintain(self) -> None:
+        attempt, asked, quiet = 0, monotonic(), 0.0
+        while not self._reconnecting.closed:
+            connection = self._connection
+            if connection is not None:
+                attempt = 0
+                if connection.wait_closed(_TICK_S):
+                    self._lost(connection)
+                else:
+                    connection.flush()
+                if monotonic() - asked > ASK_S:
+                    self._ask()
+                    asked = monotonic()
+            else:
+                self._wake.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                self._wake.clear()
+                attempt += 1
+                self._try_to_connect()
+            self._tidy()
+            if not self._reconnecting.closing or self.unfinished_moves():
+                quiet = 0.0
+            else:
+                quiet = quiet or monotonic()
+                if monotonic() - quiet > SETTLE_WAIT_S:
+                    self._give_up()
+        self._tidy()
+
+    def _try_to_connect(self) -> None:
+        if self._reconnecting.closed:
+            return
+        try:
+            self._dial()
+        except KVStoreError as error:
+            if not self._reconnecting.closing:
+                self.why = str(error)
+            if nobody_listens(error):
+                with self._state:
+                    self._note(self._reconnecting.gone())
+            elif isinstance(error, ProtocolError) and str(error) != self._refusal:
+                self._refusal = str(error)
+                log.log(self._level, "%s: %s; misses until that changes", self.name, error)
+        else:
+            log.info("%s: connected to the node at %s again", self.name, self.path)
+
+    def _ask(self) -> None:
+        """Learn which extents are gone: an idle client would not hear of it."""
+        with self._state:
+            present = self._mappings.get(self._reconnecting.memory)
+        try:
+            if present is not None:
+                present.ask()
+        except KVStoreError as error:
+            log.debug("which extents are gone is not known: %s", error)
+
+    def _tidy(self) -> None:
+        """Unmap what nobody uses."""
+        with self._state:
+            unused, self._unused = self._unused, []
+            present = self._mappings.get(self._reconnecting.memory)
+        for mapping in unused:
+            mapping.close()
+        if present is not None:
+            present.sweep()
+
+    def _give_up(self) -> None:
+        log.warning(
+            "%s: the node at %s did not answer for %s s: what it keeps for us is free when this"
+            " process ends", self.name, self.path, SETTLE_WAIT_S,
+        )  # fmt: skip
+        with self._state:
+            self._note(self._reconnecting.give_up())
 
     # ---- fork -------------------------------------------------------------------------------
 
     def forked(self) -> None:
         """In a forked child: give up what is the parent's; the next request connects anew."""
         self._locks()
-        inherited, self._socket = self._socket, None
-        if inherited is not None:
-            inherited.close()
-        for mapping in [*self._retired, *([self._mapping] if self._mapping else [])]:
-            mapping.abandon()
-        self._mapping, self._retired = None, []
-        self._moves.clear()
-        self._users.clear()
-        self._unsettled = False
-        self._later.clear()
+        for mapping in list(self._mappings.values()):
+            mapping.forked()
+        self._mappings, self._unused, self._connection = {}, [], None
+        self._reconnecting.fork()
         self._origin = os.urandom(_ORIGIN_BYTES)
-        self._epoch += 1
-        self._first_epoch = self._epoch
         self.why = "forked"
         self._thread = None
 
-    def _revive(self) -> None:
-        """The first request or move of a forked child."""
-        with self._reviving:
-            if self._thread is not None:
-                return
-            try:
-                self._connect()
-            except KVStoreError as error:
-                self.why = str(error)
-            self._start()
+    def _revive(self, timeout_s: float) -> None:
+        """Make what a forked child, or a process without threads, does not have."""
+        if self._thread is not None:
+            return
+        if not self._reviving.acquire(timeout=timeout_s):
+            raise TransferTimeout(f"{self.path}: other requests took too long to connect")
+        try:
+            self._begin_anew()
+        finally:
+            self._reviving.release()
 
-
-def _after_fork() -> None:
-    for link in list(_links):
-        link.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    def _begin_anew(self) -> None:
+        if self._thread is not None or self._reconnecting.closing:
+            return  # another thread was faster
+        if self._connection is None:
+            self._try_to_connect()
+        self._start()

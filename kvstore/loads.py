@@ -14,7 +14,7 @@ from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.kvpool import KVPool
 from kvstore.leases import Leases, names
 from kvstore.link import NodeLink
-from kvstore.mapping import Mapping
+from kvstore.mapping import Use
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.promotion import Promotion
 from kvstore.results import PageViews
@@ -40,7 +40,7 @@ class _Leased(NamedTuple):
     """
 
     opened: Opened
-    memory: Mapping
+    memory: Use
     answer: wire.Acquired
     sources: mover.Addresses
     digests: mover.Digests
@@ -237,12 +237,13 @@ class Loads:
         # Before the memory: a request of its epoch is of its memory.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
-        undo.callback(link.send_later, wire.Release(lease))
+        undo.callback(link.send_later, wire.Release(lease), opened.epoch)
         answer = self.leases.acquire(opened, keys, shard, lease)
         digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         packed = keys.packed[: len(digests) * KEY_BYTES]
         return _Leased(
-            opened, memory, answer, memory.locate(answer.addresses, write=False), digests,
+            opened, memory, answer,
+            memory.locate(answer.addresses, self._pages[shard].page_bytes, write=False), digests,
             page_seeds(packed, self._pages[shard].seed),
         )  # fmt: skip
 
@@ -263,8 +264,8 @@ class Loads:
         opened, link = leased.opened, self._services.link
         slot = np.frombuffer(leased.answer.addresses, dtype=wire.ADDRESS)[index]
         number, generation = opened.shards[shard], int(slot["generation"])
-        if link.epoch == opened.epoch:
-            link.send(wire.Corrupt(opened.space, number, keys[index], generation))
+        boot = leased.memory.boot
+        link.send(wire.Corrupt(opened.space, number, keys[index], generation, boot), opened.epoch)
         if self._services.promotion is not None:
             self._services.promotion.slab.forget(self._pages[shard], keys[index])
         self._services.troubles["corrupt"] += 1

@@ -205,13 +205,17 @@ class Node:
             token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
             session = Session(token, request.name[:128], self.limits.session_quota_bytes)
             self.sessions[token] = session
-        for older in list(session.processes.values()):
-            if older.origin and older.origin == request.origin and not older.lost:
+        own = session.of(request.origin)
+        if request.number and any(one.number >= request.number for one in own):
+            raise ProtocolError(f"connection {request.number} was given up for a later one")
+        for older in own:
+            if not older.lost:
                 # Whoever connects anew has given its old connection up.
                 self._stop_waiting(older)
                 self._lose(older, self.pages.now_ns)
                 self.closing.append(older.connection)
-        process = Process(connection, self._peers[connection], session, request.origin)
+        peer = self._peers[connection]
+        process = Process(connection, peer, session, request.origin, request.number)
         session.processes[connection] = process
         self.processes[connection] = process
         return wire.Welcome(
@@ -219,9 +223,11 @@ class Node:
             session.token, self.pages.slots.extent_bytes, session.quota_bytes,
         )  # fmt: skip
 
-    def _settled(self, process: Process, _request: wire.Settled, _now_ns: int) -> None:
-        for other in list(process.session.processes.values()):
-            if other.lost and other.origin and other.origin == process.origin:
+    def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
+        if request.before > process.number:
+            raise ProtocolError(f"{process.number} cannot settle what came before {request.before}")
+        for other in process.session.of(process.origin):
+            if other.lost and 0 < other.number < request.before:
                 self._end(other)
 
     # ---- inside -----------------------------------------------------------------------------

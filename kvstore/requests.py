@@ -103,9 +103,8 @@ class Requests:
         space = self._space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
-        if not 1 <= request.lease_ms <= self._limits.lease_ms_max:
-            limit = self._limits.lease_ms_max
-            raise InvalidArgument("lease_ms", f"{request.lease_ms} is outside 1..{limit}")
+        if request.lease_ms < 1:
+            raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
         disk, shard, run = self._pages.disk, request.shard, list[TreeNode]()
         if disk is not None:
             run = self._pages.ready_run(space, shard, request.keys)
@@ -233,16 +232,16 @@ class Requests:
         self, process: Process, request: wire.Acquire, now_ns: int, ready: int
     ) -> wire.Answer:
         """Lease what of ``ready`` pages is in memory."""
-        shard, deadline_ns = request.shard, now_ns + request.lease_ms * _NS_PER_MS
+        lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
+        shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
         lease = self._pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
         return wire.Acquired(
             request.id,
             b"".join(wire.pack_address(*self._pages.slots.address(at)) for at in lease.slots),
             b"".join(node.digests[shard] for node, shard, _ in lease.pages),
-            max(0, ready - len(lease.pages)),
-            lease.lasting,
-        )
+            max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
+        )  # fmt: skip
 
 
 def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:

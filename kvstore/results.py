@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import forks
+
 
 class Hit(NamedTuple):
     """What a lookup found.
@@ -63,6 +65,11 @@ class PageViews:
     outside of its own slots can change what a view shows, and nobody would notice. Who needs bytes
     that are proved to be the page's copies them, with ``get(out=...)``.
 
+    Views that are forgotten without ``close`` keep their pages for as long as this process lives.
+    A forked child has none of its parent's: it cannot know when the parent closes them, so the
+    memory is not mapped there. They are empty in the child, and an array that was taken out of
+    them before is memory that is not there: a child that looks at it dies of SIGSEGV.
+
     Attributes:
         arrays: uint8, one of ``page_bytes`` a page. After ``close`` they must not be looked at.
     """
@@ -71,6 +78,8 @@ class PageViews:
         """Made by :meth:`Space.get`."""
         self.arrays = arrays
         self._release: Callable[[], None] | None = release
+        if arrays:
+            forks.register(self)
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -81,6 +90,10 @@ class PageViews:
         self.arrays = []
         if release is not None:
             release()
+
+    def forked(self) -> None:
+        """In a forked child: there are none."""
+        self.arrays, self._release = [], None
 
     def __enter__(self) -> "PageViews":
         return self

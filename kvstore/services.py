@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvstore import forks
 from kvstore.errors import KVStoreError, TransferError
 from kvstore.jobs import Worker
 from kvstore.link import NodeLink
@@ -31,7 +32,7 @@ class Services:
         load_bytes_per_s: how fast loads of pages in the node's memory have been.
         disk_bytes_per_s: how fast the node has brought pages from its disks to its memory.
         disk_waits: how often that was waited for.
-        promotion: the device slab; None for none.
+        promotion: the device slab; None for none, and in a forked child.
     """
 
     def __init__(
@@ -50,6 +51,11 @@ class Services:
         self.disk_bytes_per_s = DISK_BYTES_PER_S_GUESS
         self.disk_waits = 0
         self._said: set[str] = set()
+        forks.register(self)
+
+    def forked(self) -> None:
+        """In a forked child: the slab is the parent's."""
+        self.promotion = None
 
     def load_seconds(self, size: int, on_disk: int) -> float:
         """How long loading so many bytes may take, when so many of them are on disk only."""

@@ -16,7 +16,7 @@ from kvstore.kvpool import KVPool
 from kvstore.leases import DISK_WAIT_S, names
 from kvstore.link import NodeLink
 from kvstore.loads import Loads
-from kvstore.mapping import Mapping
+from kvstore.mapping import Use
 from kvstore.page import (
     PrefixKeys,
     ShardSpec,
@@ -89,8 +89,8 @@ class Space:
         if not len(keys):
             return MISS
         services = self._services
-        link = services.waiting_link("lookup") if wait_s > 0 else services.link
         try:
+            link = services.waiting_link("lookup") if wait_s > 0 else services.link
             opened = self.numbers(link)
             numbers = opened.shards
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
@@ -165,7 +165,8 @@ class Space:
                 never to go to disk.
             TransferTimeout: they are not synced yet, but may be later; retryable.
         """
-        link = self._services.waiting_link("store")
+        # Not the one that puts wait on for room: a sync can take much longer.
+        link = self._services.waiting_link("persist")
         for start, stop in self._batches(len(keys), shard):
             opened = self.numbers(link)
             number, wait_ms = opened.shards[shard], int(SYNC_WAIT_S * 1000)
@@ -369,20 +370,21 @@ class Space:
             request = wire.BeginPut(
                 0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
             )
-            granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
-            assert isinstance(granted, wire.PutGranted)
-            statuses = granted.statuses
-            if granted.addresses:
-                try:
+            try:
+                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+                assert isinstance(granted, wire.PutGranted)
+                statuses = granted.statuses
+                if granted.addresses:
                     digests = self._write(memory, granted, keys, source, shard)
-                except BaseException:
-                    link.send(wire.AbortPut(put))
-                    raise
-                ttl_ms = int(keep.ttl_s * 1000)
-                commit = wire.CommitPut(0, put, digests, ttl_ms, keep.read_once, keep.memory_only)
-                committed = link.request(commit, self._services.timeout_s, opened.epoch)
-                assert isinstance(committed, wire.Committed)
-                statuses += committed.statuses
+                    commit = wire.CommitPut(
+                        0, put, digests, int(keep.ttl_s * 1000), keep.read_once, keep.memory_only
+                    )
+                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
+                    assert isinstance(committed, wire.Committed)
+                    statuses += committed.statuses
+            except BaseException:
+                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is written any more
+                raise
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
         result = PutResult(
             statuses.count(PageStatus.STORED),
@@ -394,10 +396,10 @@ class Space:
         return result, granted.busy and waits
 
     def _write(
-        self, memory: Mapping, granted: wire.PutGranted, keys: PrefixKeys, source: mover.Pieces,
+        self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys, source: mover.Pieces,
         shard: int,
     ) -> bytes:  # fmt: skip
-        targets = memory.locate(granted.addresses, write=True)
+        targets = memory.locate(granted.addresses, self.page_bytes[shard], write=True)
         seeds = page_seeds(keys.packed, self.pages[shard].seed)
         if len(targets) < len(keys):
             chosen = np.flatnonzero(

@@ -17,9 +17,12 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 2
+PROTOCOL_MINOR: Final = 3
+SETTLED_MINOR: Final = 3
+"""Since when Settled names what it covers. An older node takes it for more, so it is not told."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
+KNOWN_EXTENTS_MAX: Final = 4096
 
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 """Where a slot is: extent number, the allocation that filled it, byte offset in the extent."""
@@ -37,6 +40,9 @@ class Hello(msgspec.Struct, array_like=True, tag=1):
     session: bytes = b""
     origin: bytes = b""
     """Random name of what connects: its later connections may settle what its earlier ones left."""
+    number: int = 0
+    """Which of its origin's connections this is: a later one has a higher number. 0 = not told, as
+    until protocol 1.2: such a connection is never settled."""
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=2):
@@ -90,7 +96,8 @@ class Found(msgspec.Struct, array_like=True, tag=6):
 class Acquire(msgspec.Struct, array_like=True, tag=7):
     """Lease the leading run of READY pages among ``keys`` that are in memory.
 
-    Waits up to ``wait_ms`` while pages of the run come from disk; with 0 none are loaded.
+    For ``lease_ms``, or as long as the node grants. Waits up to ``wait_ms`` while pages of the run
+    come from disk; with 0 none are loaded.
     """
 
     id: int
@@ -106,7 +113,7 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased.
 
     ``more`` READY pages right behind them are on disk. The first ``lasting`` neither expire nor are
-    read once: only they may be kept elsewhere.
+    read once: only they may be kept elsewhere. The lease runs out after ``lease_ms``; 0 = not told.
     """
 
     id: int
@@ -114,6 +121,7 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     digests: bytes
     more: int = 0
     lasting: int = 0
+    lease_ms: int = 0
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):
@@ -191,7 +199,12 @@ class Corrupt(msgspec.Struct, array_like=True, tag=15):
 
 
 class Settled(msgspec.Struct, array_like=True, tag=16):
-    """Nothing that this process began on earlier connections touches bytes any more. No answer."""
+    """Nothing that began on its origin's connections before one number touches bytes any more.
+
+    No answer. A ``before`` of 0, which is what clients until protocol 1.2 say, covers nothing.
+    """
+
+    before: int = 0
 
 
 class ReportPrefill(msgspec.Struct, array_like=True, tag=17):
@@ -214,16 +227,26 @@ class StatsReply(msgspec.Struct, array_like=True, tag=19):
 
 
 class FetchExtents(msgspec.Struct, array_like=True, tag=20):
-    """First and only message of a short connection: send me the descriptors of these extents."""
+    """First and only message of a short connection: send me the descriptors of these extents.
+
+    ``known``: extents that the sender has mapped; it wants to know which of them are gone.
+    ``boot``: whose extents they are; another boot refuses, as its extents have the same numbers.
+    """
 
     session: bytes
     extents: list[int]
+    known: list[int] = []
+    boot: bytes = b""
 
 
 class ExtentsFollow(msgspec.Struct, array_like=True, tag=21):
-    """Answer to FetchExtents, sent with one descriptor for each of ``extents``."""
+    """Answer to FetchExtents, sent with one descriptor for each of ``extents``.
+
+    ``gone``: those of ``known`` whose numbers no address of this session will ever name again.
+    """
 
     extents: list[int]
+    gone: list[int] = []
 
 
 class Failure(msgspec.Struct, array_like=True, tag=22):

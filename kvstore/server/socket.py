@@ -272,8 +272,10 @@ class SocketServer:
         session = self.node.sessions.get(request.session)
         if session is None or (tenants is not None and session.domain not in tenants):
             raise ProtocolError("no such session")
-        if len(request.extents) > _EXTENTS_MAX:
-            raise ProtocolError(f"{len(request.extents)} extents at once, not {_EXTENTS_MAX}")
+        if request.boot not in (b"", self.node.boot):
+            raise ProtocolError("these extents are of an earlier boot")
+        if len(request.extents) > _EXTENTS_MAX or len(request.known) > wire.KNOWN_EXTENTS_MAX:
+            raise ProtocolError(f"more extents at once than {_EXTENTS_MAX}, or too many known")
         owners = {extent.number: extent.domain for extent in self.node.pages.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
@@ -283,7 +285,9 @@ class SocketServer:
             if descriptor is None:
                 raise CapacityError(f"extent {number} has no memory for the moment")
             descriptors.append(descriptor)
-        socket.send_fds(raw, [wire.encode(wire.ExtentsFollow(request.extents))], descriptors)
+        gone = [number for number in request.known if owners.get(number) != session.domain]
+        answer = wire.encode(wire.ExtentsFollow(request.extents, gone))
+        socket.send_fds(raw, [answer], descriptors)
 
     def _turn_away(self, raw: socket.socket, error: Exception) -> None:
         code = error.code if isinstance(error, KVStoreError) else "protocol"

@@ -9,8 +9,8 @@ A **session** is one engine with all its processes; a **process** is one connect
     put:    OPEN ──commit──► gone
             OPEN ──connection lost──► LOST (its slots in LIMBO) ──settled / dead──► gone
 
-"Settled" is the process's own word that nothing it began on earlier connections touches bytes any
-more; "dead" is the kernel's (a pidfd).
+"Settled" is the process's own word that nothing it began on its connections before a certain one
+touches bytes any more; "dead" is the kernel's (a pidfd).
 """
 
 from dataclasses import dataclass, field
@@ -98,6 +98,7 @@ class Process:
         connection: names it on this node.
         peer: what the kernel says of the process.
         origin: what connected, as it names itself; empty when it does not.
+        number: which of its origin's connections it is; 0 when it does not say.
         lost: its connection broke or was given up, but the process was not seen to end.
     """
 
@@ -105,6 +106,7 @@ class Process:
     peer: Peer
     session: "Session"
     origin: bytes = b""
+    number: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     puts: dict[int, Put] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
@@ -141,6 +143,10 @@ class Session:
     def admits(self, extra_bytes: int) -> bool:
         """Whether the quota leaves room for ``extra_bytes`` more."""
         return self.used_bytes + extra_bytes <= self.quota_bytes
+
+    def of(self, origin: bytes) -> list[Process]:
+        """Its connections of one origin; none where that is not told."""
+        return [one for one in self.processes.values() if origin and one.origin == origin]
 
     def check(self) -> None:
         """Assert that the bytes add up."""

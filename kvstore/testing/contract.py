@@ -309,7 +309,7 @@ class HostHolder:
         """See :class:`Holder`."""
         leased, lease = self._lease(page)
         with self._link.moving() as memory:
-            address = int(memory.locate(leased.addresses, write=True)[0])
+            address = int(memory.locate(leased.addresses, 1, write=True)[0])
             ctypes.c_ubyte.from_address(address).value ^= 4
         self._link.send(wire.Release(lease))
 
@@ -358,8 +358,9 @@ class HostHolder:
             return begun
         granted, put = begun
         with self._link.moving() as memory:
-            address = int(memory.locate(granted.addresses, write=True)[0])
-            ctypes.memmove(address, page.address, page.record.page_bytes)
+            size = page.record.page_bytes
+            address = int(memory.locate(granted.addresses, size, write=True)[0])
+            ctypes.memmove(address, page.address, size)
         self._link.request(wire.CommitPut(0, put, page.record.digest), WAIT_S)
         self._written.append(page)
         return None

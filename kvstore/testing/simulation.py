@@ -360,14 +360,14 @@ class Simulation:
         self.node.connected(number, Peer(process.pid, process.pid, process.watched))
         hello = wire.Hello(
             0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "simulated", process.session,
-            process.origin,
+            process.origin, number,
         )  # fmt: skip
         welcome = yield hello
         if not isinstance(welcome, wire.Welcome):
             return -1
         process.session = self._sessions[process.tenant] = welcome.session
         # A script does one thing at a time: nothing of an earlier connection is under way.
-        self._tell(process, wire.Settled())
+        self._tell(process, wire.Settled(number))
         opened = yield wire.OpenSpace(0, identity, [_SHARD])
         return opened.space if isinstance(opened, wire.SpaceOpened) else -1
 

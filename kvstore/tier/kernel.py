@@ -39,13 +39,13 @@ def punch(descriptor: int, size_bytes: int) -> None:
     _fallocate(descriptor, _PUNCH_HOLE, size_bytes)
 
 
-def map_shared(descriptor: int, size_bytes: int) -> int:
-    """Map a file to read and write, without keeping a descriptor for it; the address.
+def map_shared(descriptor: int, size_bytes: int, *, write: bool = True) -> int:
+    """Map a file to read and perhaps write, without keeping a descriptor for it; the address.
 
     Raises:
         OSError: the system's.
     """
-    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    rights = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
     address = _libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise _error()
@@ -55,6 +55,16 @@ def map_shared(descriptor: int, size_bytes: int) -> int:
 def unmap(address: int, size_bytes: int) -> None:
     """Undo :func:`map_shared`."""
     if _libc.munmap(address, size_bytes):
+        raise _error()
+
+
+def keep_from_children(address: int, size_bytes: int) -> None:
+    """What is mapped there is not mapped in a process that is forked from now on.
+
+    Raises:
+        OSError: the system's.
+    """
+    if _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK):
         raise _error()
 
 

@@ -138,6 +138,68 @@ def test_closing_runs_what_was_submitted_and_takes_no_more(worker, gate):
         StoreJob(worker, lambda: 3).result(0)
 
 
+def test_closing_a_worker_whose_queue_is_full_ends_it(gate, monkeypatch):
+    monkeypatch.setattr(jobs, "QUEUE_MAX", 1)
+    monkeypatch.setattr(jobs, "_JOIN_TIMEOUT_S", 0.01)
+    worker = Worker("full")
+    running = StoreJob(worker, gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    waiting = StoreJob(worker, lambda: 2)
+
+    worker.close()
+
+    assert not running.done
+    assert StoreJob(worker, lambda: 3).refused
+    gate.opened.set()
+    assert (running.result(TIMEOUT_S), waiting.result(TIMEOUT_S)) == (0, 2)
+
+
+def test_a_job_for_which_there_is_no_thread_has_failed_at_once(monkeypatch):
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker("poor")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        job = StoreJob(worker, lambda: 1)
+
+    assert job.refused
+    with pytest.raises(CapacityError, match="thread"):
+        job.result(0)
+    assert StoreJob(worker, lambda: 2).result(TIMEOUT_S) == 2
+    worker.close()
+
+
+@pytest.mark.parametrize("layered", [True, False])
+def test_in_a_forked_child_the_parents_jobs_have_failed_and_new_ones_run(worker, gate, layered):
+    running = StoreJob(worker, gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    waiting = RestoreJob(worker, lambda: RestoreResult(1), Progress(), layered=layered)
+    parents = worker._changed
+
+    with parents:  # as another thread of the parent may have held it
+        worker.forked()
+
+    assert running.done
+    with pytest.raises(PeerUnreachable, match="parent"):
+        running.result(0)
+    assert waiting.result(0) == RestoreResult(0)
+    assert waiting.wait_layer(0, TIMEOUT_S) is not layered
+    assert StoreJob(worker, lambda: 3).result(TIMEOUT_S) == 3
+
+
+def test_waiting_for_a_job_that_has_ended_takes_no_lock(worker):
+    job = RestoreJob(worker, lambda: RestoreResult(1), Progress(), layered=True)
+    assert job.wait(TIMEOUT_S)
+    with job._ended._cond:
+        waited: list[bool] = []
+        other = threading.Thread(target=lambda: waited.append(job.wait(TIMEOUT_S / 4)))
+        other.start()
+        other.join(TIMEOUT_S)
+
+    assert waited == [True]
+
+
 def test_a_worker_without_jobs_has_no_thread():
     before = threading.active_count()
     worker = Worker("idle")

@@ -66,6 +66,53 @@ def test_a_child_stores_pages_of_its_own(scene: Scene):
     assert parent.do("get", chain=OTHER, count=HELD) == {"pages": HELD, "wrong": []}
 
 
+def test_a_store_that_is_closed_leaves_the_node_although_a_child_of_it_lives(
+    scene: Scene, stats_until: StatsUntil
+):
+    parent = scene.puppet()
+    child = parent.do("fork_and_stay")
+
+    try:
+        parent.do("close")
+
+        stats_until(lambda stats: stats["connections"] == 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_runs_nothing_that_its_parent_submitted(scene: Scene):
+    store_leased(scene)
+    parent = scene.puppet()
+
+    forked = parent.do("fork_in_restore", chain=LEASED, count=HELD)
+
+    assert forked["status"] == 0, "the child's copy of the job has failed, and its own restore not"
+    assert forked["pages"] == HELD
+    assert forked["untouched"], "blocks that the parent uses again were written to"
+
+
+def test_a_child_waits_for_no_lock_that_its_parents_threads_held(scene: Scene):
+    store_leased(scene)
+    parent = scene.puppet()
+
+    statuses = parent.do("fork_with_locks_held", chain=LEASED, count=HELD, timeout_s=60.0)
+
+    assert len(statuses) > 10
+    assert set(statuses) == {0}
+
+
+def test_a_child_of_an_embedded_store_misses_and_its_parent_goes_on(scene: Scene):
+    parent = scene.puppet()
+
+    forked = parent.do("fork_embedded", chain=LEASED, timeout_s=60.0)
+
+    assert len(forked["statuses"]) > 5
+    assert set(forked["statuses"]) == {0}
+    assert forked["view"] == []
+    assert forked["pages"] == 2
+    assert forked["after"]["existing"] == 2
+
+
 def test_a_child_that_touches_a_view_of_its_parent_dies_of_it(scene: Scene):
     store_leased(scene)
     parent = scene.puppet()

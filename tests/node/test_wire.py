@@ -15,7 +15,7 @@ SHARDS = [
     ShardSpec(layout=OpaqueLayout("vllm", "1", "avx2", 16, 4096), layers=(2, 4), heads=(0, 2)),
 ]
 REQUESTS = [
-    wire.Hello(1, 1, 0, "engine", b"s" * 16, b"o"),
+    wire.Hello(1, 1, 0, "engine", b"s" * 16, b"o", 7),
     wire.OpenSpace(2, IDENTITY, SHARDS),
     wire.Lookup(3, 0, [0, 1], b"k" * 64, 10),
     wire.Acquire(4, 9, 0, 1, b"k" * 32, 30_000),
@@ -24,20 +24,20 @@ REQUESTS = [
     wire.CommitPut(6, 8, b"d" * 16, 5, read_once=True),
     wire.AbortPut(8),
     wire.Corrupt(0, 1, b"k" * 32, 77),
-    wire.Settled(),
+    wire.Settled(6),
     wire.ReportPrefill(0.25),
     wire.Stats(7),
-    wire.FetchExtents(b"s" * 16, [3, 4]),
+    wire.FetchExtents(b"s" * 16, [3, 4], [1, 2], b"b" * 16),
 ]
 ANSWERS = [
     wire.Welcome(1, 1, 0, b"b" * 16, "node", b"s" * 16, 1 << 28, 1 << 29),
     wire.SpaceOpened(2, 5, [0, 3]),
     wire.Found(3, 10, 2),
-    wire.Acquired(4, b"a" * 32, b"d" * 32),
+    wire.Acquired(4, b"a" * 32, b"d" * 32, 1, 2, 30_000),
     wire.PutGranted(5, bytes([0, 1, 2]), b"a" * 16),
     wire.Committed(6, bytes([5])),
     wire.StatsReply(7, b"{}"),
-    wire.ExtentsFollow([3, 4]),
+    wire.ExtentsFollow([3, 4], [1]),
     wire.Failure(8, "capacity", "full", "field"),
 ]
 

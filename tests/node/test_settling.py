@@ -1,0 +1,146 @@
+"""Goal: what a client says is over is freed, and nothing else; it gets the lease it may have."""
+
+import pytest
+
+from kvstore import wire
+from kvstore.state.sessions import Peer
+from tests.node.test_protocol import IDENTITY, KEYS, LEASE_MS_MAX, SHARDS, Wire, node
+
+__all__ = ["node"]
+
+SIZE = 6 * 4096
+ORIGIN = b"origin-a"
+
+
+def connect(node: Wire, connection: int, number: int, origin: bytes = ORIGIN, session: bytes = b""):
+    node.node.connected(connection, Peer(77))
+    minor = wire.PROTOCOL_MINOR if number else 2
+    return node.ask(connection, wire.Hello(0, 1, minor, "engine", session, origin, number))
+
+
+def begin(node: Wire, connection: int, number: int, origin: bytes = ORIGIN) -> bytes:
+    """A connection of a session of its own, in the middle of a put; its session's token."""
+    welcome = connect(node, connection, number, origin)
+    assert isinstance(welcome, wire.Welcome)
+    node.ask(connection, wire.OpenSpace(0, IDENTITY, SHARDS))
+    node.begin(connection, KEYS)
+    return welcome.session
+
+
+def lose(node: Wire, connection: int) -> None:
+    node.node.disconnected(connection, node.now_ns, ended=False)
+
+
+def limbo(node: Wire) -> int:
+    left: int = node.node.stats()["host"]["limbo_bytes"]
+    return left
+
+
+def refused(node: Wire) -> int:
+    return node.node.pages.counts["refused_protocol"]
+
+
+def test_slots_of_a_lost_writer_are_free_once_the_same_client_says_it_has_settled(node):
+    session = begin(node, 2, number=1)
+    lose(node, 2)
+    assert limbo(node) == SIZE
+
+    for connection, origin, left in ((3, b"origin-b", SIZE), (4, b"", SIZE), (5, ORIGIN, 0)):
+        assert isinstance(connect(node, connection, 2, origin, session), wire.Welcome)
+        node.ask(connection, wire.Settled(2))
+        assert limbo(node) == left, origin
+
+
+def test_a_stale_settled_frees_nothing_of_the_connections_it_does_not_name(node):
+    session = begin(node, 2, number=1)
+    lose(node, 2)
+    connect(node, 3, 2, session=session)
+
+    node.ask(3, wire.Settled(1))
+    assert limbo(node) == SIZE, "it was said of what came before the first"
+    lose(node, 3)
+    connect(node, 4, 3, session=session)
+    node.ask(4, wire.Settled(2))
+
+    assert limbo(node) == 0, "the number counts, not the connection it came on"
+
+
+def test_a_connection_cannot_settle_itself_nor_what_comes_after_it(node):
+    session = begin(node, 2, number=5)
+    lose(node, 2)
+    connect(node, 3, 6, session=session)
+
+    assert node.ask(3, wire.Settled(7)) is None
+    assert (limbo(node), refused(node)) == (SIZE, 1)
+    node.ask(3, wire.Settled(6))
+    assert limbo(node) == 0
+
+
+def test_only_what_is_lost_is_settled(node):
+    session = begin(node, 2, number=1, origin=b"other")
+    connect(node, 3, 2, session=session)
+
+    node.ask(3, wire.Settled(2))
+
+    assert node.node.stats()["host"]["writing_bytes"] == SIZE
+
+
+@pytest.mark.parametrize("number", [0, 9])
+def test_a_settled_that_names_nothing_frees_nothing(node, number):
+    session = begin(node, 2, number=number and number - 1)
+    lose(node, 2)
+    connect(node, 3, number, session=session)
+
+    node.ask(3, wire.Settled())
+    assert limbo(node) == SIZE, "a client of protocol 1.2 may mean a connection it has lost since"
+
+    node.node.process_ended(77, node.now_ns)
+    assert limbo(node) == 0
+
+
+def test_connections_without_a_number_are_never_settled_by_one_that_has_one(node):
+    session = begin(node, 2, number=0)
+    lose(node, 2)
+    connect(node, 3, 1, session=session)
+
+    node.ask(3, wire.Settled(1))
+
+    assert limbo(node) == SIZE
+
+
+def test_a_hello_that_was_overtaken_takes_nothing_from_the_newer_connection(node):
+    session = begin(node, 2, number=2)
+
+    answer = connect(node, 3, 1, session=session)
+
+    assert isinstance(answer, wire.Failure)
+    assert answer.code == "protocol"
+    assert 3 not in node.node.processes
+    assert node.node.stats()["host"]["writing_bytes"] == SIZE
+    assert not node.node.processes[2].lost
+
+
+def test_a_second_hello_gives_the_older_connections_of_its_origin_up(node):
+    session = begin(node, 2, number=1)
+
+    connect(node, 3, 2, session=session)
+
+    assert node.node.processes[2].lost
+    assert limbo(node) == SIZE, "it may still be written to"
+
+
+@pytest.mark.parametrize(
+    ("asked_ms", "granted_ms"), [(1, 1), (LEASE_MS_MAX, LEASE_MS_MAX), (1 << 40, LEASE_MS_MAX)]
+)
+def test_a_lease_lasts_as_long_as_was_asked_or_as_the_node_allows(node, asked_ms, granted_ms):
+    node.store(1, KEYS)
+
+    leased = node.ask(1, wire.Acquire(0, 9, 0, 0, KEYS.packed, asked_ms))
+
+    assert isinstance(leased, wire.Acquired)
+    assert leased.lease_ms == granted_ms
+    node.node.advance(node.now_ns + granted_ms * 1_000_000 - 1)
+    assert node.node.pages.counts["expired_leases"] == 0
+    node.node.advance(node.now_ns + granted_ms * 1_000_000)
+    assert node.node.pages.counts["expired_leases"] == 1
+    node.ask(1, wire.Release(9))
