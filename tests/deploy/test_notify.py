@@ -162,4 +162,4 @@ def test_a_node_that_its_watchdog_ends_says_where_it_was(
 
     assert process.wait() == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in process.stderr
-    assert "in serve" in process.stderr
+    assert "daemon.py" in process.stderr
