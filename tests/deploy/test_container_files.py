@@ -94,7 +94,9 @@ def test_every_file_that_is_copied_exists_and_is_not_ignored():
 
 def test_every_package_is_copied():
     copied = {source for text in of("build", "COPY") for source in text.split()[:-1]}
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
 
     assert {name.partition(".")[0] for name in packages} <= copied
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= copied
@@ -166,7 +168,9 @@ def test_the_node_fits_into_its_memory_and_descriptors():
     limit = size_of(service("node")["mem_limit"].replace("m", "Mi"))
 
     assert node.needs.memory_bytes <= 0.9 * limit
-    assert service("node")["memswap_limit"] == service("node")["mem_limit"], "pages would be swapped"
+    assert service("node")["memswap_limit"] == service("node")["mem_limit"], (
+        "pages would be swapped"
+    )
     extents = node.host.capacity_bytes // node.host.extent_bytes
     assert service("node")["ulimits"]["nofile"] >= extents + 2 * node.socket.connections_max
 
