@@ -234,7 +234,8 @@ def test_a_publisher_without_descriptors_lets_nobody_in_and_lives_on(spawn, tmp_
     ends = (where, f"{where}.replay")
     crowd = [follow(ends[n % 2], (zmtp.SUB, zmtp.DEALER)[n % 2]) for n in range(80)]
     for one in crowd[:20]:
-        one.meet()
+        with contextlib.suppress(OSError):  # who is slow makes room for others
+            one.meet()
     for one in crowd:
         one.close()
     later = follow(where).meet()
