@@ -40,6 +40,16 @@ def said(manager: socket.socket) -> dict[str, str]:
     return dict(line.split("=", 1) for line in manager.recv(4096).decode().split("\n"))
 
 
+def until(manager: socket.socket, word: str) -> Iterator[dict[str, str]]:
+    """The messages up to the one that has this word; of so many, at least one should."""
+    for _ in range(100):
+        message = said(manager)
+        yield message
+        if word in message:
+            return
+    pytest.fail(f"{word} was not said")
+
+
 def silent(manager: socket.socket) -> bool:
     return not select.select([manager], [], [], 0)[0]
 
@@ -75,6 +85,7 @@ def test_what_a_busy_manager_does_not_take_is_said_in_a_later_turn(heard: socket
         filled = 0
         while manager._send("STATUS=more"):
             filled += 1
+            assert filled < 10_000, "it never says that it is full"
         manager.ready("serving")
         manager.turn(1.0)
         for _ in range(filled):
@@ -137,16 +148,13 @@ def test_a_node_says_that_it_serves_lives_and_ends(heard: socket.socket, spawn, 
 
     process = spawn(arguments(tmp_path / "kv.sock"), env=watched)
 
-    messages = []
-    while "READY" not in (messages[-1] if messages else {}):
-        messages.append(said(heard))
+    messages = list(until(heard, "READY"))
     process.wait_ready(READY, 0.0)  # the line was there before
     assert messages[0] == {"STATUS": "starting"}
     assert messages[-1] == {"STATUS": "serving", "READY": "1"}
     assert [said(heard) for _ in range(5)] == 5 * [{"WATCHDOG": "1"}]
     process.send_signal(signal.SIGTERM)
-    while "STOPPING" not in messages[-1]:
-        messages.append(said(heard))
+    messages = list(until(heard, "STOPPING"))
     assert messages[-1] == {"STATUS": "stopping: SIGTERM", "STOPPING": "1"}
     assert process.wait() == 0
 
