@@ -2,7 +2,7 @@
 
 ``python -m tests.docs.inside [node] PROGRAM...``: gives ``/run`` and the network of these
 namespaces what a fresh machine has, starts a node at its default address if asked, and becomes the
-program. Whatever it leaves running ends with the PID namespace.
+program, at home. Whatever that leaves running ends with the PID namespace.
 """
 
 import fcntl
@@ -30,6 +30,8 @@ def main() -> None:
         if "ready" not in line:
             sys.exit(f"no node: {line!r}")
         os.set_inheritable(node.stdout.fileno(), True)  # the node may go on writing there
+    del os.environ["PYTHONPATH"]  # by which this module was found
+    os.chdir(os.environ["HOME"])
     os.execvp(program[0], program)
 
 

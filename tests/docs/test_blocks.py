@@ -47,12 +47,11 @@ Run = Callable[[Block], str]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """``run(block)``: what it writes; fails when it fails, or does not end in time."""
 
     def ran(block: Block) -> str:
-        folder = tmp_path / "here"
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("home")  # short: there may be sockets in it
         script = folder / f"block.{block.language}"
         script.write_text(block.text)
         command = {"sh": ["bash", "-euo", "pipefail"], "python": ["python"]}[block.language]
