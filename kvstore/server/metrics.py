@@ -18,25 +18,7 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         stats = self._stats
-        host = stats["host"]
-        yield _gauge(
-            "kvstore_host_capacity_bytes",
-            "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
-            host["capacity_bytes"],
-        )
-        states = GaugeMetricFamily(
-            "kvstore_host_bytes",
-            "Memory of the host tier, by state of its slots; pinned is a part of ready.",
-            labels=["state"],
-        )
-        for state in _SLOT_STATES:
-            states.add_metric([state], host[f"{state}_bytes"])
-        yield states
-        yield _gauge(
-            "kvstore_host_populated_bytes",
-            "Memory of the host tier that was touched in advance.",
-            stats["populated_bytes"],
-        )
+        yield from _host(stats)
         yield _gauge(
             "kvstore_pages",
             "Keys in the index, in any tier, those being written too; a key counts once.",
@@ -85,6 +67,39 @@ class _Snapshot:
                 "Batches of KV events that were lost because too many waited.",
                 events["batches_dropped"],
             )
+
+
+def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Memory: room, by use, and what is missing of it."""
+    host = stats["host"]
+    yield _gauge(
+        "kvstore_host_capacity_bytes",
+        "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
+        host["capacity_bytes"],
+    )
+    states = GaugeMetricFamily(
+        "kvstore_host_bytes",
+        "Memory of the host tier, by state of its slots; pinned is a part of ready.",
+        labels=["state"],
+    )
+    for state in _SLOT_STATES:
+        states.add_metric([state], host[f"{state}_bytes"])
+    yield states
+    yield _gauge(
+        "kvstore_host_populated_bytes",
+        "Memory of the host tier that was touched in advance.",
+        stats["populated_bytes"],
+    )
+    yield _gauge(
+        "kvstore_host_missing_bytes",
+        "Memory of extents that have none for the moment.",
+        stats["missing_bytes"],
+    )
+    yield _counter(
+        "kvstore_host_memory_failures",
+        "Times that memory of an extent could not be exchanged.",
+        stats["memory_failures"],
+    )
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
@@ -144,7 +159,7 @@ class _Slab:
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        slab, registration = self._slab, self._slab["registration"]
+        slab = self._slab
         room = GaugeMetricFamily("kvstore_slab_bytes", "Slab bytes by state.", labels=["state"])
         for state in ("capacity", "ready", "writing", "in_use", "pending"):
             room.add_metric([state], slab[f"{state}_bytes"])
@@ -164,13 +179,6 @@ class _Slab:
             ("errors", "Pages that failed in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
-        for name, help_text in (
-            ("mapped_bytes", "Memory of the node that the slab's client maps."),
-            ("registered_bytes", "Of it, memory that is registered with CUDA."),
-            ("failed_extents", "Extents of the node that could not be registered with CUDA."),
-        ):
-            value = registration.get(name, 0)
-            yield _gauge(f"kvstore_registration_{name}", help_text, value)
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
