@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import hashlib
 import logging
@@ -31,6 +32,7 @@ from kvstore.node import Node
 from kvstore.requests import NodeLimits
 from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
+from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.watch import Watch
@@ -76,6 +78,11 @@ class Daemon:
         self.loaded = loaded
         self.version = version_of("kvstore")
         self._started_s = monotonic()
+        self._manager = ServiceManager()
+        undo.callback(self._manager.close)
+        if self._manager.watchdog_s:
+            faulthandler.enable()  # a watchdog ends it by SIGABRT: it then says where it hangs
+        self._manager.status("starting")
         self._undo = undo
         self._device = device
         self.config = config = loaded.config
@@ -144,6 +151,7 @@ class Daemon:
             await stop.wait()
             self._watch.look(monotonic_ns())
             event(log, logging.INFO, "stopping", why=self._why, engines=len(self.node.sessions))
+            self._manager.stopping(self._status())
             if not self._failed:
                 await self._write_out()
             for task in serving:
@@ -152,6 +160,7 @@ class Daemon:
 
     def _recover(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take over what is on the SSDs."""
+        self._manager.status("recovering pages from the SSDs")
 
         def wake() -> None:
             loop.call_soon_threadsafe(self._poll_disk)
@@ -238,6 +247,10 @@ class Daemon:
         """Why no page can be stored; empty when they can."""
         return "" if self.node.pages.slots.extents else _WITHHELD
 
+    def _status(self) -> str:
+        """One line for whoever asks the service manager."""
+        return f"stopping: {self._why}" if self._why else self.unready() or "serving"
+
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())
 
@@ -277,7 +290,10 @@ class Daemon:
                 self.node.operate(self._announcement.step, monotonic_ns())
             self.socket.flush()
             self._watch.look(monotonic_ns())
+            self._manager.turn(monotonic())
             ticks += 1
+            if ticks % _STALE_CHECK_TICKS == 0:
+                self._manager.status(self._status())
             if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
                 await self._take_back()
 
@@ -303,6 +319,7 @@ class Daemon:
             pages_recovered=sum(len(space.nodes) for space in self.node.pages.spaces),
             took_s=round(monotonic() - self._started_s, 3),
         )  # fmt: skip
+        self._manager.ready(self._status())
 
 
 def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:

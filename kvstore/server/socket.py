@@ -24,7 +24,7 @@ from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolErr
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
-from kvstore.server.tenants import Tenants
+from kvstore.server.tenants import Tenants, groups
 from kvstore.state.sessions import Peer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
@@ -245,7 +245,7 @@ class SocketServer:
         """Which tenants the peer may belong to, if it may connect; None = any."""
         if len(self.connections) >= self._config.connections_max:
             raise ProtocolError(f"{self._config.connections_max} connections are open already")
-        _, uid, gid = credentials(raw)
+        uid = credentials(raw).uid
         if uid in (0, os.geteuid()):
             return None
         if self._tenants:
@@ -253,7 +253,7 @@ class SocketServer:
             if not tenants:
                 raise ProtocolError(f"user {uid} may not connect: no tenant is for it")
             return tenants
-        if not (self._config.group_access and gid == os.getegid()):
+        if not (self._config.group_access and os.getegid() in groups(raw)):
             raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
         return None
 

@@ -47,11 +47,15 @@ class Tenants:
 
     def of(self, connection: socket.socket) -> frozenset[str]:
         """The tenants that the process behind a connection may use."""
-        _, uid, gid = credentials(connection)
-        found = set(self._of_user.get(uid, ()))
-        for group in {gid, *_further_groups(connection)} if self._of_group else ():
+        found = set(self._of_user.get(credentials(connection).uid, ()))
+        for group in groups(connection) if self._of_group else ():
             found |= self._of_group.get(group, set())
         return frozenset(found)
+
+
+def groups(connection: socket.socket) -> set[int]:
+    """All groups of the process behind a connection."""
+    return {credentials(connection).gid, *_further_groups(connection)}
 
 
 def _further_groups(connection: socket.socket) -> Sequence[int]:
@@ -59,7 +63,7 @@ def _further_groups(connection: socket.socket) -> Sequence[int]:
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, size)
     except OSError as error:
-        log.warning("the groups of a peer cannot be read, and give it no tenant: %s", error)
+        log.warning("the groups of a peer cannot be read, and do not count: %s", error)
         return []
     return [group for (group,) in _GROUP.iter_unpack(packed)]
 

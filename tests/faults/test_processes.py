@@ -258,9 +258,11 @@ def test_a_user_who_gets_as_far_as_the_socket_is_looked_at_all_the_same(
 
     stranger = said(spawn, daemon, 60001, 60001, "", "red")
     member = said(spawn, daemon, 60001, os.getegid(), "", "red")
+    further = said(spawn, daemon, 60001, 60001, f"60005,{os.getegid()}", "red")
 
     assert stranger == {"red": f"user 60001 may not connect: the node runs as {os.geteuid()}"}
     assert member == {"red": ""}
+    assert further == {"red": ""}, "a user may be in many groups"
 
 
 def test_an_extent_goes_to_sessions_of_its_own_tenant_only(spawn: Spawn, tmp_path: Path):
