@@ -137,6 +137,7 @@ class Cluster:
         self.options = options
         self.services: dict[str, Service] = {}
         self.store_url = self.node_url = self.conductor_url = self.mono_url = ""
+        self.node_admin = ""
         self.engine_urls: dict[str, str] = {}
         self._undo = ExitStack()
 
@@ -175,6 +176,7 @@ class Cluster:
         )
         found = daemon.wait_ready()
         self.store_url, self.node_url, events, replay = found.groups()
+        self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
         self.conductor_url = conductor.wait_ready().group(1)
         request("POST", f"{self.conductor_url}/v1/nodes",
                 {"id": "local", "events": events, "events_replay": replay})  # fmt: skip

@@ -24,8 +24,8 @@ from kvstore.disk import DiskTier
 from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.movements import DiskMovements
 from kvstore.node import Node, NodeLimits
-from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
+from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.state.announce import Announcement
@@ -91,6 +91,7 @@ class Daemon:
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
         self.loop_lag_s = 0.0
+        self.http: HttpServer | None = None
         self._failed = False
 
     async def run(self) -> int:
@@ -107,6 +108,8 @@ class Daemon:
         with ExitStack() as undo:
             undo.callback(self.memory.close)
             undo.callback(self.publication.close)
+            http = self.http = HttpServer(self, self.socket.flush)
+            undo.callback(http.stop)
             if self.config.ssd.directories:
 
                 def wake() -> None:
@@ -123,11 +126,12 @@ class Daemon:
                 gc.freeze()  # no collection walks over all that was found: nodes go by their counts
             self.socket.listen()
             undo.callback(self.socket.close)
-            http = HttpServer(self.config.http, loop, self)
-            undo.callback(http.stop)
-            http.start()
+            await http.start()
             async with asyncio.TaskGroup() as tasks:
-                serving = [tasks.create_task(self.socket.serve()), tasks.create_task(self._tick())]
+                serving = [
+                    tasks.create_task(one)
+                    for one in (self.socket.serve(), http.watch(), self._tick())
+                ]
                 self._say_ready(http)
                 await stop.wait()
                 if not self._failed:
@@ -155,6 +159,7 @@ class Daemon:
             "events": self.publication.stats(),
             "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
+            "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
 
     def tiers(self) -> list[dict[str, object]]:
@@ -243,7 +248,7 @@ class Daemon:
         sys.stdout.write(
             f"kvstore-server ready: socket unix://{self.config.socket.path}"
             f" http {http.url} events {self.publication.endpoint or 'off'}"
-            f" replay {self.publication.replay_endpoint or 'off'}\n"
+            f" replay {self.publication.replay_endpoint or 'off'} admin {http.admin_url}\n"
         )
         sys.stdout.flush()
 

@@ -26,7 +26,7 @@ class _Snapshot:
         yield states
         yield _gauge("kvstore_host_populated_bytes", "Pre-faulted.", stats["populated_bytes"])
         yield _gauge("kvstore_pages", "Pages in the index.", stats["pages"])
-        yield _gauge("kvstore_sessions", "Engines.", len(stats["sessions"]))
+        yield _gauge("kvstore_sessions", "Engines.", stats["sessions_total"])
         yield _gauge("kvstore_connections", "Open connections.", stats["connections"])
         yield _gauge("kvstore_leases", "Leases not yet given back.", stats["leases"])
         yield _gauge("kvstore_open_puts", "Puts not yet committed.", stats["puts"])
@@ -36,6 +36,11 @@ class _Snapshot:
             stats["waiting_requests"],
         )
         yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
+        yield _counter(
+            "kvstore_admin_restarts",
+            "Times that the process which serves HTTP ended and was started again.",
+            stats["admin"]["restarts"],
+        )
         yield from _counters(stats["counts"])
         if ssd := stats.get("ssd"):
             yield from _ssd(ssd, stats["counts"])

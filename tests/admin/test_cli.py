@@ -24,7 +24,7 @@ def kvstore(daemon, capsys):
     """``kvstore(*words) -> (status, what was printed)``; ``as_json`` parses it."""
 
     def run(*words, as_json=False, to=daemon):
-        status = main([*map(str, words), "--url", to.http, *(["--json"] if as_json else [])])
+        status = main([*map(str, words), "--url", to.admin, *(["--json"] if as_json else [])])
         printed = capsys.readouterr()
         if not as_json:
             return status, printed.out + printed.err
@@ -124,7 +124,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(daemon, monkeypatch, tm
         Stored(store, model="mödel-模").put(1)
         with (tmp_path / "told").open("w+", encoding="ascii") as ascii_only:
             monkeypatch.setattr("sys.stdout", ascii_only)
-            assert main(["spaces", "--url", daemon.http]) == 0
+            assert main(["spaces", "--url", daemon.admin]) == 0
             ascii_only.seek(0)
             assert r"m\xf6del-\u6a21" in ascii_only.read()
 
@@ -151,7 +151,7 @@ def test_a_reader_that_has_had_enough_is_no_error(daemon, monkeypatch, capfd):
         os.close(reading)
         with monkeypatch.context() as patch, os.fdopen(writing, "w") as piped:
             patch.setattr("sys.stdout", piped)
-            assert main([*words, "--url", daemon.http]) == 1
+            assert main([*words, "--url", daemon.admin]) == 1
     assert capfd.readouterr().err == ""
 
 
