@@ -28,9 +28,8 @@ _KEY: Final = "64 hex digits"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
-    options = _parser().parse_args(arguments)
     try:
-        status = _carried_out(options)
+        status = _carried_out(_parser().parse_args(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
         with Path(os.devnull).open("w") as nowhere:
@@ -68,8 +67,12 @@ def _carried_out(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     url, token = cli_defaults()
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--url", default=url, help="the node's HTTP address (or KVSTORE_URL)")
-    shared.add_argument("--token", default=token, help="a bearer token (or KVSTORE_TOKEN)")
+    shared.add_argument("--url", default=url,
+                        help="http://HOST:PORT, or unix:// and the path of the node's admin socket"
+                        f" (or KVSTORE_URL); default: {url}")  # fmt: skip
+    shared.add_argument("--token", default=token,
+                        help="for an http address: a bearer token (or KVSTORE_TOKEN, or a file of"
+                        " it: KVSTORE_TOKEN_FILE)")  # fmt: skip
     shared.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser = argparse.ArgumentParser(
         prog="kvstore", description="Ask a node what it holds and why, and operate it."

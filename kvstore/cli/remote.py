@@ -7,14 +7,10 @@ import urllib.parse
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.config import HttpConfig, admin_socket
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.server import client
 
 _TIMEOUT_S: Final = 30.0
-_HERE: Final = f"unix://{admin_socket()}"
-"""A node of this machine that was told no paths."""
-_HERE_TCP: Final = f"http://{HttpConfig().host}:{HttpConfig().port}"
 _STRETCH_MAX: Final = 1000
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -45,14 +41,13 @@ class Remote:
             InvalidArgument: the address or the token cannot be one.
         """
         if not client.is_address(url):
-            message = f"{url!r} is no address of a node (such as {_HERE_TCP} or {_HERE})"
+            message = (
+                f"{url!r} is no address of a node (such as {client.HERE_TCP}, or {client.HERE})"
+            )
             raise InvalidArgument("--url", message)
         if not (token.isascii() and token.isprintable()):
             raise InvalidArgument("--token", "it has characters that no token has")
-        self.url = url.rstrip("/")
-        self._token = token
-        if self.url == _HERE and not admin_socket().is_socket():
-            self.url, self._token = _HERE_TCP, token or client.made_token(admin_socket())
+        self.url, self._token = client.reach(url.rstrip("/"), token)
 
     def get(self, path: str, **query: object) -> Any:
         """The answer to a GET; query values that are None are left out."""

@@ -4,10 +4,14 @@ import http.client
 import socket
 import ssl
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from kvstore.config import token_file
+from kvstore.config import HttpConfig, admin_socket, token_file
+
+HERE: Final = f"unix://{admin_socket()}"
+"""A node of this machine that was told no paths."""
+HERE_TCP: Final = f"http://{HttpConfig().host}:{HttpConfig().port}"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -75,12 +79,19 @@ def send(
         connection.close()
 
 
-def made_token(socket_path: Path) -> str:
-    """The token that a node has made, if this user may read it; else empty."""
+def reach(url: str, token: str) -> tuple[str, str]:
+    """Where and with which token to ask a node.
+
+    It is as it was given, but when it is the socket of a node that was told no paths and there is
+    none, it is the port of such a node, with the token that it made if this user may read that.
+    """
+    socket_path = admin_socket()
+    if url != HERE or socket_path.is_socket():
+        return url, token
     try:
-        return token_file(socket_path).read_text().strip()
+        return HERE_TCP, token or token_file(socket_path).read_text().strip()
     except (OSError, UnicodeDecodeError):
-        return ""
+        return HERE_TCP, token
 
 
 def _connection(parts: SplitResult, timeout_s: float) -> http.client.HTTPConnection:

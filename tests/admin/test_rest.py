@@ -10,7 +10,6 @@ from kvstore.errors import ConfigError
 from kvstore.server import answers, client
 from kvstore.server.admin.routes import BODY_BYTES_MAX, PROMPT_BYTES_MAX, ROUTES
 from kvstore.server.auth import tokens_of
-from kvstore.server.jobs import RUNNING_MAX
 from tests.admin.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
 

@@ -10,7 +10,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.state import walks
 from kvstore.state.shelves import SHELF_NODES
 from kvstore.state.tree import Space
-from kvstore.state.walks import DROP_NODES, Removal, subtree
+from kvstore.state.walks import DROP_NODES, Removal, ended, subtree
 from tests.state.world import PAGE, ROOT, World, chain, identity, key
 
 paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)
@@ -30,7 +30,7 @@ def test_a_subtree_is_listed_once_and_heads_before_tails(stored, limit, depth):
     _, _, space = grown(stored)
     found, after, more = [], ROOT, True
     while more:
-        nodes, more = subtree(space, ROOT, after, depth, limit)
+        nodes, more = ended(subtree(space, ROOT, after, depth, limit))
         assert len(nodes) <= limit
         found += nodes
         after = found[-1].key if found else ROOT
@@ -47,7 +47,7 @@ def test_a_subtree_is_listed_once_and_heads_before_tails(stored, limit, depth):
 def test_below_a_key_begins_with_that_key():
     _, _, space = grown(["abc", "abd", "x"])
 
-    nodes, more = subtree(space, key("ab"), ROOT, 9, 10)
+    nodes, more = ended(subtree(space, key("ab"), ROOT, 9, 10))
 
     assert ([node.key for node in nodes], more) == ([key("ab"), key("abc"), key("abd")], False)
 
@@ -56,7 +56,7 @@ def test_a_cursor_that_left_or_lies_elsewhere_is_refused():
     _, _, space = grown(["ab", "x"])
     for top, after in ((key("a"), key("x")), (ROOT, key("gone")), (key("gone"), ROOT)):
         with pytest.raises(InvalidArgument):
-            subtree(space, top, after, 9, 10)
+            ended(subtree(space, top, after, 9, 10))
 
 
 @given(paths, paths, st.randoms(use_true_random=False))
