@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 NOT_FOR_ENGINES = {
-    "aiohttp", "fastapi", "google.protobuf", "grpc", "numba", "prometheus_client", "pydantic",
-    "rich", "torch", "uvicorn", "uvloop", "zmq",
+    "aiohttp", "google.protobuf", "grpc", "numba", "prometheus_client", "pydantic",
+    "rich", "starlette", "torch", "uvicorn", "uvloop", "zmq",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from kvstore.server.removals import drop
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
 from kvstore.state.pins import expiry
-from kvstore.state.tree import Node, Space
+from kvstore.state.tree import Node, Space, is_live
 
 LIMIT_S: Final = 60.0
 """So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
@@ -34,6 +34,7 @@ _SHRINK_PAGES: Final = 8
 _SETTLE_LEAVES: Final = 64
 _STEP_NODES: Final = 32
 _STEP_KEYS: Final = 512
+_STEP_WRITES: Final = 8
 
 Change = Callable[[Any, str], Work[Any]]
 
@@ -77,9 +78,12 @@ class Operation:
         """Pin a prefix."""
         self._refuse_without(asked.tier)
         space, key = space_of(self._observed, asked.space), key_of(asked.key)
-        yield None
         table = self._observed.node.pages
-        pin = table.pin(space, key, expiry(asked.ttl_s, table.now_ns), asked.tier)
+        expires_ns = expiry(asked.ttl_s, table.now_ns)
+        measured = yield from table.pins.measure(space, key, asked.tier)
+        if asked.tier == "ssd":
+            yield from self._write(measured[0][::-1])
+        pin = table.pin(space, key, expires_ns, asked.tier, measured)
         return answers.Pinned(
             pin=pin.number, pages=len(pin.nodes), bytes=pin.size_bytes, tier=pin.tier
         )
@@ -202,6 +206,16 @@ class Operation:
         return found.shown()
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _write(self, nodes: list[Node]) -> Work[None]:
+        """Have pages written that are not on disk, the first of a chain first."""
+        disk = self._observed.node.pages.disk
+        assert disk is not None
+        for count, node in enumerate(nodes, start=1):
+            for shard in list(node.digests) if is_live(node) else ():
+                disk.ensure_written(node, shard)
+            if count % _STEP_WRITES == 0:
+                yield None
 
     def _refuse_without(self, tier: str | None) -> None:
         """Refuse what is asked of a tier that this node does not have."""
