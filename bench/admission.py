@@ -24,7 +24,7 @@ from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.log import SegmentLog, footer_bytes, record_bytes
 from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Lease, Process, Session
+from kvstore.state.sessions import Lease, Peer, Process, Session
 from kvstore.state.slots import SlotTable
 
 SEGMENTS: Final = 64
@@ -151,7 +151,7 @@ class Cache:
         each = -(-self.memory_blocks // extents)
         self.table = PageTable(SlotTable(each * PAGE_BYTES, extents))
         session = Session(b"trace", "trace", 1 << 60)
-        self.process = Process(1, 0, session)
+        self.process = Process(1, Peer(1), session)
         identity = SpaceIdentity(model="trace", kv_dtype="uint8", page_tokens=1)
         self.space, _ = self.table.spaces.open(session, identity, [_SHARD])
         log = a_log(self.disk_blocks)
@@ -217,7 +217,7 @@ class Cache:
             self._end_jobs()
             if put.pages:
                 digests = bytes(16 * len(put.pages))
-                self.table.commit_put(self.process, self.names, digests, 0, read_once=False)
+                self.table.commit_put(self.process, self.names, digests)
             done += len(put.pages)
             if not put.pages and not waits:
                 return  # the prompt is longer than memory, or it is there already

@@ -20,7 +20,7 @@ from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.log import LogStats, SegmentLog, footer_bytes, record_bytes
 from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Process, Session
+from kvstore.state.sessions import Peer, Process, Session
 from kvstore.state.slots import SlotTable
 
 PAGE_BYTES: Final = 4096
@@ -86,7 +86,7 @@ class Cache:
         each = -(-self.memory_blocks // extents)
         self.table = PageTable(SlotTable(each * PAGE_BYTES, extents))
         session = Session(b"trace", "trace", 1 << 60)
-        self.process = Process(1, 0, session)
+        self.process = Process(1, Peer(1), session)
         identity = SpaceIdentity(model="trace", kv_dtype="uint8", page_tokens=1)
         self.space, _ = self.table.spaces.open(session, identity, [_SHARD])
         self.names = 0
@@ -135,7 +135,7 @@ class Cache:
         )
         if put.pages:
             digests = bytes(16 * len(put.pages))
-            self.table.commit_put(self.process, self.names, digests, 0, read_once=False)
+            self.table.commit_put(self.process, self.names, digests)
         self.table.actions.clear()
         self._end_jobs()
 

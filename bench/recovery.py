@@ -17,7 +17,7 @@ from bench.measure import Progress, Result
 from kvstore import mover
 from kvstore.config import SSDConfig
 from kvstore.disk import DiskTier
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import (
     CanonicalLayout,
     PrefixKey,
@@ -26,6 +26,7 @@ from kvstore.page import (
     pack_pair,
     page_seeds,
 )
+from kvstore.requests import NodeLimits
 from kvstore.state.log import Place, footer_bytes, record_bytes
 from kvstore.state.slots import SlotTable
 from kvstore.tier.base import PageRecord, WritePage

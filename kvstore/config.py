@@ -50,11 +50,15 @@ class SocketConfig(Section, frozen=True):
         path: where the socket is; its directory is made if need be.
         group_access: mode 0660 instead of 0600, and peers of the socket's group are let in.
         connections_max: further connections are refused.
+        tenants: who may use which tenant's pages: ``TENANT=USER`` or ``TENANT=@GROUP`` each, by
+            name or number. Empty = who may connect may use any. With entries any user may connect,
+            and is refused unless an entry is for it; root and the node's own user may use any.
     """
 
     path: str = "/run/kvstore/kvstore.sock"
     group_access: bool = False
     connections_max: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1024
+    tenants: tuple[str, ...] = ()
 
 
 class HostConfig(Section, frozen=True):

@@ -20,7 +20,9 @@ from kvstore.errors import (
     error_from_code,
 )
 from kvstore.mapping import Mapping
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.tier.host import HostMemory
 
@@ -75,7 +77,7 @@ class Embedded:
         self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
         if self._disk is not None:
             self._driver.start()
-        self.node.connected(_CONNECTION, os.getpid())
+        self.node.connected(_CONNECTION, Peer(os.getpid(), os.getpid()))
         self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
 
     @property
@@ -195,6 +197,8 @@ class Embedded:
 
     def _collect(self) -> None:
         """Carry out what the node decided, then hand out its answers."""
+        while self.node.unfinished:
+            self.node.go_on(monotonic_ns())
         slots = self.node.pages.slots
         while slots.replaced:
             self.memory.replace(*slots.replaced.pop(0))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 2
@@ -178,12 +178,16 @@ class AbortPut(msgspec.Struct, array_like=True, tag=14):
 
 
 class Corrupt(msgspec.Struct, array_like=True, tag=15):
-    """A page's bytes did not match its digest. No answer."""
+    """A page's bytes did not match its digest. No answer.
+
+    ``boot`` is the node's when the page was leased: in another life the numbers name another page.
+    """
 
     space: int
     shard: int
     key: bytes
     generation: int
+    boot: bytes = b""
 
 
 class Settled(msgspec.Struct, array_like=True, tag=16):
@@ -336,6 +340,11 @@ class FrameReader:
         """Start with nothing received."""
         self._buffer = bytearray()
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of a frame that is not whole yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[bytes | memoryview]:
         """Take received bytes; give the bodies that are complete now.
 
@@ -371,4 +380,18 @@ def count_keys(packed: bytes) -> int:
         raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
     if not 1 <= count <= BATCH_KEYS_MAX:
         raise InvalidArgument("keys", f"{count} keys, not 1..{BATCH_KEYS_MAX}")
+    refuse_all_keys("keys", packed)
     return count
+
+
+def refuse_all_keys(field: str, packed: bytes) -> None:
+    """Refuse the one value of 32 bytes that is no page's key: see :data:`ALL_KEYS`.
+
+    Raises:
+        InvalidArgument: it is among the packed keys.
+    """
+    at = packed.find(ALL_KEYS)
+    while at >= 0:
+        if at % KEY_BYTES == 0:
+            raise InvalidArgument(field, "32 zero bytes are no page's key")
+        at = packed.find(ALL_KEYS, at + 1)

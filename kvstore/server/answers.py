@@ -37,11 +37,12 @@ class Readiness(Answer, frozen=True):
     """The node has memory to store pages in.
 
     ``withheld_bytes``: memory that clients of the previous boot still hold. ``ssd``: ``off``,
-    ``ready`` or ``degraded``.
+    ``ready`` or ``degraded``. ``unwatched_processes``: processes whose end nobody can see.
     """
 
     withheld_bytes: int
     ssd: str
+    unwatched_processes: int
     status: Literal["ready"] = "ready"
 
 
@@ -130,9 +131,13 @@ class PageList(Answer, frozen=True):
 
 
 class ProcessRow(Answer, frozen=True):
-    """One process of an engine; ``lost``: its connection broke and it was not seen to end."""
+    """One process of an engine.
+
+    ``watched``: its end will be seen. ``lost``: its connection broke, its end was not seen.
+    """
 
     pid: int
+    watched: bool
     lost: bool
     leases: int
     expired_leases: int
@@ -307,7 +312,11 @@ class JobList(Answer, frozen=True):
 
 
 class HostSizes(Answer, frozen=True):
-    """Slot bytes of host memory by state; ``withheld``: held by clients of the previous boot."""
+    """Slot bytes of host memory by state.
+
+    ``withheld``: held by clients of the previous boot. ``retiring``: of extents that get new memory
+    because a process that nobody can watch may still touch them.
+    """
 
     capacity_bytes: int
     withheld_bytes: int
@@ -316,6 +325,7 @@ class HostSizes(Answer, frozen=True):
     ready_bytes: int
     pinned_bytes: int
     limbo_bytes: int
+    retiring_bytes: int
 
 
 class SpaceCounts(Answer, frozen=True):
@@ -426,6 +436,8 @@ class Stats(Answer, frozen=True):
     leases: int
     puts: int
     waiting_requests: int
+    waiting_bytes: int
+    unwatched_processes: int
     connections: int
     accepted_connections: int
     counts: dict[str, int]

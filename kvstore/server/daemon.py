@@ -23,7 +23,8 @@ from kvstore.config import Loaded, ServerConfig, load, show
 from kvstore.disk import DiskTier
 from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.movements import DiskMovements
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
 from kvstore.server.http import HttpServer
 from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication

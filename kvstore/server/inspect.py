@@ -68,14 +68,15 @@ class Inspection:
     def readiness(self, _asked: operations.ShowReadiness) -> Work[answers.Readiness]:
         """Whether there is memory to store pages in."""
         yield from ()
-        pages = self._observed.node.pages
-        slots, disk = pages.slots, pages.disk
+        node = self._observed.node
+        slots, disk = node.pages.slots, node.pages.disk
         if not slots.capacity_bytes:
             message = "all memory is held by clients of the previous boot"
             raise Refusal(503, "tier_unavailable", message)
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
-        return answers.Readiness(withheld_bytes=withheld, ssd=ssd)
+        unwatched = sum(not one.peer.watched for one in node.processes.values())
+        return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
         """A stretch of spaces."""
@@ -130,7 +131,7 @@ class Inspection:
         row = _row(node, monotonic_ns())
         return answers.PageDetail(
             **{name: getattr(row, name) for name in row.__struct_fields__},
-            space=space.label, pins=node.pins, read_once=node.read_once,
+            space=space.label, pins=node.pins, read_once=bool(node.read_once),
             first_children=[child.hex() for child in islice(node.children, _CHILDREN_MAX)],
         )  # fmt: skip
 
@@ -317,7 +318,7 @@ def _row(node: Node, now_ns: int) -> answers.PageRow:
         hits=node.hits,
         stored_s_ago=(now_ns - node.stored_ns) / _NS_PER_S if node.stored_ns else None,
         used_s_ago=(now_ns - node.used_ns) / _NS_PER_S if node.used_ns else None,
-        expires_in_s=(node.expires_ns - now_ns) / _NS_PER_S if node.expires_ns else None,
+        expires_in_s=(min(node.expires.values()) - now_ns) / _NS_PER_S if node.expires else None,
         shards={
             number: answers.PageShard(
                 state="writing" if tiers == ["writing"] else "ready",
@@ -339,7 +340,8 @@ def _session_row(session: Session) -> answers.SessionRow:
         prefill_s_per_token=session.prefill_s_per_token,
         processes=[
             answers.ProcessRow(
-                pid=process.pid,
+                pid=process.peer.pid,
+                watched=process.peer.watched,
                 lost=process.lost,
                 leases=len(process.leases),
                 expired_leases=sum(one.expired for one in process.leases.values()),

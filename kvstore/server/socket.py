@@ -7,32 +7,38 @@ that owns the node.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
-import select
 import socket
 import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic_ns
-from typing import Final, cast
+from time import monotonic, monotonic_ns
+from typing import Final
 
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.disk import DiskTier
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.node import Node
+from kvstore.server.connection import Connection
+from kvstore.server.processes import Processes, credentials
+from kvstore.server.tenants import Tenants
+from kvstore.state.sessions import Peer
 from kvstore.tier.host import HostMemory
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
+HANDSHAKES_MAX: Final = 128
+"""Connections that have not said anything yet; further ones wait to be accepted."""
+FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 ACCEPT_PAUSE_S: Final = 0.1
-UNSENT_BYTES_MAX: Final = 64 << 20
-"""A client that does not read its answers is cut off beyond this."""
-_SO_PEERPIDFD: Final = 77
-_PEERCRED: Final = struct.Struct("3i")
+UNREAD_BYTES_MAX: Final = 256 << 20
+"""Bytes of messages that are not whole yet, of all connections."""
+STATS_SHARE: Final = 20
+"""Statistics that took long to gather are told again for so many times as long."""
 _EXTENTS_MAX: Final = 64
 
 
@@ -51,7 +57,11 @@ class SocketServer:
         self, config: SocketConfig, node: Node, memory: HostMemory, after: Callable[[], None],
         stats: Callable[[], bytes],
     ) -> None:  # fmt: skip
-        """Listen nowhere yet; see :meth:`serve`."""
+        """Listen nowhere yet; see :meth:`serve`.
+
+        Raises:
+            ConfigError: a user or group of ``socket.tenants`` does not exist.
+        """
         self.node = node
         self.memory = memory
         self.connections: dict[int, Connection] = {}
@@ -61,7 +71,14 @@ class SocketServer:
         self._config = config
         self._after = after
         self._stats = stats
-        self._pidfds: dict[int, int] = {}
+        self._told = b""
+        self._told_until_s = 0.0
+        self._tenants = Tenants(config.tenants)
+        self._processes = Processes(self._ended)
+        self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
+        self._going_on = False
+        #: Bytes of messages that are not whole yet.
+        self.unread_bytes = 0
 
     def listen(self) -> None:
         """Make the socket; peers may connect from now on and are served by :meth:`serve`.
@@ -70,7 +87,12 @@ class SocketServer:
             ConfigError: the socket cannot be made there.
         """
         path = Path(self._config.path)
-        self._listener = _listen(path, group_access=self._config.group_access)
+        self._lock = _lock(path)
+        try:
+            self._listener = _listen(path, self._mode())
+        except ConfigError:
+            os.close(self._lock)
+            raise
         self._inode = path.stat().st_ino
 
     async def serve(self) -> None:
@@ -78,15 +100,18 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
+                await self._handshakes.acquire()
                 try:
                     raw, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # no descriptors left: those who wait, wait
+                    self._handshakes.release()
                     log.warning("connections cannot be accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 raw.setblocking(False)  # noqa: FBT003
                 self.accepted += 1
-                tasks.create_task(self._handshake(raw, self.accepted))
+                task = tasks.create_task(self._handshake(raw, self.accepted))
+                task.add_done_callback(lambda _: self._handshakes.release())
 
     def close(self) -> None:
         """Cut all connections off and remove the socket file, if it is still ours."""
@@ -96,8 +121,8 @@ class SocketServer:
             path.unlink()
         for connection in list(self.connections.values()):
             connection.transport.abort()
-        for pid in list(self._pidfds):
-            self._forget_pid(pid)
+        self._processes.close()
+        os.close(self._lock)
 
     def flush(self) -> None:
         """Carry out what the node decided: memory first, then answers, then events."""
@@ -113,30 +138,51 @@ class SocketServer:
                 connection = self.connections.get(number)
                 if connection is not None:
                     connection.answer(answer)
+        while node.closing:
+            connection = self.connections.get(node.closing.pop())
+            if connection is not None:
+                connection.transport.abort()
         if node.actions:
             self._after()
+        if node.unfinished and not self._going_on:
+            self._going_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
 
-    def receive(self, connection: "Connection", body: bytes | memoryview) -> None:
+    def receive(self, connection: Connection, body: bytes | memoryview) -> None:
         """One message of a session's connection."""
         try:
             request = wire.decode_request(body)
-            if isinstance(request, wire.Stats):
-                connection.answer(wire.StatsReply(request.id, self._stats()))
-                return
         except ProtocolError as error:
-            self.node.pages.counts["refused_protocol"] += 1
-            connection.answer(wire.Failure(0, error.code, str(error)))
-            connection.transport.close()
+            self.refuse(connection, error)
+            return
+        if isinstance(request, wire.Stats):
+            connection.answer(wire.StatsReply(request.id, self._stats_json()))
             return
         self.node.receive(connection.number, request, monotonic_ns())
         self.flush()
 
-    def lost(self, connection: "Connection") -> None:
+    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+        """What came on a connection is no message: say so, and end the connection."""
+        self.node.pages.counts["refused_protocol"] += 1
+        log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
+        connection.answer(wire.Failure(0, error.code, str(error)))
+        connection.transport.close()
+
+    def unread(self, connection: Connection, change_bytes: int) -> None:
+        """A connection holds so many bytes more of a message that is not whole yet."""
+        self.unread_bytes += change_bytes
+        if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
+            self.refuse(connection, ProtocolError("too many long messages are on their way"))
+
+    def lost(self, connection: Connection) -> None:
         """A connection closed."""
-        self.connections.pop(connection.number, None)
-        ended = not _alive(self._pidfds.get(connection.pid))
+        if self.connections.pop(connection.number, None) is None:
+            return  # its Hello was refused
+        identity = connection.peer.identity
+        ended = not self._processes.runs(identity)
         self.node.disconnected(connection.number, monotonic_ns(), ended=ended)
-        self._unwatch(connection.pid)
+        if not self.node.waits_for(identity):
+            self._processes.forget(identity)
         self.flush()
 
     # ---- inside -----------------------------------------------------------------------------
@@ -146,47 +192,77 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                pid = self._admit(raw)
+                tenants = self._admit(raw)
                 body, rest = await _first_frame(loop, raw)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
-                    self._hand_out(raw, request)
+                    self._hand_out(raw, request, tenants)
                     raw.close()
                     return
                 if not isinstance(request, wire.Hello):
                     raise ProtocolError(f"{type(request).__name__} before Hello")
         except (KVStoreError, OSError, TimeoutError) as error:
-            self._refuse(raw, error)
+            self._turn_away(raw, error)
             return
-        connection = Connection(self, number, pid, (raw, request, rest))
+        connection = Connection(self, number, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
 
-    def begin(
-        self, connection: "Connection", raw: socket.socket, hello: wire.Hello, rest: bytes
-    ) -> None:
+    def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
         """Say Hello to the node, before this or another connection of the process can be lost."""
+        try:
+            connection.peer = self._watch(connection)
+        except ProtocolError as error:
+            self.refuse(connection, error)
+            return
         self.connections[connection.number] = connection
-        self._watch(raw, connection.pid)
-        self.node.connected(connection.number, connection.pid)
+        self.node.connected(connection.number, connection.peer)
         self.node.receive(connection.number, hello, monotonic_ns())
         self.flush()
         if rest:
             connection.data_received(rest)
 
-    def _admit(self, raw: socket.socket) -> int:
-        """The peer's pid, if it may connect."""
-        credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        pid, uid, gid = _PEERCRED.unpack(credentials)
-        if uid not in (0, os.geteuid()) and not (self._config.group_access and gid == os.getegid()):
-            raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
+    def _go_on(self) -> None:
+        self._going_on = False
+        self.node.go_on(monotonic_ns())
+        self.flush()
+
+    def _stats_json(self) -> bytes:
+        """The node's statistics; many engines that ask all the time get the same for a while."""
+        start_s = monotonic()
+        if start_s >= self._told_until_s:
+            self._told = self._stats()
+            took_s = monotonic() - start_s
+            self._told_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0
+        return self._told
+
+    def _mode(self) -> int:
+        """Who may connect at all; :meth:`_admit` looks closer."""
+        if self._tenants:
+            return 0o666
+        return 0o660 if self._config.group_access else 0o600
+
+    def _admit(self, raw: socket.socket) -> frozenset[str] | None:
+        """Which tenants the peer may belong to, if it may connect; None = any."""
         if len(self.connections) >= self._config.connections_max:
             raise ProtocolError(f"{self._config.connections_max} connections are open already")
-        return int(pid)
+        _, uid, gid = credentials(raw)
+        if uid in (0, os.geteuid()):
+            return None
+        if self._tenants:
+            tenants = self._tenants.of(raw)
+            if not tenants:
+                raise ProtocolError(f"user {uid} may not connect: no tenant is for it")
+            return tenants
+        if not (self._config.group_access and gid == os.getegid()):
+            raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
+        return None
 
-    def _hand_out(self, raw: socket.socket, request: wire.FetchExtents) -> None:
+    def _hand_out(
+        self, raw: socket.socket, request: wire.FetchExtents, tenants: frozenset[str] | None
+    ) -> None:
         """Send descriptors of extents to a process of the session that owns them."""
         session = self.node.sessions.get(request.session)
-        if session is None:
+        if session is None or (tenants is not None and session.domain not in tenants):
             raise ProtocolError("no such session")
         if len(request.extents) > _EXTENTS_MAX:
             raise ProtocolError(f"{len(request.extents)} extents at once, not {_EXTENTS_MAX}")
@@ -199,7 +275,7 @@ class SocketServer:
             descriptors.append(descriptor)
         socket.send_fds(raw, [wire.encode(wire.ExtentsFollow(request.extents))], descriptors)
 
-    def _refuse(self, raw: socket.socket, error: Exception) -> None:
+    def _turn_away(self, raw: socket.socket, error: Exception) -> None:
         code = error.code if isinstance(error, KVStoreError) else "protocol"
         self.node.pages.counts["refused_connections"] += 1
         log.warning("connection refused: %s", str(error) or type(error).__name__)
@@ -209,99 +285,15 @@ class SocketServer:
             log.debug("the refused peer had left")
         raw.close()
 
-    def _watch(self, raw: socket.socket, pid: int) -> None:
-        """Learn from the kernel when the peer's process ends."""
-        if pid in self._pidfds and not _alive(self._pidfds[pid]):
-            self._ended(pid)  # the number was given to another process before we were told
-        if pid <= 0 or pid in self._pidfds:
-            return
-        try:
-            pidfd = raw.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        except OSError:  # before Linux 6.5
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError as error:
-                log.warning("process %d cannot be watched (%s)", pid, error)
-                return
-        self._pidfds[pid] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._ended, pid)
+    def _watch(self, connection: Connection) -> Peer:
+        """Learn from the kernel who the peer is, and when its process ends."""
+        pid = credentials(connection.raw).pid
+        process = self._processes.add(connection.raw, pid)
+        return Peer(process.identity, pid, process.watched, connection.tenants)
 
-    def _ended(self, pid: int) -> None:
-        self._forget_pid(pid)
-        for number in self.node.process_ended(pid, monotonic_ns()):
-            self.connections[number].transport.abort()
+    def _ended(self, identity: int) -> None:
+        self.node.process_ended(identity, monotonic_ns())
         self.flush()
-
-    def _unwatch(self, pid: int) -> None:
-        """Stop watching a process that nothing depends on any more."""
-        if pid in self._pidfds and not self.node.waits_for(pid):
-            self._forget_pid(pid)
-
-    def _forget_pid(self, pid: int) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfds[pid])
-        os.close(self._pidfds.pop(pid))
-
-
-class Connection(asyncio.Protocol):
-    """One connection of a session after its handshake."""
-
-    transport: asyncio.Transport
-
-    def __init__(
-        self, server: SocketServer, number: int, pid: int,
-        first: tuple[socket.socket, wire.Hello, bytes],
-    ) -> None:  # fmt: skip
-        """Belong to ``server`` as ``number``; ``pid`` is the peer, ``first`` what it began with."""
-        self.number = number
-        self.pid = pid
-        self._server = server
-        self._first = first
-        self._raw = first[0]
-        self._reader = wire.FrameReader()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The loop took the socket over."""
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's own class
-        self._server.begin(self, *self._first)
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came."""
-        try:
-            bodies = self._reader.feed(data)
-        except ProtocolError as error:
-            self.answer(wire.Failure(0, error.code, str(error)))
-            self.transport.close()
-            return
-        for body in bodies:
-            if self.transport.is_closing():
-                return
-            self._server.receive(self, body)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The peer left, or was cut off."""
-        self._server.lost(self)
-
-    def answer(self, answer: wire.Answer) -> None:
-        """Send one answer; a peer that lets them pile up is cut off.
-
-        What the socket takes goes out now: the transport would send it only when this turn of the
-        loop ends, after the events of the same request have been published.
-        """
-        frame = wire.encode(answer)
-        waiting = self.transport.get_write_buffer_size()
-        if not waiting:
-            try:
-                frame = frame[self._raw.send(frame, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.transport.abort()
-                return
-        if frame:
-            self.transport.write(frame)
-        if waiting > UNSENT_BYTES_MAX:
-            log.warning("process %d does not read its answers: cut off", self.pid)
-            self.transport.abort()
 
 
 async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> tuple[bytes, bytes]:
@@ -312,24 +304,44 @@ async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> t
             end = wire.frame_length(data) + 4
             if len(data) >= end:
                 return data[4:end], data[end:]
+            if end > FIRST_FRAME_BYTES_MAX:
+                raise ProtocolError(f"a first message of {end} bytes")
         more = await loop.sock_recv(raw, 1 << 16)
         if not more:
             raise ProtocolError("closed before its first message was whole")
         data += more
 
 
-def _listen(path: Path, *, group_access: bool) -> socket.socket:
+def _lock(path: Path) -> int:
+    """A descriptor that keeps other nodes from listening at ``path`` as long as it is open.
+
+    Without it, of two nodes that start at once each could unlink the other's new socket.
+    """
+    place = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"socket.path={path}: {place}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"socket.path={path}: another node listens there") from error
+    return descriptor
+
+
+def _listen(path: Path, mode: int) -> socket.socket:
     """A listening socket at ``path``; a dead node's socket file there is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
                 raise ConfigError(f"socket.path={path}: something else is there")
             if _answers(path):
                 raise ConfigError(f"socket.path={path}: another node listens there")
             path.unlink()
-        previous = os.umask(0o117 if group_access else 0o177)
+        previous = os.umask(0o777 & ~mode)
         try:
             listener.bind(str(path))
         finally:
@@ -355,12 +367,3 @@ def _answers(path: Path) -> bool:
         except OSError:
             return True
         return True
-
-
-def _alive(pidfd: int | None) -> bool:
-    """Whether the process behind a pidfd still runs; one that cannot be watched is taken to."""
-    if pidfd is None:
-        return True
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return not poll.poll(0)

@@ -23,7 +23,7 @@ from kvstore.page import digest_seed, page_seeds
 from kvstore.server.jobs import Job
 from kvstore.server.turns import Work
 from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Process, Session
+from kvstore.state.sessions import Peer, Process, Session
 from kvstore.state.slots import Slot
 from kvstore.state.tree import Node, Space, is_live
 from kvstore.tier.host import HostMemory
@@ -59,7 +59,7 @@ class Verifier:
         """Check nothing yet."""
         self._table = table
         self._memory = memory
-        self._process = Process(-1, 0, Session(b"", "verify", 1 << 62))
+        self._process = Process(-1, Peer(0), Session(b"", "verify", 1 << 62))
         self._numbers = count(1)
         self._thread = ThreadPoolExecutor(1, "kvstore-verify")
 
@@ -164,7 +164,7 @@ class Verifier:
             at += 1
             if not is_live(node) or shard not in node.slots or not node.ready >> shard & 1:
                 continue
-            if node.read_once:
+            if node.read_once >> shard & 1:
                 scan.add("skipped", 1)  # releasing it would be its one reading
                 continue
             slot = node.slots[shard]

@@ -1,7 +1,8 @@
 """Takes over the pages that a start found on disk. Pure.
 
-Pages whose head is not there any more are left out: nobody could reach them. What they take on
-disk is dead and is reclaimed like any other.
+Pages whose head is not there any more are left out: nobody could reach them. So is a page under
+:data:`~kvstore.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is dead and
+is reclaimed like any other.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
 from kvstore.state.pages import PageTable
 from kvstore.state.residents import subtree
@@ -129,7 +130,7 @@ def _take_over(
     pages = zip(segment.keys, segment.parents, segment.digests, places, segment.pairs, strict=True)
     for key, parent_key, digest, place, pair in pages:
         home = homes[pair]
-        if home is None:
+        if home is None or key == ALL_KEYS:
             continue
         space, shard = home
         head = space.root if parent_key == _NO_PARENT else space.nodes.get(parent_key)
@@ -143,7 +144,7 @@ def _take_over(
             doubts.headless.append((node, shard))
 
 
-_NO_PARENT: Final = bytes(KEY_BYTES)
+_NO_PARENT: Final = ALL_KEYS
 _PLACE: Final = partial(tuple.__new__, Place)
 """``Place._make``, three times as fast: it is called for every page of a start."""
 

@@ -414,7 +414,7 @@ def _never_on_disk(nodes: Sequence[Node], shard: int) -> bool:
     while at is not None and shard not in at.disk:
         every.append(at)
         at = at.parent
-    return any(one.memory_only for one in every)
+    return any(one.memory_only >> shard & 1 for one in every)
 
 
 def _is_there(node: Node, shard: int, digest: bytes) -> bool:

@@ -27,6 +27,7 @@ _VERDICT_OF: Final = {
     "head_lost": "head_missing",
     "reclaimed": "evicted",
     "quota": "evicted",
+    "retired": "evicted",
 }
 _NS_PER_S: Final = 1_000_000_000
 
@@ -270,6 +271,7 @@ _SENTENCES: Final = {
     "reclaimed": "evicted from the SSD: its segment was reclaimed",
     "quota": "evicted from the SSD: its space was at its quota there",
     "cleared": "an operator cleared its space",
+    "retired": "its memory was given up: a process that nobody can watch may still touch it",
 }
 
 

@@ -3,7 +3,7 @@
 ``explain`` answers from it. The newest entries are kept; once one had to be forgotten, "never
 stored" can no longer be told from "left long ago", and :attr:`Ghosts.forgotten` says so.
 
-An entry takes 96 bytes in one array and about 150 in the index over it.
+An entry takes 112 bytes in one array and about 150 in the index over it.
 """
 
 import struct
@@ -13,9 +13,9 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree import Node, Space
 
 GHOSTS_MAX: Final = 100_000
-_NONE: Final = 0xFFFF
+_NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
-_ENTRY: Final = struct.Struct("<32s32sHHHBBIQQQI")
+_ENTRY: Final = struct.Struct("<32s32sIHIBBIQQQQ")
 """key, head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
 
 
@@ -25,7 +25,7 @@ class Ghost(NamedTuple):
     Attributes:
         shard: number of the shard whose page left last under this key.
         cause: ``evicted``, ``expired``, ``read_once``, ``corrupt``, ``head_lost``, ``operator``,
-            ``cleared``, ``reclaimed``, ``quota``.
+            ``cleared``, ``reclaimed``, ``quota``, ``retired``.
         head: the page before it whose leaving made this one unreachable; empty when it left for
             its own sake.
         policy: the eviction policy that chose it; empty unless it was evicted.

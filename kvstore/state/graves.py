@@ -79,8 +79,17 @@ class Graves:
         """Whether a page must not be written yet: the tombstone of its key comes first."""
         return self._knows((node.space.number, shard), node.key)
 
+    def waits_for(self, space: Space) -> bool:
+        """Whether a tombstone of a space is still to be written."""
+        return any(
+            grave.space is space
+            for graves in (self._gathering, self._writing)
+            for grave in graves.values()
+        )
+
     def bury(self, node: Node, shard: int) -> None:
         """A page was taken out on purpose; what a segment may still hold of it must not return."""
+        assert node.key != ALL_KEYS, "it would bury every page of the space and shard"
         self._add(node.space, shard, node.key)
 
     def bury_all(self, space: Space) -> None:

@@ -8,11 +8,14 @@ lookup of 2,048 keys takes a dozen steps instead of 2,048.
 
 from typing import Final, NamedTuple
 
+from kvstore.errors import InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree import Node, Space
 
 _WRITING_MAX: Final = 256
 """More pages being written than this, and looking at each key is no slower."""
+WINDOWS_MAX: Final = 8
+"""Different windows that one lookup may ask for: each looks at every key."""
 
 
 class Match(NamedTuple):
@@ -37,13 +40,27 @@ def longest_match(space: Space, shards: list[int], packed: bytes) -> Match:
         shards: numbers of the shards needed; at least one.
         packed: consecutive keys of one chain, 32 bytes each; at least one.
     """
+    windows = by_window(space, shards)
+    if len(windows) == 1 and 0 in windows:
+        return _bisect(space, windows[0], packed)
+    return _scan(space, windows, packed)
+
+
+def by_window(space: Space, shards: list[int]) -> dict[int, int]:
+    """Pages needed at the end of a prefix (0 = all) → bit mask of the shards that need so.
+
+    Raises:
+        InvalidArgument: there are more than :data:`WINDOWS_MAX` different needs.
+    """
     windows: dict[int, int] = {}
     for number in shards:
         window = space.shards[number].window_pages
         windows[window] = windows.get(window, 0) | 1 << number
-    if len(windows) == 1 and 0 in windows:
-        return _bisect(space, windows[0], packed)
-    return _scan(space, windows, packed)
+    if len(windows) > WINDOWS_MAX:
+        raise InvalidArgument(
+            "shards", f"they have {len(windows)} different windows; {WINDOWS_MAX} may be at once"
+        )
+    return windows
 
 
 def awaited_key(space: Space, shards: list[int], packed: bytes, count: int) -> PrefixKey:
@@ -56,15 +73,15 @@ def awaited_key(space: Space, shards: list[int], packed: bytes, count: int) -> P
         count: pages and pending pages that it found.
     """
     assert count > 0
+    windows = by_window(space, shards)
+    needed = [(max(0, count - (of or count)), mask) for of, mask in windows.items()]
     key = PrefixKey(b"")
     for at in range(count):
         key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
         node = space.nodes.get(key)
         ready = node.ready if node is not None else 0
-        for shard in shards:
-            window = space.shards[shard].spec.window_pages
-            if (not window or at >= count - window) and not ready >> shard & 1:
-                return key
+        if any(at >= first and mask & ~ready for first, mask in needed):
+            return key
     return key
 
 

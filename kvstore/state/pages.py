@@ -7,9 +7,10 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.match import longest_match
 from kvstore.state.nodeheap import Entry, NodeHeap
@@ -17,9 +18,12 @@ from kvstore.state.outcomes import PageStatus, Stored
 from kvstore.state.pins import Pin, Pins
 from kvstore.state.quotas import SHRINK_MAX
 from kvstore.state.residents import Residents
-from kvstore.state.sessions import Lease, Process, Put
+from kvstore.state.sessions import Lease, Process, Put, Session
 from kvstore.state.slots import Slot, SlotTable
-from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.tree import ORDINARY, Node, Retention, Space, is_live
+
+EXPIRE_MAX: Final = 4096
+"""Pages whose deadline one turn applies."""
 
 
 class PageTable(Residents):
@@ -40,9 +44,16 @@ class PageTable(Residents):
         self.pins = Pins()
         #: (deadline_ns, number, process, number of the lease, lease)
         self._lease_deadlines = NodeHeap(_still_held)
-        #: (expires_ns, number, node)
+        #: (expires_ns, number, shard, node)
         self._page_deadlines = NodeHeap(_still_expires)
         self._sequence = count()
+
+    def open_space(
+        self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
+    ) -> tuple[Space, list[int]]:
+        """See :meth:`~kvstore.state.spaces.Spaces.open`; idle spaces give up their places."""
+        self.counts["closed_spaces"] += self.spaces.close_idle(self._needs_space)
+        return self.spaces.open(session, identity, shards)
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -109,7 +120,7 @@ class PageTable(Residents):
         else:
             self.slots.unpin(lease.slots)
         for node, shard, slot in lease.pages:
-            if node.read_once and self._owns(node, shard, slot):
+            if node.read_once >> shard & 1 and self._owns(node, shard, slot):
                 self.drop(node, shard, "read_once")
             else:
                 self.offer(node)
@@ -186,10 +197,9 @@ class PageTable(Residents):
         return statuses, put
 
     def commit_put(
-        self, process: Process, put_id: int, digests: bytes, expires_ns: int, *, read_once: bool,
-        memory_only: bool = False,
-    ) -> list[PageStatus]:  # fmt: skip
-        """The bytes are there: make the granted pages READY.
+        self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY
+    ) -> list[PageStatus]:
+        """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
 
         Raises:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
@@ -211,15 +221,12 @@ class PageTable(Residents):
                 statuses.append(PageStatus.DROPPED)
                 continue
             self.slots.commit([slot], self.tick)
-            node.commit(put.shard, digests[index * size : (index + 1) * size])
+            node.commit(put.shard, digests[index * size : (index + 1) * size], keep)
             node.access = self.tick
             node.stored_ns = self.now_ns
             self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
-            node.read_once = read_once
-            node.memory_only = memory_only or read_once or expires_ns > 0
-            if expires_ns:
-                node.expires_ns = expires_ns
-                self._page_deadlines.push((expires_ns, next(self._sequence), node))
+            if keep.expires_ns:
+                self._page_deadlines.push((keep.expires_ns, next(self._sequence), put.shard, node))
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.offer(node)
@@ -319,36 +326,76 @@ class PageTable(Residents):
         for put_id in list(process.puts):
             self.abort_put(process, put_id, writing=True)
 
-    def end(self, process: Process) -> None:
-        """The process is known to touch no byte of this tier any more: free all it held."""
-        for lease_id in list(process.leases):
+    def end(self, process: Process, pages_max: int) -> int:
+        """The process is known to touch no byte of this tier any more: free what it held.
+
+        Args:
+            process: must not wait for anything from disk.
+            pages_max: once so many pages are free the rest is left to the next call.
+
+        Returns:
+            pages freed; the process is idle once all are.
+        """
+        assert not process.fetches
+        freed = 0
+        while process.leases and freed < pages_max:
+            lease_id, lease = next(iter(process.leases.items()))
+            freed += 1 + len(lease.pages)
             self.release(process, lease_id)
-        for put_id, put in list(process.puts.items()):
+        while process.puts and freed < pages_max:
+            put_id, put = next(iter(process.puts.items()))
+            freed += 1 + len(put.pages)
             if put.lost:
                 self.slots.unhold(put.slots)
                 self._end_put(process, put_id)
             else:
                 self.abort_put(process, put_id)
-        assert process.idle
+        return freed
 
-    def expire(self, now_ns: int) -> None:
-        """Apply every deadline up to ``now_ns``."""
+    def forfeit(self, process: Process, position: int) -> None:
+        """What the process held in an extent whose memory was given up is nobody's any more."""
+        at = self.slots.position
+        for lease_id, lease in list(process.leases.items()):
+            gone = [page for page in lease.pages if at(page[2]) == position]
+            assert lease.expired or not gone
+            lease.pages = [page for page in lease.pages if at(page[2]) != position]
+            size = sum(node.space.shards[shard].slot_bytes for node, shard, _ in gone)
+            lease.size_bytes -= size
+            self._hold(process, -size)
+            if not lease.pages:
+                del process.leases[lease_id]
+        for put_id, put in list(process.puts.items()):
+            assert put.lost
+            each = put.pages[0][0].space.shards[put.shard].slot_bytes
+            left = [page for page in put.pages if at(page[1]) != position]
+            size = each * (len(put.pages) - len(left))
+            put.pages = left
+            put.size_bytes -= size
+            self._hold(process, -size)
+            if not left:
+                del process.puts[put_id]
+
+    def expire(self, now_ns: int) -> bool:
+        """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
         leases, pages = self._lease_deadlines, self._page_deadlines
-        while leases and leases.first()[0] <= now_ns:
+        left = EXPIRE_MAX
+        while leases and leases.first()[0] <= now_ns and left > 0:
             _, _, process, lease_id, lease = leases.pop()
+            left -= 1 + len(lease.pages)
             if process.leases.get(lease_id) is lease and not lease.expired:
                 lease.expired = True
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
                     self.offer(node)
-        while pages and pages.first()[0] <= now_ns:
-            *_, node = pages.pop()
-            if is_live(node) and 0 < node.expires_ns <= now_ns:
-                for shard in list(node.digests):
-                    self.drop(node, shard, "expired")
+        while pages and pages.first()[0] <= now_ns and left > 0:
+            left -= 1
+            expires_ns, _, shard, node = pages.pop()
+            if is_live(node) and node.expires.get(shard) == expires_ns:
+                self.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
+        return left <= 0 and 0 < self.next_deadline_ns() <= now_ns
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
@@ -366,6 +413,15 @@ class PageTable(Residents):
         self.pins.check()
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _needs_space(self, space: Space) -> bool:
+        """Whether something stands under the number of an empty space."""
+        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+            return True
+        disk = self.disk
+        return disk is not None and (
+            disk.limits.quotas.is_limited(space) or disk.graves.waits_for(space)
+        )
 
     def _announce(self, put: Put, stored: list[Node]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
@@ -435,8 +491,8 @@ class PageTable(Residents):
 
 
 def _still_expires(deadline: Entry) -> bool:
-    expires_ns, _, node = deadline
-    return is_live(node) and node.expires_ns == expires_ns
+    expires_ns, _, shard, node = deadline
+    return is_live(node) and node.expires.get(shard) == expires_ns
 
 
 def _still_held(deadline: Entry) -> bool:

@@ -49,6 +49,10 @@ class Quotas:
             return Limits(space)
         return Limits(space, known.quota_bytes, known.reserved_bytes)
 
+    def is_limited(self, space: Space) -> bool:
+        """Whether the space has limits, or had some."""
+        return space.number in self._limits
+
     def all(self) -> list[Limits]:
         """The limits of every space that has any."""
         return [one for one in self._limits.values() if one.quota_bytes or one.reserved_bytes]

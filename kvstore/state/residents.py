@@ -13,6 +13,7 @@ from kvstore.state.diskjobs import Verdict
 from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.graves import BURIED
+from kvstore.state.match import by_window
 from kvstore.state.outcomes import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
@@ -62,12 +63,13 @@ class Residents:
         """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
         if self.disk is None:
             return 0
-        needed = [(at, max(0, pages - (space.shards[at].window_pages or pages))) for at in shards]
+        windows = by_window(space, shards)
+        needed = [(max(0, pages - (of or pages)), mask) for of, mask in windows.items()]
         missing = 0
         for at in range(pages):
             node = space.nodes.get(PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
-            slots = node.slots if node is not None else {}  # before a window there may be none
-            missing += not all(shard in slots for shard, first in needed if at >= first)
+            have = node.memory if node is not None else 0  # before a window there may be none
+            missing += any(at >= first and mask & ~have for first, mask in needed)
         return missing
 
     def check(self) -> None:
@@ -312,6 +314,26 @@ class Residents:
                     self.drop(owner, shard, "evicted")
             self._tidy(owner)
         return not self.slots.slots_in_use(position)
+
+    def vacate(self, position: int, pages_max: int) -> bool:
+        """Take READY pages out of the memory of an extent, used or not; whether all are out."""
+        left = pages_max
+        for slot in self.slots.slots_in_use(position):
+            owner = self._owners.get(slot)
+            if owner is None:
+                continue
+            shard = next(at for at, mine in owner.slots.items() if mine == slot)
+            if not owner.ready >> shard & 1:
+                continue  # it leaves once its writer is done
+            if not left:
+                return False
+            left -= 1
+            if shard in owner.disk:
+                self._release_memory(owner, shard)
+                self._tidy(owner)
+            else:
+                self.drop(owner, shard, "retired")
+        return True
 
     def _use(self, node: Node) -> None:
         node.access, node.used_ns = self.tick, self.now_ns

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvstore.state.diskjobs import Fetch
 from kvstore.state.slots import Slot
-from kvstore.state.tree import Node
+from kvstore.state.tree import Node, Space
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class Lease:
     @property
     def lasting(self) -> int:
         """Leading pages that neither expire nor are read once."""
-        for count, (node, _, _) in enumerate(self.pages):
-            if node.expires_ns or node.read_once:
+        for count, (node, shard, _) in enumerate(self.pages):
+            if shard in node.expires or node.read_once >> shard & 1:
                 return count
         return len(self.pages)
 
@@ -73,19 +73,36 @@ class Put:
         return [slot for _, slot in self.pages]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who connected, as the kernel tells it.
+
+    Attributes:
+        identity: equal for all connections of one process, and for no two processes at a time.
+        pid: its process id in the node's PID namespace; 0 when it has none there.
+        watched: the kernel will say when it ends.
+        tenants: the tenants that it may belong to; None = any.
+    """
+
+    identity: int
+    pid: int = 0
+    watched: bool = True
+    tenants: frozenset[str] | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Process:
     """One connection of one process of an engine.
 
     Attributes:
         connection: names it on this node.
-        pid: its process id as the kernel told it; 0 when it could not be told.
+        peer: what the kernel says of the process.
         origin: what connected, as it names itself; empty when it does not.
-        lost: its connection broke, but the process was not seen to end.
+        lost: its connection broke or was given up, but the process was not seen to end.
     """
 
     connection: int
-    pid: int
+    peer: Peer
     session: "Session"
     origin: bytes = b""
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -106,6 +123,7 @@ class Session:
     Attributes:
         token: what its processes show to belong to it; also its right to map extents.
         domain: its tenant; empty until it opened its first space.
+        spaces: the spaces that it has opened, by number.
         used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
         quota_bytes: the most that ``used_bytes`` may reach.
         prefill_s_per_token: what the engine reported; 0 until it did.
@@ -115,6 +133,7 @@ class Session:
     name: str
     quota_bytes: int
     domain: str = ""
+    spaces: dict[int, Space] = field(default_factory=dict)
     used_bytes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)

@@ -17,10 +17,10 @@ Slots of one size are carved from **extents**. An extent belongs to one domain (
 because whoever maps it can read all of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
@@ -50,6 +50,7 @@ class Extent:
         free: all and only the indexes of FREE slots.
         pinned: slots with a pin.
         used_at: tick of the last commit or pin of any of its slots.
+        retiring: no slot of it is used any more; its memory goes once nobody else needs it.
         generation: allocations so far; each slot remembers the one that made it WRITING.
     """
 
@@ -65,6 +66,12 @@ class Extent:
     pinned: int = 0
     used_at: int = 0
     generation: int = 0
+    retiring: bool = False
+
+    @property
+    def class_of(self) -> tuple[str | None, int]:
+        """Whose slots they are, and of what size."""
+        return self.domain, self.slot_bytes
 
     def carve(self, domain: str, slot_bytes: int, extent_bytes: int) -> None:
         """Cut the whole extent into FREE slots of ``slot_bytes``."""
@@ -78,6 +85,21 @@ class Extent:
         self.free = list(range(count - 1, -1, -1))
 
 
+class Replacement(NamedTuple):
+    """An extent gets new memory.
+
+    Attributes:
+        old: number of the memory that it had.
+        new: number of the memory to make.
+        in_use: somebody may still read the old one: let go of it, and leave its bytes as they are.
+            Else nobody looks at it any more, and what it takes is given back at once.
+    """
+
+    old: int
+    new: int
+    in_use: bool
+
+
 @dataclass(frozen=True, slots=True)
 class SlotStats:
     """One snapshot of a :class:`SlotTable`; bytes are slot bytes."""
@@ -89,6 +111,7 @@ class SlotStats:
     ready_bytes: int
     pinned_bytes: int
     limbo_bytes: int
+    retiring_bytes: int
 
 
 class SlotTable:
@@ -106,8 +129,8 @@ class SlotTable:
         self.extent_bytes = extent_bytes
         self.extents = [Extent(number) for number in range(extent_count)]
         self.withheld = withheld
-        #: Memory that must be replaced before use: (old extent number, new extent number).
-        self.replaced: list[tuple[int, int]] = []
+        #: Memory that must be replaced before the next answer goes out.
+        self.replaced: list[Replacement] = []
         self._next_number = extent_count
         #: All and only the positions of unassigned extents.
         self._unassigned = list(range(extent_count - 1, -1, -1))
@@ -141,7 +164,7 @@ class SlotTable:
                 break
             position = open_positions[-1]
             extent = self.extents[position]
-            if not extent.free or (extent.domain, extent.slot_bytes) != (domain, slot_bytes):
+            if extent.retiring or not extent.free or extent.class_of != (domain, slot_bytes):
                 open_positions.pop()
                 continue
             index = extent.free.pop()
@@ -220,6 +243,35 @@ class SlotTable:
             extent.holds[index] -= 1
             self._settle(slot, extent, index)
 
+    # ---- memory that nobody may use again ---------------------------------------------------
+
+    def retire(self, position: int) -> None:
+        """Use no slot of an extent any more; :meth:`replace` ends it once the others are done."""
+        self.extents[position].retiring = True
+
+    def retirable(self, position: int, given_up: Mapping[Slot, int]) -> bool:
+        """Whether only holds that were ``given_up`` (so many of each slot) keep the extent."""
+        extent = self.extents[position]
+        assert extent.retiring
+        return all(
+            extent.states[self.index(slot)] == SlotState.LIMBO
+            and not extent.pins[self.index(slot)]
+            and extent.holds[self.index(slot)] == given_up.get(slot, 0)
+            for slot in self.slots_in_use(position)
+        )
+
+    def replace(self, position: int) -> None:
+        """Give an extent new memory: whoever still maps the old one touches nobody's page."""
+        extent = self.extents[position]
+        assert extent.retiring
+        assert extent.domain is not None
+        self._open[extent.domain, extent.slot_bytes] = [
+            at for at in self._open[extent.domain, extent.slot_bytes] if at != position
+        ]
+        self._renumber(extent, in_use=True)
+        self.extents[position] = Extent(extent.number, generation=extent.generation)
+        self._unassigned.insert(0, position)
+
     # ---- questions --------------------------------------------------------------------------
 
     def address(self, slot: Slot) -> tuple[int, int, int]:
@@ -246,6 +298,10 @@ class SlotTable:
         """Which entry of ``extents`` holds the slot."""
         return slot >> _INDEX_BITS
 
+    def index(self, slot: Slot) -> int:
+        """Which slot of its extent it is."""
+        return slot & _INDEX_MASK
+
     @property
     def capacity_bytes(self) -> int:
         """Bytes of all extents in use."""
@@ -259,8 +315,9 @@ class SlotTable:
             (extent.used_at, position)
             for position, extent in enumerate(self.extents)
             if extent.domain is not None
+            and not extent.retiring
             and extent.used_at < tick
-            and (extent.domain, extent.slot_bytes) != (domain, slot_bytes)
+            and extent.class_of != (domain, slot_bytes)
         ]
         return min(candidates)[1] if candidates else None
 
@@ -272,8 +329,9 @@ class SlotTable:
     def stats(self) -> SlotStats:
         """Sizes by state, all read at one moment."""
         by_state = [0, 0, 0, 0]
-        pinned = unassigned = 0
+        pinned = unassigned = retiring = 0
         for extent in self.extents:
+            retiring += self.extent_bytes * extent.retiring
             if extent.domain is None:
                 unassigned += self.extent_bytes
                 continue
@@ -288,6 +346,7 @@ class SlotTable:
             ready_bytes=by_state[SlotState.READY],
             pinned_bytes=pinned,
             limbo_bytes=by_state[SlotState.LIMBO],
+            retiring_bytes=retiring,
         )
 
     def check(self) -> None:
@@ -302,7 +361,7 @@ class SlotTable:
                 assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
                 assert state != SlotState.LIMBO or used > 0
             assert extent.pinned == sum(1 for pins in extent.pins if pins)
-            if extent.free and extent.domain is not None:
+            if extent.free and extent.domain is not None and not extent.retiring:
                 assert position in self._open[extent.domain, extent.slot_bytes]
 
     # ---- inside -----------------------------------------------------------------------------
@@ -320,7 +379,7 @@ class SlotTable:
 
     def _free(self, slot: Slot, extent: Extent, index: int) -> None:
         extent.states[index] = SlotState.FREE
-        if not extent.free:
+        if not extent.free and not extent.retiring:
             assert extent.domain is not None
             open_positions = self._open[extent.domain, extent.slot_bytes]
             position = self.position(slot)
@@ -339,7 +398,8 @@ class SlotTable:
                 position
                 for position, extent in enumerate(self.extents)
                 if len(extent.free) == extent.count
-                and (extent.domain, extent.slot_bytes) != (domain, slot_bytes)
+                and not extent.retiring
+                and extent.class_of != (domain, slot_bytes)
             ]
             if not empty:
                 return False
@@ -349,9 +409,13 @@ class SlotTable:
         if extent.domain is not None:
             self._open[extent.domain, extent.slot_bytes].remove(position)
             if extent.domain != domain:
-                self.replaced.append((extent.number, self._next_number))
-                extent.number = self._next_number
-                self._next_number += 1
+                self._renumber(extent, in_use=False)
         extent.carve(domain, slot_bytes, self.extent_bytes)
         self._open[domain, slot_bytes].append(position)
         return True
+
+    def _renumber(self, extent: Extent, *, in_use: bool) -> None:
+        """The extent is to have new memory, which has a number of its own."""
+        self.replaced.append(Replacement(extent.number, self._next_number, in_use))
+        extent.number = self._next_number
+        self._next_number += 1

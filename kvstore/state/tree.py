@@ -12,7 +12,7 @@ that key. Nodes hang under the node of the key before them, so that
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place, record_bytes
@@ -21,6 +21,26 @@ from kvstore.state.slots import Slot
 
 _NO_SLOTS: Final[Mapping[int, Slot]] = MappingProxyType({})
 """Of every node without a page in memory: a disk has millions of them."""
+_NEVER: Final[Mapping[int, int]] = MappingProxyType({})
+"""Of every node whose pages do not expire, as nearly all of them."""
+
+
+class Retention(NamedTuple):
+    """How long one page stays, and where it may be kept.
+
+    Attributes:
+        expires_ns: when it leaves the index by itself; 0 = never.
+        read_once: it leaves the index when its first reader is done.
+        memory_only: it never goes to disk; pages of the two other kinds do not either.
+    """
+
+    expires_ns: int = 0
+    read_once: bool = False
+    memory_only: bool = False
+
+
+ORDINARY: Final = Retention()
+"""A page stays until something else needs its room, in any tier."""
 
 
 class Node:
@@ -32,6 +52,7 @@ class Node:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
         children_in_memory: children that have slots or lead to nodes that do.
@@ -44,9 +65,9 @@ class Node:
         added: nodes up to this one that the request which stored it had to store.
         ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
         reach: its depth, or that of the descendants that eviction took before it.
-        expires_ns: when its pages leave the index by themselves; 0 = never.
-        read_once: its pages leave the index when their first reader is done.
-        memory_only: its pages never go to disk.
+        expires: shard number → when that page leaves the index by itself; others never do.
+        read_once: bit i set = the page of shard i leaves the index when its first reader is done.
+        memory_only: bit i set = the page of shard i never goes to disk.
         queued: slot sizes of the eviction policies in which an entry stands for this node.
         hits: lookups and acquires that ended here, or at a descendant that is gone.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
@@ -58,10 +79,9 @@ class Node:
 
     __slots__ = (
         "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
-        "digests", "disk", "disk_pins", "expires_ns", "hits", "key", "memory_only", "memory_pins",
-        "parent", "pause",
-        "present", "queued", "reach", "read_once", "ready", "serial", "slots", "space", "stored_ns",
-        "turns", "used_ns", "uses",
+        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory", "memory_only",
+        "memory_pins", "parent", "pause", "present", "queued", "reach", "read_once", "ready",
+        "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
@@ -74,13 +94,14 @@ class Node:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.memory = 0
         self.present = 0
         self.ready = 0
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.access = 0
-        self.expires_ns = 0
-        self.read_once = False
-        self.memory_only = False
+        self.expires = _NEVER
+        self.read_once = 0
+        self.memory_only = 0
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0
@@ -105,11 +126,19 @@ class Node:
     def fill(self, shard: int, slot: Slot) -> None:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
+        self.memory |= 1 << shard
 
-    def commit(self, shard: int, digest: bytes) -> None:
+    def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
         assert self.present >> shard & 1
         self.digests[shard] = digest
+        if keep != ORDINARY:
+            bit = 1 << shard
+            self.memory_only |= bit
+            if keep.read_once:
+                self.read_once |= bit
+            if keep.expires_ns:
+                self.expires = {**self.expires, shard: keep.expires_ns}
         self.ready |= 1 << shard
         self._settle()
 
@@ -135,6 +164,7 @@ class Node:
         """The page of ``shard`` is no longer in memory; returns its slot."""
         slot = self.slots[shard]
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
+        self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
         if not self.in_memory:
             self._count_above(-1)
@@ -175,6 +205,10 @@ class Node:
         bit = 1 << shard
         self.present &= ~bit
         self.ready &= ~bit
+        self.read_once &= ~bit
+        self.memory_only &= ~bit
+        if shard in self.expires:
+            self.expires = {at: ns for at, ns in self.expires.items() if at != shard} or _NEVER
         self.digests.pop(shard, None)
         self._settle()
 
@@ -211,6 +245,9 @@ class Space:
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
         shelves: the nodes of ``nodes`` in the order they were made.
+        shard_numbers: the position of each spec in ``shards``.
+        needs: KV group → the window and the head size that all its shards have.
+        sessions: how many have it open.
         host_bytes: slot bytes of its pages in memory.
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
@@ -223,6 +260,9 @@ class Space:
     nodes: dict[PrefixKey, Node] = field(default_factory=dict)
     writing: set[Node] = field(default_factory=set)
     shelves: Shelves = field(default_factory=Shelves)
+    shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
+    needs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sessions: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
@@ -285,10 +325,15 @@ class Space:
             assert node.depth == node.parent.depth + 1
             assert node.present == sum(1 << shard for shard in {*node.slots, *node.disk})
             assert (node in self.writing) == (node.present != node.ready)
-            assert set(node.digests) == {i for i in range(64) if node.ready >> i & 1}
+            assert node.memory == sum(1 << shard for shard in node.slots)
+            assert node.ready == sum(1 << shard for shard in node.digests)
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
+            assert not node.memory_only & ~node.ready, "only a READY page is kept for a time"
+            assert not node.read_once & ~node.memory_only
+            assert all(node.memory_only >> shard & 1 for shard in node.expires)
+            assert not any(node.memory_only >> shard & 1 for shard in node.disk)
         assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
         held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
         assert self.host_bytes == sum(held)

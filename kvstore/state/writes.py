@@ -62,7 +62,7 @@ class Writes:
             shard in node.slots
             and bool(node.ready >> shard & 1)
             and shard not in node.disk
-            and not node.memory_only
+            and not node.memory_only >> shard & 1
             and node.space.shards[shard].record_bytes <= self._log.record_bytes_max
             and (node, shard) not in self._writes
             and not self._graves.holds(node, shard)

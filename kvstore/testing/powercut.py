@@ -19,7 +19,7 @@ import numpy as np
 from kvstore import mover, wire
 from kvstore.config import SSDConfig
 from kvstore.disk import DiskTier
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import (
     CanonicalLayout,
     PrefixKey,
@@ -29,9 +29,11 @@ from kvstore.page import (
     digest_seed,
     page_keys,
     page_seeds,
-)
+)  # fmt: skip
+from kvstore.requests import NodeLimits
 from kvstore.state.diskjobs import Durable, SyncPolicy, WritePolicy
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
 from kvstore.state.walks import Removal
@@ -53,10 +55,8 @@ TICK_NS: Final = 2_000_000
 EVICT_SHARE: Final = 0.2
 SETTLE_STEPS_MAX: Final = 3_000
 _IDENTITY: Final = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
-_SHARDS: Final = [
-    ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=heads)
-    for heads in ((0, 1), (1, 2))
-]
+_LAYOUT: Final = CanonicalLayout(2048)
+_SHARDS: Final = [ShardSpec(layout=_LAYOUT, layers=(0, 1), heads=(at, at + 1)) for at in (0, 1)]
 _SEEDS: Final = [digest_seed(_IDENTITY, spec) for spec in _SHARDS]
 
 Page = tuple[int, bytes]
@@ -142,7 +142,7 @@ class Life:
             raise
 
     def _introduce(self) -> None:
-        self.node.connected(CONNECTION, 0)
+        self.node.connected(CONNECTION, Peer(0))
         major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
         for request in (
             wire.Hello(1, major, minor, "engine", b"", b"origin"),

@@ -17,10 +17,12 @@ from typing import Final
 import numpy as np
 
 from kvstore import wire
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.requests import NodeLimits
 from kvstore.state.diskjobs import DiskRules
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.testing import slowtier
 from kvstore.testing.followers import Followers
@@ -32,6 +34,8 @@ DELAY_NS_MAX: Final = 2_000_000
 TICK_NS: Final = 1_000_000
 WAIT_MS: Final = 30
 LEASE_MS_MAX: Final = 20
+TURN_PAGES: Final = 3
+UNWATCHED_NS: Final = 30_000_000
 _SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
 _ORIGINS: Final = count(1)
 
@@ -49,6 +53,7 @@ class Faults:
         slowness: a piece of a copy takes longer than any lease.
         disk: a job of the disk fails.
         flip: a record comes back from the disk with other bytes.
+        unwatched: nobody can tell when a process ends.
     """
 
     connection: float = 0.02
@@ -56,6 +61,7 @@ class Faults:
     slowness: float = 0.02
     disk: float = 0.02
     flip: float = 0.02
+    unwatched: float = 0.2
 
 
 @dataclass
@@ -72,6 +78,7 @@ class Outcome:
     disk_failures: int = 0
     pages_persisted: int = 0
     pages_checked: int = 0
+    extents_retired: int = 0
 
 
 @dataclass(eq=False)
@@ -84,6 +91,7 @@ class Process:
         session: the token it shows; empty before its first Welcome.
         connection: number of the open connection; 0 = none.
         mapped: extents it has mapped; it goes on using them whatever becomes of its connection.
+        watched: the kernel tells the node when it ends.
     """
 
     pid: int
@@ -91,6 +99,7 @@ class Process:
     session: bytes = b""
     connection: int = 0
     alive: bool = True
+    watched: bool = True
     mapped: dict[int, bytearray] = field(default_factory=dict)
     origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
     awaited: int = 0
@@ -121,7 +130,7 @@ class Simulation:
         self.now_ns = 1
         slots = SlotTable(EXTENT_BYTES, extents)
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
-        limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX)
+        limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX, TURN_PAGES, UNWATCHED_NS)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
         self.disk = slowtier.SimulatedTier(self, rules) if rules is not None else None
         self.followers = Followers()
@@ -135,6 +144,7 @@ class Simulation:
         self._by_connection: dict[int, Process] = {}
         self._wanted = processes
         self._sessions: dict[str, bytes] = {}
+        self._going_on = False
         self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
 
     def run(self, seconds: float) -> Outcome:
@@ -189,20 +199,32 @@ class Simulation:
         assert used <= self._capacity_bytes, "more is in use than there is"
         self.at(TICK_NS, self._tick)
 
+    def _go_on(self) -> None:
+        self._going_on = False
+        self.node.go_on(self.now_ns)
+
     # ---- connections ------------------------------------------------------------------------
 
     def _flush(self) -> None:
         """Carry out what the node decided: memory first, then answers."""
         slots = self.node.pages.slots
         while slots.replaced:
-            old, new = slots.replaced.pop(0)
+            old, new, in_use = slots.replaced.pop(0)
             gone = self.memory.pop(old)
-            gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
+            if not in_use:
+                gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
+            self.outcome.extents_retired += in_use
             self.memory[new] = bytearray(EXTENT_BYTES)
         self.followers.follow(self.node.actions)
         self.node.actions.clear()
         if self.disk is not None:
             self.disk.take_jobs()
+        while self.node.closing:
+            number = self.node.closing.pop()
+            assert number not in self._by_connection, "its client had not given it up"
+        if self.node.unfinished and not self._going_on:
+            self._going_on = True
+            self.at(1, self._go_on)
         outbox, self.node.outbox = self.node.outbox, []
         for connection, answer in outbox:
             self._carry(connection, answer=answer)
@@ -253,6 +275,7 @@ class Simulation:
     def _spawn(self) -> None:
         tenant = self.random.choice(("red", "blue"))
         process = Process(next(self._pids), tenant)
+        process.watched = self.random.random() >= self.faults.unwatched
         if self.random.random() < 0.5:  # another process of an engine that is there already
             process.session = self._sessions.get(tenant, b"")
         self._processes.append(process)
@@ -267,18 +290,14 @@ class Simulation:
         assert process.script is not None
         self._processes.remove(process)
         self._break(process)
-        pid = process.pid
-        self.at(
-            self.random.randrange(2 * DELAY_NS_MAX),
-            lambda: self._expect_nothing(self.node.process_ended(pid, self.now_ns)),
-        )
+        if process.watched:
+            pid = process.pid
+            self.at(
+                self.random.randrange(2 * DELAY_NS_MAX),
+                lambda: self.node.process_ended(pid, self.now_ns),
+            )
         if len(self._processes) < self._wanted:
             self._spawn()
-
-    def _expect_nothing(self, still_open: list[int]) -> None:
-        """Connections that the kernel's word came before are closed by now or soon."""
-        for connection in still_open:
-            assert connection not in self._by_connection
 
     def _resume(self, process: Process, answer: wire.Answer | None) -> None:
         """Take the next step of a process's script."""
@@ -338,7 +357,7 @@ class Simulation:
         yield self.random.randrange(DELAY_NS_MAX)
         number = process.connection = next(self._numbers)
         self._by_connection[number] = process
-        self.node.connected(number, process.pid)
+        self.node.connected(number, Peer(process.pid, process.pid, process.watched))
         hello = wire.Hello(
             0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "simulated", process.session,
             process.origin,

@@ -71,7 +71,7 @@ class SimulatedTier:
         for node in space.nodes.values():
             table.offer(node)
         self.pages.limits.shrink(space, 1 << 20)
-        keys = [node.key for node in space.nodes.values() if node.ready and not node.memory_only]
+        keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):
             if keys:
                 ends_ns = simulation.now_ns + 20_000_000

@@ -79,8 +79,11 @@ class HostMemory:
                 self._waiting.append(number)
                 self._wake.notify()
 
-    def replace(self, old: int, new: int) -> None:
-        """Give the memory of ``old`` back, for whoever still maps it too, and make ``new``."""
+    def replace(self, old: int, new: int, in_use: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Give the memory of ``old`` back, for whoever still maps it too, and make ``new``.
+
+        Memory that somebody may still read is only let go of: it lasts while it is mapped.
+        """
         with self._lock:
             descriptor = self._descriptors.pop(old)
             self._populated.discard(old)
@@ -88,8 +91,9 @@ class HostMemory:
                 self._waiting.remove(old)
         self._unmap(old)
         # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
-        with mmap.mmap(descriptor, self._extent_bytes) as memory:
-            memory.madvise(mmap.MADV_REMOVE)
+        if not in_use:
+            with mmap.mmap(descriptor, self._extent_bytes) as memory:
+                memory.madvise(mmap.MADV_REMOVE)
         os.close(descriptor)
         self.create([new])
 

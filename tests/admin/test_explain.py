@@ -12,7 +12,7 @@ from kvstore.server.inspect import Inspection
 from kvstore.server.operations import Operation
 from kvstore.state.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
 from kvstore.state.ghosts import Ghosts
-from kvstore.state.tree import Node, Space
+from kvstore.state.tree import Node, Retention, Space
 from kvstore.state.walks import ended
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
 
@@ -88,14 +88,14 @@ def test_a_page_evicted_for_its_spaces_quota_says_so(asked):
 
 
 def test_an_expired_page_says_so(asked):
-    asked.world.store(asked.process, asked.space, "a", expires_ns=95 * SECOND)
+    asked.world.store(asked.process, asked.space, "a", keep=Retention(expires_ns=95 * SECOND))
     asked.table.expire(96 * SECOND)
 
     assert asked.why("a").verdict == "expired"
 
 
 def test_a_page_that_was_read_once_says_so(asked):
-    asked.world.store(asked.process, asked.space, "a", read_once=True)
+    asked.world.store(asked.process, asked.space, "a", keep=Retention(read_once=True))
     number, _ = asked.world.acquire(asked.process, asked.space, "a")
     asked.table.release(asked.process, number)
 

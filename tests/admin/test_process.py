@@ -14,7 +14,8 @@ import pytest
 
 from kvstore.config import ServerConfig, load
 from kvstore.errors import ConfigError, TierUnavailable
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
 from kvstore.server import client, http
 from kvstore.server.admin.connections import TCP_MAX
 from kvstore.server.http import HttpServer

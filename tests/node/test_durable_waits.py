@@ -7,8 +7,9 @@ import numpy as np
 
 from kvstore import wire
 from kvstore.errors import TierUnavailable
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.requests import NodeLimits
 from kvstore.state.admission import Admission
 from kvstore.state.disk import DiskPages
 from kvstore.state.diskjobs import (
@@ -24,6 +25,7 @@ from kvstore.state.diskjobs import (
 )
 from kvstore.state.log import SegmentLog
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 
 MS = 1_000_000
@@ -48,7 +50,7 @@ class DurableWorld:
             rules,
         )
         self.now_ns = 1
-        self.node.connected(1, 1)
+        self.node.connected(1, Peer(1, 1))
         self.ask(wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine"))
         self.ask(wire.OpenSpace(2, IDENTITY, [SHARD]))
         self._puts = 0

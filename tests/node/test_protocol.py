@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from kvstore import wire
-from kvstore.node import WAIT_MS_MAX, Node, NodeLimits
+from kvstore.node import WAIT_MS_MAX, Node
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.requests import NodeLimits
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 
 MS = 1_000_000
@@ -49,8 +51,10 @@ class Wire:
         self.node.outbox = [pair for pair in self.node.outbox if pair[0] != connection]
         return found
 
-    def join(self, connection: int, pid: int = 0, session: bytes = b"") -> wire.Welcome:
-        self.node.connected(connection, pid or connection)
+    def join(
+        self, connection: int, pid: int = 0, session: bytes = b"", peer: Peer | None = None
+    ) -> wire.Welcome:
+        self.node.connected(connection, peer or Peer(pid or connection))
         hello = wire.Hello(
             0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, f"engine-{connection}", session
         )
@@ -133,6 +137,9 @@ K = KEYS.packed
         (wire.BeginPut(0, 1, 0, 0, K, b"short"), "invalid_argument", "parent"),
         (wire.BeginPut(0, 1, 0, 0, K, K[32:64]), "invalid_argument", "parent"),
         (wire.BeginPut(0, 1, 0, 0, K, b"", bytes(47)), "invalid_argument", "tokens"),
+        (wire.BeginPut(0, 1, 0, 0, bytes(32), b""), "invalid_argument", "keys"),
+        (wire.BeginPut(0, 1, 0, 0, K[:64] + bytes(32), b""), "invalid_argument", "keys"),
+        (wire.BeginPut(0, 1, 0, 0, K, bytes(32)), "invalid_argument", "parent"),
         (wire.CommitPut(0, 99, DIGEST), "invalid_argument", "put"),
         (wire.CommitPut(0, 99, DIGEST, -1), "invalid_argument", "ttl_ms"),
         (
@@ -174,6 +181,15 @@ def test_a_message_that_cannot_be_right_fails_by_its_field(node, message, code, 
     assert node.lookup(1, KEYS) == (6, 0), "and nothing is in the way of the next message"
 
 
+def test_a_key_may_hold_zeros_beside_those_of_its_neighbour(node):
+    zeros = b"k" * 8 + bytes(24) + bytes(24) + b"k" * 8
+
+    granted = node.ask(1, wire.BeginPut(0, 1, 0, 0, zeros, b""))
+
+    assert isinstance(granted, wire.PutGranted)
+    assert set(granted.statuses) == {PageStatus.GRANTED}
+
+
 def test_a_wrong_commit_leaves_its_put_open(node):
     put = node.begin(1, KEYS)
 
@@ -186,7 +202,7 @@ def test_a_wrong_commit_leaves_its_put_open(node):
 
 
 def test_a_message_before_hello_is_refused(node):
-    node.node.connected(5, 5)
+    node.node.connected(5, Peer(5))
 
     answer = node.ask(5, wire.Lookup(0, 0, [0], K))
 
@@ -205,7 +221,7 @@ def test_an_unknown_session_token_makes_a_new_session_and_a_known_one_is_joined(
 
 
 def test_a_session_without_the_other_tenants_space_cannot_name_it(node):
-    node.node.connected(2, 2)
+    node.node.connected(2, Peer(2))
     node.ask(2, wire.Hello(0, 1, 0, "blue"))
     other = msgspec.structs.replace(IDENTITY, tenant="blue")
     opened = node.ask(2, wire.OpenSpace(0, other, SHARDS))
@@ -346,7 +362,8 @@ def test_a_process_that_ends_gives_back_what_it_held(node):
     node.ask(2, wire.Acquire(0, 9, 0, 0, KEYS[:2].packed, 100))
 
     assert node.node.waits_for(77)
-    assert node.node.process_ended(77, node.now_ns) == [2]
+    node.node.process_ended(77, node.now_ns)
+    assert node.node.closing == [2]
 
     host = node.node.stats()["host"]
     assert host["writing_bytes"] == host["pinned_bytes"] == 0
@@ -354,7 +371,7 @@ def test_a_process_that_ends_gives_back_what_it_held(node):
 
 
 def test_slots_of_a_lost_writer_are_free_once_the_same_client_says_it_has_settled(node):
-    node.node.connected(2, 77)
+    node.node.connected(2, Peer(77))
     hello = wire.Hello(0, 1, 0, "engine", b"", b"origin-a")
     welcome = node.ask(2, hello)
     node.ask(2, wire.OpenSpace(0, IDENTITY, SHARDS))
@@ -363,7 +380,7 @@ def test_slots_of_a_lost_writer_are_free_once_the_same_client_says_it_has_settle
     assert node.node.stats()["host"]["limbo_bytes"] == 6 * 4096
 
     for connection, origin, left in ((3, b"origin-b", 6), (4, b"", 6), (5, b"origin-a", 0)):
-        node.node.connected(connection, 77)
+        node.node.connected(connection, Peer(77))
         node.ask(connection, wire.Hello(0, 1, 0, "engine", welcome.session, origin))
         node.ask(connection, wire.Settled())
         assert node.node.stats()["host"]["limbo_bytes"] == left * 4096, origin

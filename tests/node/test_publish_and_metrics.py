@@ -5,8 +5,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import EventsConfig
 from kvstore.events import RemovedEvent, StoredEvent
-from kvstore.node import Node, NodeLimits
+from kvstore.node import Node
 from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.requests import NodeLimits
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
 from kvstore.state.outcomes import Abandoned, Removed, Stored, TierRemoved, TierStored

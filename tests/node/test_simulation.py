@@ -58,6 +58,13 @@ def test_the_histories_contain_what_they_are_there_for():
     assert outcome.lookups_waited > 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_no_history_of_clients_whose_end_nobody_tells_shows_a_wrong_byte(seed):
+    outcome = Simulation(seed, faults=Faults(process=0.01, unwatched=1.0)).run(seconds=1.0)
+
+    assert outcome.extents_retired > 0
+
+
 def test_one_seed_is_one_history():
     assert Simulation(7).run(0.3) == Simulation(7).run(0.3) != Simulation(8).run(0.3)
 

@@ -43,6 +43,19 @@ def test_pages_that_are_said_to_precede_each_other_are_left_out(ring, shard: Sha
     world.table.check()
 
 
+def test_a_page_under_the_key_that_stands_for_all_is_left_out():
+    """Nodes before 0.2 accepted one; its removal would have buried every page of its shard."""
+    world = DiskWorld()
+    segment = found(("x", ""), ("y", "x"))
+    segment.keys[1] = bytes(32)
+
+    assert adopt(world.table, [segment], [(identity(), FULL)], 2) == 1
+
+    [space] = world.table.spaces
+    assert set(space.nodes) == {key("x")}
+    world.table.check()
+
+
 def test_what_no_page_belongs_to_any_more_keeps_nobody_out():
     """A footer names the shards of dead records too; one of them may contradict a living one."""
     world = DiskWorld()

@@ -9,7 +9,7 @@ from kvstore.state.diskjobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.explain import Explainer
 from kvstore.state.log import Segment, SegmentLog, SegmentState
 from kvstore.state.outcomes import PageStatus
-from kvstore.state.tree import Node, Space
+from kvstore.state.tree import Node, Retention, Space
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
@@ -285,7 +285,7 @@ def test_a_pin_that_the_disk_has_no_room_for_is_refused_and_holds_nothing(world)
     assert refused.value.field == "admin.pin_ssd_budget_bytes"
 
     world.table.pins.disk_budget_bytes = 10 * RECORD
-    world.store(world.me, world.mine, "t", expires_ns=1 << 50)
+    world.store(world.me, world.mine, "t", keep=Retention(expires_ns=1 << 50))
     with pytest.raises(CapacityError):
         world.table.pin(world.mine, key("t"), 0, "ssd")
     assert len(world.table.pins) == world.table.pins.disk_used_bytes == 0

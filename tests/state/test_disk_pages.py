@@ -22,7 +22,7 @@ from kvstore.state.diskjobs import (
 )
 from kvstore.state.log import Segment, SegmentLog
 from kvstore.state.outcomes import PageStatus
-from kvstore.state.tree import Node
+from kvstore.state.tree import Node, Retention
 from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
@@ -258,10 +258,20 @@ def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():
 
 def test_pages_that_must_not_go_to_disk_do_not():
     world = DiskWorld()
-    world.store(world.me, world.mine, "a", expires_ns=1 << 50)
-    world.store(world.me, world.mine, "b", read_once=True)
+    world.store(world.me, world.mine, "a", keep=Retention(expires_ns=1 << 50))
+    world.store(world.me, world.mine, "b", keep=Retention(read_once=True))
+    world.store(world.me, world.mine, "c", keep=Retention(memory_only=True))
 
     assert not world.jobs(DiskWrite)
+
+
+def test_a_page_kept_off_the_disk_stays_off_it_when_another_rank_stores_its_own_part():
+    world = DiskWorld()
+    world.space(world.me, [FULL, FULL_2])
+    world.store(world.me, world.mine, "ab", shard=0, keep=Retention(memory_only=True))
+    world.store(world.me, world.mine, "ab", shard=1)
+
+    assert {job.page.shard for job in world.jobs(DiskWrite)} == {1}
 
 
 def test_selective_writes_wait_for_the_first_use():

@@ -6,6 +6,7 @@ from kvstore.errors import CapacityError, DurabilityUnavailable
 from kvstore.state import disk
 from kvstore.state.diskjobs import DiskJob, DiskSeal, DiskSync
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.tree import Retention
 from tests.state.test_disk_pages import IO_ERROR, DiskWorld
 
 
@@ -144,7 +145,7 @@ def test_a_durable_put_of_or_after_a_page_that_never_goes_to_disk_is_refused_for
     world = DiskWorld()
     world.store(world.me, world.mine, "a")
     world.end_all()
-    world.store(world.me, world.mine, "abc", start=1, expires_ns=1 << 60)
+    world.store(world.me, world.mine, "abc", start=1, keep=Retention(expires_ns=1 << 60))
     world.store(world.me, world.mine, path)
     before = world.table.slots.stats()
 

@@ -157,7 +157,7 @@ def test_a_commit_with_the_wrong_number_of_digests_changes_nothing():
     number, _, _ = world.begin(engine, space, "ab")
     for wrong in (b"", bytes(16), bytes(33), bytes(48), bytes(64)):
         with pytest.raises(InvalidArgument, match="digests"):
-            world.table.commit_put(engine, number, wrong, 0, read_once=False)
+            world.table.commit_put(engine, number, wrong)
 
     assert world.commit(engine, number) == [PageStatus.STORED] * 2
 
@@ -307,70 +307,6 @@ def test_pages_of_a_class_are_evicted_though_another_shard_of_the_page_came_firs
 
 
 # Deadlines
-
-
-def test_a_page_with_a_deadline_leaves_by_itself_and_takes_its_tail_along():
-    world = World()
-    engine = world.process()
-    space = world.space(engine)
-    world.store(engine, space, "a", expires_ns=100)
-    world.store(engine, space, "ab", start=1)
-    assert world.table.next_deadline_ns() == 100
-
-    world.table.expire(99)
-    assert world.lookup(space, "ab") == (2, 0)
-    world.removed()
-    world.table.expire(100)
-
-    assert world.removed("expired") == [key("ab"), key("a")]
-    assert world.slots.stats().ready_bytes == 0
-
-
-def test_a_later_deadline_replaces_an_earlier_one():
-    world = World()
-    engine = world.process()
-    space = world.space(engine, [FULL, FULL_2])
-    world.store(engine, space, "a", shard=0, expires_ns=100)
-    world.store(engine, space, "a", shard=1, expires_ns=200)
-
-    world.table.expire(150)
-    assert world.lookup(space, "a", [0, 1]) == (1, 0)
-    world.table.expire(200)
-    assert world.lookup(space, "a") == (0, 0)
-
-
-def test_a_page_stored_to_be_read_once_leaves_with_its_first_reader():
-    world = World()
-    engine = world.process()
-    space = world.space(engine)
-    world.store(engine, space, "ab", read_once=True)
-    first, _ = world.acquire(engine, space, "ab")
-    second, _ = world.acquire(engine, space, "ab")
-    world.removed()
-
-    world.table.release(engine, first)
-
-    assert set(world.removed("read_once")) == set(chain("ab"))
-    assert world.lookup(space, "ab") == (0, 0)
-    assert world.slots.stats().limbo_bytes == 2 * PAGE, "the second reader still reads"
-    world.table.release(engine, second)
-    assert world.slots.stats().limbo_bytes == 0
-
-
-def test_a_late_reader_does_not_drop_the_page_that_was_stored_anew():
-    world = World()
-    engine = world.process()
-    space = world.space(engine, [FULL, FULL_2])
-    world.store(engine, space, "a", shard=1)  # keeps the node
-    world.store(engine, space, "a", shard=0, read_once=True)
-    first, _ = world.acquire(engine, space, "a")
-    second, _ = world.acquire(engine, space, "a")
-    world.table.release(engine, first)
-    world.store(engine, space, "a", shard=0, read_once=True)
-
-    world.table.release(engine, second)
-
-    assert world.lookup(space, "a") == (1, 0)
 
 
 def test_a_lease_that_ran_out_lets_the_page_go_but_not_its_slot():

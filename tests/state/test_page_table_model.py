@@ -18,7 +18,7 @@ from kvstore.page import PrefixKey, ShardSpec
 from kvstore.state.outcomes import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.sessions import Process
 from kvstore.state.slots import Slot, SlotState
-from kvstore.state.tree import Space
+from kvstore.state.tree import Retention, Space
 from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, key
 
 SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
@@ -68,6 +68,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.capacity = extents * 4 * PAGE
         self.now_ns = 0
         self.ready: set[Page] = set()
+        self.keep: dict[Page, Retention] = {}
         self.pins: Counter[Slot] = Counter()
         self.slot_of: dict[Page, Slot] = {}
         self.readers: dict[int, Reader] = {}
@@ -109,9 +110,20 @@ class PagesMachine(RuleBasedStateMachine):
                     self.ready.remove(page)
                     pinned = self.pins[self.slot_of.pop(page)] > 0
                     assert action.cause != "evicted" or not pinned, "evicted under a pin"
+                    self._justify(page, action.cause)
+                    del self.keep[page]
             else:
                 self._abandoned(action)
         self.table.actions.clear()
+
+    def _justify(self, page: Page, cause: str) -> None:
+        """Only the page's own retention, or that of a page before it, takes it out by itself."""
+        number, path, shard = page
+        chain = [self.keep.get((number, path[:end], shard)) for end in range(1, len(path) + 1)]
+        if cause == "expired":
+            assert any(one and 0 < one.expires_ns <= self.now_ns for one in chain)
+        if cause == "read_once":
+            assert any(one and one.read_once for one in chain)
 
     def _abandoned(self, action: Abandoned) -> None:
         """The action does not say of which shard; the tree does."""
@@ -279,8 +291,9 @@ class PagesMachine(RuleBasedStateMachine):
         ttl_ns, read_once = chance.choice([0, 0, 0, 9]), chance.random() < 0.1
         writer = self.writers.pop(number)
         self.slot_of |= {page: slot for page, slot in writer.pages if page in writer.alive}
-        expires_ns = self.now_ns + ttl_ns if ttl_ns else 0
-        statuses = self.world.commit(writer.process, number, expires_ns, read_once=read_once)
+        keep = Retention(self.now_ns + ttl_ns if ttl_ns else 0, read_once)
+        self.keep |= {page: keep for page, _ in writer.pages if page in writer.alive}
+        statuses = self.world.commit(writer.process, number, keep)
         expected = [
             PageStatus.STORED if page in writer.alive else PageStatus.DROPPED
             for page, _ in writer.pages
@@ -347,6 +360,7 @@ class PagesMachine(RuleBasedStateMachine):
                 self.pins.subtract(slot for _, slot in reader.pages)
         self.table.expire(self.now_ns)
         self._apply()
+        assert not any(0 < keep.expires_ns <= self.now_ns for keep in self.keep.values())
         assert not 0 < self.table.next_deadline_ns() <= self.now_ns
 
     # ---- always -----------------------------------------------------------------------------

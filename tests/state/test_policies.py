@@ -12,7 +12,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.pages import PageTable
 from kvstore.state.policy import MOVES_MAX, POLICIES, EvictionPolicy, HighestReuse, new_policy
-from kvstore.state.sessions import Process, Session
+from kvstore.state.sessions import Peer, Process, Session
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Node, Shard, Space, is_live
 
@@ -166,7 +166,7 @@ def test_ours_evicts_what_is_computed_again_fastest_of_pages_alike(cheap_is_olde
 def test_a_put_tells_its_space_what_its_session_reported():
     table = PageTable(SlotTable(8 * SLOT_BYTES, 1), "kvstore")
     session = Session(b"engine", "engine", 1 << 40)
-    process = Process(1, 1, session)
+    process = Process(1, Peer(1), session)
     given_space = a_space(0)
     space = table.spaces.open(session, given_space.identity, [given_space.shards[0].spec])[0]
     table.begin_put(process, 1, space, 0, bytes(31) + b"1", PrefixKey(b""))
@@ -211,7 +211,7 @@ def test_the_simulator_finds_what_a_page_table_finds():
     requests = [ids for ids in conversations(turns=24, others=2) if len(ids) <= 48]
     table = PageTable(SlotTable(64 * SLOT_BYTES, 1), "lru")
     session = Session(b"engine", "engine", 1 << 40)
-    process = Process(1, 1, session)
+    process = Process(1, Peer(1), session)
     identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
     spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
     space = table.spaces.open(session, identity, [spec])[0]
@@ -225,7 +225,7 @@ def test_the_simulator_finds_what_a_page_table_finds():
         if hits < len(ids):
             parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
             _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
-            table.commit_put(process, number, bytes(16 * len(put.pages)), 0, read_once=False)
+            table.commit_put(process, number, bytes(16 * len(put.pages)))
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
         table.check()

@@ -13,7 +13,7 @@ from kvstore.state.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.policy import POLICIES
 from kvstore.state.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.sessions import Lease
-from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.tree import Node, Retention, Space, is_live
 from tests.state.test_disk_pages import DiskWorld
 from tests.state.world import ROOT, World, identity, key
 
@@ -40,7 +40,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
     before = alive(Node)
 
     for letter in letters(PAGES):
-        world.store(engine, space, letter, read_once=True)
+        world.store(engine, space, letter, keep=Retention(read_once=True))
         number, _ = world.acquire(engine, space, letter)
         world.table.release(engine, number)
 
@@ -55,10 +55,10 @@ def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
     engine = world.process()
     space = world.space(engine)
     before = alive(Node)
-    stays = world.store(engine, space, "stays", expires_ns=1 << 60)
+    stays = world.store(engine, space, "stays", keep=Retention(expires_ns=1 << 60))
 
     for letter in letters(PAGES):
-        world.store(engine, space, letter, expires_ns=1 << 60)
+        world.store(engine, space, letter, keep=Retention(expires_ns=1 << 60))
         world.table.drop(space.nodes[key(letter)], 0, "operator")
 
     assert alive(Node) - before < NODES_MAX

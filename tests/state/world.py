@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.outcomes import PageStatus, Removed, Stored
 from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Lease, Process, Put, Session
+from kvstore.state.sessions import Lease, Peer, Process, Put, Session
 from kvstore.state.slots import SlotTable
-from kvstore.state.tree import Node, Space
+from kvstore.state.tree import ORDINARY, Node, Retention, Space
 from kvstore.state.walks import Removal
 
 PAGE = 4096
@@ -63,12 +63,13 @@ class World:
     def process(self, session: str = "engine", pid: int = 1) -> Process:
         self._connections += 1
         owner = self.sessions.setdefault(session, Session(session.encode(), session, self.quota))
-        process = Process(self._connections, pid, owner)
+        process = Process(self._connections, Peer(pid, pid), owner)
         owner.processes[process.connection] = process
         return process
 
     def end(self, process: Process) -> None:
-        self.table.end(process)
+        while not process.idle:
+            self.table.end(process, 3)
         del process.session.processes[process.connection]
 
     def space(
@@ -88,20 +89,18 @@ class World:
         )
         return self._numbers, statuses, put
 
-    def commit(
-        self, process: Process, number: int, expires_ns: int = 0, *, read_once: bool = False
-    ) -> list[PageStatus]:
+    def commit(self, process: Process, number: int, keep: Retention = ORDINARY) -> list[PageStatus]:
         digests = DIGEST * len(process.puts[number].pages)
-        return self.table.commit_put(process, number, digests, expires_ns, read_once=read_once)
+        return self.table.commit_put(process, number, digests, keep)
 
     def store(
         self, process: Process, space: Space, path: str, *, start: int = 0, shard: int = 0,
-        expires_ns: int = 0, read_once: bool = False,
+        keep: Retention = ORDINARY,
     ) -> list[PageStatus]:  # fmt: skip
         """Begin and commit at once; returns what the begin said."""
         number, statuses, put = self.begin(process, space, path, start=start, shard=shard)
         if put.pages:
-            self.commit(process, number, expires_ns, read_once=read_once)
+            self.commit(process, number, keep)
         return statuses
 
     def lookup(self, space: Space, path: str, shards: Sequence[int] = (0,)) -> tuple[int, int]:
