@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak clean
+.PHONY: demo demo-vllm test test-vllm lint soak mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ lint: $(VENV)/.ready
 
 soak: $(VENV)/.ready
 	@$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+# One-line faults, each applied to a copy of the tree: the tests named beside it must fail.
+mutants: $(VENV)/.ready
+	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -17,9 +17,25 @@ from kvstore.config import Loaded, Positive, Section, load
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
-Url = Annotated[str, Meta(pattern="^https?://[^/?#]+$", max_length=512)]
-Endpoint = Annotated[str, Meta(pattern="^(tcp|ipc|inproc)://.+$", max_length=512)]
+Name = Annotated[
+    str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -")
+]
+Url = Annotated[
+    str,
+    Meta(
+        pattern="^https?://[^/?#]+$",
+        max_length=512,
+        description="an address such as http://host:8000, without a path",
+    ),
+]
+Endpoint = Annotated[
+    str,
+    Meta(
+        pattern="^(tcp|ipc|inproc)://.+$",
+        max_length=512,
+        description="an endpoint such as tcp://host:5557 or ipc:///path",
+    ),
+]
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -167,7 +183,7 @@ class EngineEntry(Section, frozen=True):
     url: Url
     model: str | None = None
     page_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    space: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    space: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="64 hex digits")] | None = None
     events: Endpoint | None = None
     events_replay: Endpoint | None = None
     node: Name | None = None

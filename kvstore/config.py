@@ -2,11 +2,13 @@
 
 Sources, later ones win: the built-in default, a TOML file, environment variables
 (``KVSTORE__HOST__CAPACITY_BYTES``), ``--set host.capacity_bytes=8GiB``. An unknown key or a value
-that does not fit is refused with the key and the source that named it.
+that does not fit is refused with the key and the source that named it, and so is a variable that
+is spelt so nearly like one of these that it must be meant.
 """
 
 import difflib
 import ipaddress
+import logging
 import os
 import re
 import sys
@@ -17,12 +19,23 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, g
 
 import msgspec
 
+from kvstore.constraints import allowed
 from kvstore.errors import ConfigError
+from kvstore.machine import Needs
+from kvstore.sizes import size_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE: Final = re.compile(r"^\s*(\d+)\s*([A-Za-z]*)\s*$")
+_NEAR: Final = 0.8
+"""So alike (:mod:`difflib`) are two names of which one is taken for the other misspelt."""
+_ELSEWHERE: Final = re.compile(r"KVSTORE_(URL|TOKEN(_FILE)?|CONDUCTOR_.*)")
+"""Variables of the command ``kvstore`` and of the Conductor."""
+_SERVICE_LINK: Final = re.compile(
+    r".*_(SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)=.*|.*_PORT=(tcp|udp|sctp)://.*"
+)
+"""Variables that Kubernetes sets for a service: ``KVSTORE_PORT=tcp://10.0.0.1:80`` and more."""
 
 EXTENTS_MAX: Final = 1 << 20
 """Descriptors that Linux lets a process have unless it is told otherwise (fs.nr_open)."""
@@ -40,7 +53,10 @@ class NodeConfig(Section, frozen=True):
         name: names the node in events, metrics and routing decisions.
     """
 
-    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
+    name: Annotated[
+        str,
+        msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -"),
+    ] = "local"
 
 
 class SocketConfig(Section, frozen=True):
@@ -236,6 +252,14 @@ class ServerConfig(Section, frozen=True):
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
 
+    @property
+    def needs(self) -> Needs:
+        """What a node of this configuration takes of its machine."""
+        host = self.host
+        capacity = host.capacity_bytes // host.extent_bytes * host.extent_bytes
+        mapped = capacity if self.ssd.directories else host.extent_bytes
+        return Needs(capacity, host.extent_bytes, mapped)
+
 
 class Loaded(msgspec.Struct, Generic[T], frozen=True):
     """A configuration and where each value that is no default came from (dotted key → source)."""
@@ -263,6 +287,7 @@ def load(
     Raises:
         ConfigError: a key is unknown, or a value does not fit; names the key and its source.
     """
+    _refuse_near_misses(kind, environ, env_prefix)
     tree: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, key, value in _entries(path, environ, overrides, env_prefix):
@@ -273,14 +298,32 @@ def load(
     try:
         return Loaded(msgspec.convert(tree, kind, strict=False), sources)
     except msgspec.ValidationError as error:
-        at = re.search(r"at `\$\.([\w.]+)", str(error))
-        key_name, what = at.group(1) if at else "", str(error).split(" - at ")[0]
-        # A section refuses values that do not go together, and names them.
-        said = {s: None for k, s in sources.items() if k == key_name or f"{k}=" in what} or {
-            s: None for k, s in sources.items() if k.startswith(f"{key_name}.")
-        }
-        source = ", ".join(said) or "configuration"
-        raise ConfigError(f"{source}: {key_name}: {what}") from error
+        raise ConfigError(_refusal(kind, tree, sources, error)) from error
+
+
+def _refusal(
+    kind: type[Any], tree: dict[str, Any], sources: dict[str, str], error: msgspec.ValidationError
+) -> str:
+    """Which source's value of which key does not fit, and what would."""
+    what, _, path = str(error).partition(" - at `$.")
+    path = path.rstrip("`")
+    key = path.partition("[")[0]
+    at: Any = kind
+    value: Any = tree
+    for step in re.findall(r"\w+", path):
+        if step.isdecimal():
+            at, value = get_args(at)[0], value[int(step)]
+        else:
+            types = {field.name: field.type for field in _fields(at)}
+            at, value = types[step], value[step]
+    name = path.rpartition(".")[2]
+    if words := allowed(at, size=_is_size(name)):
+        what = f"{_masked(name, value)!r} does not fit: it must be {words}"
+    # A section refuses values that do not go together, and names them.
+    said = {s: None for k, s in sources.items() if k == key or f"{k}=" in what} or {
+        s: None for k, s in sources.items() if k.startswith(f"{key}.")
+    }
+    return f"{', '.join(said) or 'configuration'}: {path}: {what}"
 
 
 def show(loaded: Loaded[T]) -> str:
@@ -405,7 +448,7 @@ def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
     *parents, leaf = key
     for name in parents:
         tree = tree.setdefault(name, {})
-    tree[leaf] = _bytes(value, source, key) if leaf.endswith("_bytes") else value
+    tree[leaf] = _bytes(value, source, key) if _is_size(leaf) else value
 
 
 def _listed(value: str, key: list[str], source: str) -> Any:
@@ -420,9 +463,41 @@ def _listed(value: str, key: list[str], source: str) -> Any:
 
 def _bytes(value: Any, source: str, key: list[str]) -> Any:
     """Sizes may be written with a unit: ``8GiB``."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.match(value)
-    if match is None or match.group(2).upper() not in _UNITS:
-        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is no size (such as 8GiB)")
-    return int(match.group(1)) * _UNITS[match.group(2).upper()]
+    try:
+        return size_of(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{source}: {'.'.join(key)}: {error}") from error
+
+
+def _is_size(name: str) -> bool:
+    return "bytes" in name.split("_")
+
+
+def _refuse_near_misses(kind: type[Any], environ: Mapping[str, str], env_prefix: str) -> None:
+    """Refuse a variable that is meant for this program and spelt so that nobody reads it.
+
+    What other programs set, as Kubernetes does for a service called kvstore, is warned of.
+
+    Raises:
+        ConfigError: names the variable and the right one.
+    """
+    stem = env_prefix.rstrip("_") + "_"
+    known = {
+        f"{section.name}_{field.name}".upper(): f"{env_prefix}{section.name}__{field.name}".upper()
+        for section in _fields(kind)
+        for field in _fields(section.type)
+    }
+    ignored: list[str] = []
+    for name, text in sorted(environ.items()):
+        plain = re.sub("_+", "_", name.upper())
+        elsewhere = stem == "KVSTORE_" and _ELSEWHERE.fullmatch(plain)
+        if name.startswith(env_prefix) or not plain.startswith(stem) or elsewhere:
+            continue
+        near = difflib.get_close_matches(plain.removeprefix(stem), known, 1, _NEAR)
+        if near and not _SERVICE_LINK.fullmatch(f"{plain}={text}"):
+            raise ConfigError(
+                f"{name}: nothing reads this variable; did you mean {known[near[0]]}?"
+            )
+        ignored.append(name)
+    if ignored:
+        log.warning("these environment variables are no settings: %s", ", ".join(ignored))

@@ -15,11 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -27,9 +26,9 @@ from rich.text import Text
 
 from kvstore import mover
 from kvstore.config import ServerConfig, load
+from kvstore.machine import Check, Needs, memory_checks, read, version_of
 from kvstore.server import client
-
-Status = Literal["ok", "warn", "fail"]
+from kvstore.sizes import rounded
 
 PROBE_BYTES: Final = 64 << 20
 _STEP_BYTES: Final = 4 << 20
@@ -46,23 +45,6 @@ _NOT_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _COARSE_CLOCKS: Final = ("jiffies", "acpi_pm", "hpet", "refined-jiffies")
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What one check found.
-
-    Attributes:
-        name: of the check; stable.
-        status: ``warn`` = it works, but worse than it could; ``fail`` = a node will not work.
-        found: what there is.
-        advice: what to do; empty when nothing is to be done.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
-
-
 def run(
     url: str, token: str, directory: Path | None, config: Path | None, console: Console,
     *, as_json: bool,
@@ -74,7 +56,8 @@ def run(
         token: shown to it; may be empty.
         directory: where an SSD tier would be; None = where the configuration says, else where the
             node has one, else here.
-        config: a node's configuration file; its capacity counts, not that of a node that answers.
+        config: a node's configuration file; what it or the environment says counts, not what a node
+            that answers has.
         console: where they are printed.
         as_json: print them as JSON.
 
@@ -84,7 +67,8 @@ def run(
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    wanted = load(ServerConfig, config).config if config is not None else None
+    loaded = load(ServerConfig, config)
+    wanted = loaded.config if config is not None or loaded.sources else None
     stats = _stats(url, token)
     if directory is not None:
         places = [directory]
@@ -93,8 +77,7 @@ def run(
     else:
         ssd = stats.get("ssd") if stats is not None else None
         places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
-    capacity = wanted.host.capacity_bytes if wanted is not None else 0
-    checks = examine(places or [Path()], stats, capacity)
+    checks = examine(places or [Path()], stats, wanted)
     if as_json:
         sys.stdout.write(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) + "\n")
     else:
@@ -109,7 +92,7 @@ def run(
 
 
 def examine(
-    directories: Sequence[Path], stats: dict[str, Any] | None, capacity_bytes: int = 0,
+    directories: Sequence[Path], stats: dict[str, Any] | None, wanted: ServerConfig | None = None,
     proc: Path = Path("/proc"), system: Path = Path("/sys"),
 ) -> list[Check]:  # fmt: skip
     """All checks.
@@ -117,11 +100,15 @@ def examine(
     Args:
         directories: where an SSD tier would be; at least one.
         stats: what a node of this machine says of itself; None = there is none.
-        capacity_bytes: what a node is to have; 0 = what it says it has.
+        wanted: how a node is configured; None = as the one that answers.
         proc: where the process file system is.
         system: where sysfs is.
     """
-    capacity = capacity_bytes or (int(stats["host"]["capacity_bytes"]) if stats is not None else 0)
+    needs = Needs(int(stats["host"]["capacity_bytes"]) if stats is not None else 0)
+    if wanted is not None:
+        needs = wanted.needs
+    needs = replace(needs, running=stats is not None)
+    connections = wanted.socket.connections_max if wanted is not None else 0
     reported = [one["prefill_s_per_token"] for one in stats["sessions"]] if stats else []
     prefill = max((1 / one for one in reported if one > 0), default=PREFILL_TOKENS_PER_S_ASSUMED)
     return [
@@ -129,11 +116,10 @@ def examine(
         *_versions(),
         _mover(),
         _memfd(),
-        _shared_memory(Path("/dev/shm"), capacity),
-        _memlock(capacity),
-        _descriptors(),
-        _cgroup(proc, system, capacity),
-        _memory(proc, capacity),
+        _shared_memory(Path("/dev/shm"), needs.capacity_bytes),
+        _memlock(needs.capacity_bytes),
+        _descriptors(needs, connections),
+        *memory_checks(needs, proc, system),
         _huge_pages(system),
         _clock(system),
         *map(_direct_io, directories),
@@ -161,7 +147,7 @@ def _node(stats: dict[str, Any] | None) -> Check:
     if stats is None:
         return Check("node", "ok", "none answers (or it wants a token); the machine is checked")
     lag = stats["loop_lag_s"] * 1e3
-    found = f"{stats['node']}: {_gib(stats['host']['capacity_bytes'])}, loop lag {lag:.1f} ms"
+    found = f"{stats['node']}: {rounded(stats['host']['capacity_bytes'])}, loop lag {lag:.1f} ms"
     if lag > 20:
         return Check("node", "warn", found, "its loop is late: give it a core of its own")
     if (ssd := stats.get("ssd")) and ssd["degraded"]:
@@ -174,7 +160,7 @@ def _versions() -> list[Check]:
     python = sys.version_info[:3]
     kernel = platform.release()
     numbers = tuple(int(part) for part in kernel.split("-")[0].split(".")[:2] if part.isdecimal())
-    libraries = ", ".join(f"{name} {_version(name)}" for name in ("kvstore", "msgspec", "numpy"))
+    libraries = ", ".join(f"{name} {version_of(name)}" for name in ("kvstore", "msgspec", "numpy"))
     return [
         Check("python", "ok" if python >= _PYTHON_MIN else "fail", platform.python_version(),
               "" if python >= _PYTHON_MIN else "3.11 or newer is needed"),
@@ -182,13 +168,6 @@ def _versions() -> list[Check]:
               "" if numbers >= _KERNEL_MIN else "before 5.14 memory cannot be pre-faulted at once"),
         Check("libraries", "ok", libraries),
     ]  # fmt: skip
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _mover() -> Check:
@@ -220,83 +199,37 @@ def _shared_memory(path: Path, capacity: int) -> Check:
     except OSError as error:
         return Check("tmpfs", "warn", f"{path}: {error}", "engines themselves often need it")
     free = found.f_bavail * found.f_frsize
-    text = f"{path}: {_gib(free)} free"
+    text = f"{path}: {rounded(free)} free"
     if free < 1 << 30:
         return Check("tmpfs", "warn", text, "the node's memfds do not need it, but engines do")
-    return Check("tmpfs", "ok", text + (f"; the node has {_gib(capacity)}" if capacity else ""))
+    return Check("tmpfs", "ok", text + (f"; the node has {rounded(capacity)}" if capacity else ""))
 
 
 def _memlock(capacity: int) -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Check("memlock", "ok", "unlimited")
-    found = f"{_gib(soft)} may be locked"
+    found = f"{rounded(soft)} may be locked"
     if soft < max(capacity, 1 << 30):
         return Check("memlock", "warn", found,
                      "pinned memory and RDMA need more: ulimit -l unlimited")  # fmt: skip
     return Check("memlock", "ok", found)
 
 
-def _descriptors() -> Check:
+def _descriptors(needs: Needs, connections: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (at most {hard})"
-    if soft < _DESCRIPTORS_MIN:
-        advice = f"ulimit -n {_DESCRIPTORS_MIN} or more: each extent and connection takes one"
-        return Check("descriptors", "warn", found, advice)
+    extents = needs.capacity_bytes // needs.extent_bytes if needs.extent_bytes else 0
+    # A connection takes one, and one more for its process.
+    wanted = max(_DESCRIPTORS_MIN, extents + 2 * connections)
+    if soft < wanted:
+        advice = f"ulimit -n {wanted} or more: each extent and connection takes one"
+        return Check("descriptors", "fail" if soft <= extents else "warn", found, advice)
     return Check("descriptors", "ok", found)
 
 
-def _cgroup(proc: Path, system: Path, capacity: int) -> Check:
-    limit = cgroup_limit(proc, system)
-    if limit is None:
-        return Check("cgroup", "ok", "no memory limit")
-    found = f"{_gib(limit)} of memory" + (f", the node wants {_gib(capacity)}" if capacity else "")
-    if capacity > limit:
-        return Check("cgroup", "fail", found,
-                     "it would be killed: lower host.capacity_bytes or raise this")  # fmt: skip
-    if capacity > limit * 0.9:
-        return Check("cgroup", "warn", found, "leave a tenth for everything besides pages")
-    return Check("cgroup", "ok", found)
-
-
-def cgroup_limit(proc: Path, system: Path) -> int | None:
-    """The lowest memory limit of this process's control groups, version 1 or 2; None = none."""
-    limits: list[int] = []
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, name = system / "fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = system / "fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        at = root / path.lstrip("/")
-        for folder in (at, *at.parents):
-            if folder == root.parent:
-                break
-            text = _read(folder / name)
-            if text.isdecimal() and int(text) < 1 << 60:
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def _memory(proc: Path, capacity: int) -> Check:
-    fields = dict(
-        line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line
-    )
-    total = int(fields.get("MemTotal", "0 kB").split()[0]) << 10
-    found = f"{_gib(total)} in this machine"
-    if capacity > total * 0.9:
-        return Check("memory", "fail", found, f"host.capacity_bytes is {_gib(capacity)}: lower it")
-    return Check("memory", "ok", found)
-
-
 def _huge_pages(system: Path) -> Check:
-    text = _read(system / "kernel/mm/transparent_hugepage/shmem_enabled")
+    text = read(system / "kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen in ("always", "within_size", "force"):
         return Check("huge pages", "ok", f"shared memory: {chosen}")
@@ -306,7 +239,7 @@ def _huge_pages(system: Path) -> Check:
 
 
 def _clock(system: Path) -> Check:
-    source = _read(system / "devices/system/clocksource/clocksource0/current_clocksource")
+    source = read(system / "devices/system/clocksource/clocksource0/current_clocksource")
     if not source:
         return Check("clock", "warn", "unknown", "the kernel does not say which clock it uses")
     if source in _COARSE_CLOCKS:
@@ -406,14 +339,3 @@ def _read_direct(path: Path) -> None:
                 os.preadv(descriptor, [buffer], offset)
     finally:
         os.close(descriptor)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 1 << 28 else f"{size / 2**20:,.2f} MiB"

@@ -27,7 +27,9 @@ BANNED_FILE_NAMES = re.compile(r"(utils?|helpers?|common|misc|base_.*|.*_v\d+|v\
 ENVIRONMENT_READERS = {"kvstore/config.py", "conductor/config.py"}
 WORKPLACE = ("/work/", ".library")
 
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "kvstore/state/pages.py": "to be split when runs of pages replace single ones",
+}
 """path: why it is longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""

@@ -1,35 +1,57 @@
 """The verbs of ``kvstore`` and what each asks of a node."""
 
 import argparse
+import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from rich.console import Console
 
 from kvstore import doctor
 from kvstore.cli import show, top
+from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.remote import Remote, path_of
 from kvstore.config import cli_defaults
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
+from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
+from kvstore.machine import version_of
+from kvstore.sizes import size_of
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
 Show = Callable[[Any, Console], None]
 
 _JOB_WAIT_S: Final = 3600.0
 _INTERVAL_MAX_S: Final = 3600.0
-_SPACES_MAX: Final = 1 << 20
-_SPACE: Final = "label, or its first 8 digits or more"
-_KEY: Final = "64 hex digits"
+_SPACE: Final = f"its model, or {PREFIX_MIN} or more digits of its label"
+_KEY: Final = f"64 hex digits, or the first {PREFIX_MIN} or more"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the verb that was meant."""
+
+    verbs: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """See :class:`argparse.ArgumentParser`."""
+        wrong = re.match(r"argument VERB: invalid choice: '(.*?)'", message)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong[1], self.verbs, n=1)
+            hint = f"did you mean {near[0]}?" if near else "kvstore --help lists them"
+            message = f"{wrong[1]!r} is no verb; {hint}"
+        elif message.endswith("required: VERB"):
+            message = "name a verb; kvstore --help lists them"
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
+    options = _parser().parse_args(arguments)
     try:
-        status = _carried_out(_parser().parse_args(arguments))
+        status = _carried_out(options)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
         with Path(os.devnull).open("w") as nowhere:
@@ -37,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ConfigError, InvalidArgument) as error:
         sys.stderr.write(f"kvstore: {error}\n")
-        return 2
+        return 1 if isinstance(error, NotFound) else 2
     except KVStoreError as error:
         sys.stderr.write(f"kvstore: {error}\n")
         return 1
@@ -56,6 +78,7 @@ def _carried_out(options: argparse.Namespace) -> int:
         )  # fmt: skip
     if options.verb == "top":
         return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
+    _spell_out(Names(node), options)
     answer = options.ask(node, options)
     if options.json:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
@@ -64,19 +87,42 @@ def _carried_out(options: argparse.Namespace) -> int:
     return int(isinstance(answer, dict) and answer.get("state") in ("failed", "cancelled"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    url, token = cli_defaults()
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--url", default=url,
+def _spell_out(names: Names, options: argparse.Namespace) -> None:
+    """Put whole names where short ones were given."""
+    given = vars(options)
+    if given.get("space") is not None:
+        options.space = names.space(options.space)
+    for name in ("key", "prefix"):
+        if given.get(name) is not None:
+            setattr(options, name, names.key(options.space, given[name]))
+    if given.get("keys"):
+        options.keys = [names.key(options.space, key) for key in options.keys]
+
+
+def _anywhere(**defaults: Any) -> _Parser:
+    """The options that may stand before the verb, where they have defaults, and behind it."""
+    unset = argparse.SUPPRESS
+    shared = _Parser(add_help=False)
+    shared.add_argument("--url", default=defaults.get("url", unset),
                         help="http://HOST:PORT, or unix:// and the path of the node's admin socket"
-                        f" (or KVSTORE_URL); default: {url}")  # fmt: skip
-    shared.add_argument("--token", default=token,
+                        " (or KVSTORE_URL); default: the node of this machine")  # fmt: skip
+    shared.add_argument("--token", default=defaults.get("token", unset),
                         help="for an http address: a bearer token (or KVSTORE_TOKEN, or a file of"
                         " it: KVSTORE_TOKEN_FILE)")  # fmt: skip
-    shared.add_argument("--json", action="store_true", help="JSON instead of tables")
-    parser = argparse.ArgumentParser(
-        prog="kvstore", description="Ask a node what it holds and why, and operate it."
-    )
+    shared.add_argument("--json", action="store_true", default=defaults.get("json", unset),
+                        help="JSON instead of tables")  # fmt: skip
+    return shared
+
+
+def _parser() -> argparse.ArgumentParser:
+    url, token = cli_defaults()
+    parser = _Parser(
+        prog="kvstore", description="Ask a node what it holds and why, and operate it.",
+        parents=[_anywhere(url=url, token=token, json=False)],
+    )  # fmt: skip
+    version = f"kvstore {version_of('kvstore')}"
+    parser.add_argument("--version", action="version", version=version)
+    shared = _anywhere()
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(name: str, summary: str, ask: Verb, shown: Show) -> argparse.ArgumentParser:
@@ -97,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
                      " node has one, else here")  # fmt: skip
     ill.add_argument("--config", type=Path,
                      help="a node's TOML file: its capacity and its SSD directories")  # fmt: skip
+    parser.verbs = list(verbs.choices)
     return parser
 
 
@@ -106,7 +153,7 @@ _Add = Callable[[str, str, Verb, Show], argparse.ArgumentParser]
 def _add_looks(verb: _Add) -> None:
     """The verbs that change nothing."""
     for name, summary, path, shown in (
-        ("stats", "capacity, pages, sessions", "/v1/stats", show.stats),
+        ("stats", "version, hit rate, memory, spaces, sessions", "/v1/stats", show.stats),
         ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every configured value and its source", "/v1/config", show.config),
@@ -114,7 +161,7 @@ def _add_looks(verb: _Add) -> None:
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
     verb("spaces", "the spaces and their limits",
-         lambda node, _options: node.listed("spaces", "/v1/spaces", {}, _SPACES_MAX),
+         lambda node, _options: node.listed("spaces", "/v1/spaces", {}, SPACES_MAX),
          show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
     pages.add_argument("space", help=_SPACE)
@@ -153,9 +200,9 @@ def _add_changes(verb: _Add) -> None:
     unpin.add_argument("pin", type=int, help="its number; see kvstore pins")
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
     quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
-    quota.add_argument("--quota-bytes", type=int, metavar="N",
+    quota.add_argument("--quota-bytes", type=_size, metavar="SIZE",
                        help="the most it may have; 0 = no quota; default: as it is")  # fmt: skip
-    quota.add_argument("--reserved-bytes", type=int, metavar="N",
+    quota.add_argument("--reserved-bytes", type=_size, metavar="SIZE",
                        help="what others leave it; 0 = none; default: as it is")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
                        help="which tier to limit it in; default: host")  # fmt: skip
@@ -180,6 +227,7 @@ def _add_jobs(verb: _Add) -> None:
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
     clear.add_argument("space", nargs="?", help=_SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
+    clear.add_argument("--yes", action="store_true", help="do not ask before emptying every space")
     _waits(clear)
     for name, summary in (
         ("prefetch", "bring pages from the SSD into host memory"),
@@ -203,6 +251,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def _size(text: str) -> int:
+    try:
+        return size_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _seconds(text: str) -> float:
@@ -277,7 +332,7 @@ def _quota(node: Remote, at: argparse.Namespace) -> Any:
     if at.space is None:
         return shown
     every = (one for one in shown["quotas"] if one["tier"] == at.tier)
-    before: dict[str, Any] = next((one for one in every if one["space"].startswith(at.space)), {})
+    before: dict[str, Any] = next((one for one in every if one["space"] == at.space), {})
     body = {**{name: before.get(name, 0) for name in asked}, **limits, "tier": at.tier}
     job = node.finished(node.send("PUT", path_of("quotas", at.space), body), _JOB_WAIT_S)
     return node.get("/v1/quotas") if job["state"] == "done" else job
@@ -297,7 +352,30 @@ def _bulk(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _clear(node: Remote, at: argparse.Namespace) -> Any:
+    if (at.space is None) != at.all:
+        raise InvalidArgument("space", "name a space to empty, or --all")
+    if at.all and not at.yes:
+        _confirm(node)
     return _job(node, at, {"space": at.space, "all": at.all})
+
+
+def _confirm(node: Remote) -> None:
+    """Ask whether all pages of a node shall go.
+
+    Raises:
+        InvalidArgument: there is nobody to ask.
+        KVStoreError: the answer is no.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise InvalidArgument("--all", "add --yes to empty every space of the node")
+    stats = node.get("/v1/stats")
+    sys.stderr.write(
+        f"Take all {stats['pages']:,} pages of {len(stats['spaces'])} spaces out of node"
+        f" {show.cell(stats['node'])}? [y/N] "
+    )
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise KVStoreError("nothing was done")
 
 
 def _moved(node: Remote, at: argparse.Namespace) -> Any:

@@ -10,9 +10,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from kvstore.sizes import exact, rounded
+
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+LABEL_DIGITS: Final = 12
+"""Of a space's label: enough to name it."""
+_REVISION_CHARACTERS: Final = 12
 
 
 class _Console(Console):
@@ -32,38 +36,96 @@ def console() -> Console:
 
 
 def stats(answer: Any, console: Console) -> None:
-    """Capacity, spaces and sessions."""
-    memory = Table(title=f"node {answer['node']} ({answer['mover']})", show_header=False)
-    for name, value in answer["host"].items():
-        memory.add_row(name.removesuffix("_bytes"), size(value))
-    console.print(memory)
-    if ssd := answer["ssd"]:
-        table = Table(title="SSD tier" + (", DEGRADED" if ssd["degraded"] else ""),
-                      show_header=False)  # fmt: skip
-        for name in ("capacity", "used", "live", "dead"):
-            table.add_row(name, size(ssd[f"{name}_bytes"]))
-        console.print(table)
-    names = ("space", "model", "kv_dtype", "page_tokens", "tenant", "scope", "pages")
-    rows = ([_short(one["space"]), *(one[name] for name in names[1:])] for one in answer["spaces"])
-    _table(console, "spaces", [name.replace("_", " ") for name in names], rows)
+    """What a node is and how it does; its capacity, spaces and sessions."""
+    counts = answer["counts"]
+    table = Table(title=f"node {answer['node']}", show_header=False)
+    for name, value in (
+        ("version", answer.get("version", "unknown")),  # of an older node
+        ("up for", duration(answer["uptime_s"]) if "uptime_s" in answer else "unknown"),
+        ("hit rate", f"{hit_rate(counts)} since the start"),
+        ("pages", f"{answer['pages']:,}"),
+        ("policy", answer.get("policy", "unknown")),
+        ("mover", answer["mover"]),
+        *_memory_rows(answer["host"]),
+        *_ssd_rows(answer["ssd"]),
+    ):
+        table.add_row(name, cell(value))
+    console.print(table)
+    spaces(answer, console)
     sessions(answer, console)
 
 
+def hit_rate(counts: dict[str, int]) -> str:
+    """The part of the pages that lookups asked for which were there."""
+    asked = counts.get("lookup_pages", 0)
+    if not asked:
+        return "no lookups"
+    return f"{counts.get('hit_pages', 0) / asked:.1%} of {asked:,} pages"
+
+
+def _memory_rows(host: dict[str, int]) -> list[tuple[str, str]]:
+    used = host["capacity_bytes"] - host["free_bytes"]
+    rows = [("memory", f"{rounded(used)} of {rounded(host['capacity_bytes'])} in use")]
+    states = {
+        name.removesuffix("_bytes"): value
+        for name, value in host.items()
+        if name not in ("capacity_bytes", "free_bytes") and value
+    }
+    if states:
+        rows.append(("", ", ".join(f"{name} {rounded(value)}" for name, value in states.items())))
+    return rows
+
+
+def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if ssd is None:
+        return []
+    used, capacity = rounded(ssd["used_bytes"]), rounded(ssd["capacity_bytes"])
+    state = "DEGRADED, see kvstore tiers" if ssd["degraded"] else "in use"
+    kinds = f"live {rounded(ssd['live_bytes'])}, dead {rounded(ssd['dead_bytes'])}"
+    return [("SSD tier", f"{used} of {capacity} {state}"), ("", kinds)]
+
+
 def spaces(answer: Any, console: Console) -> None:
-    """Spaces and their limits."""
-    rows = (
-        [
-            one["space"][:16], one["model"], one["revision"], one["kv_dtype"], one["page_tokens"],
-            one["tenant"], one["scope"], len(one["shards"]), one["pages"], size(one["host_bytes"]),
-            _limit(one["quota_bytes"]), _limit(one["reserved_bytes"]), size(one["ssd_bytes"]),
-            _limit(one["ssd_quota_bytes"]), _limit(one["ssd_reserved_bytes"]),
-        ]
-        for one in answer["spaces"]
-    )  # fmt: skip
-    columns = ("space", "model", "revision", "dtype", "page tokens", "tenant", "scope", "shards",
-               "pages", "in memory", "quota", "reserved", "on SSD", "SSD quota",
-               "SSD reserved")  # fmt: skip
-    _table(console, "spaces", columns, rows)
+    """Spaces, two lines each: what they are of, then what they have."""
+    every = answer["spaces"]
+    console.print(f"{len(every)} space{'' if len(every) == 1 else 's'}",
+                  style="italic", highlight=False)  # fmt: skip
+    if every:
+        console.print(f"{'space':<{LABEL_DIGITS}}  model\n{'pages':>9}  {'memory':>10}  "
+                      f"{'SSD':>10}  a page", style="bold", highlight=False)  # fmt: skip
+    for one in every:
+        console.print(
+            Text.assemble((one["space"][:LABEL_DIGITS], "bold"), f"  {cell(identity(one))}"),
+            soft_wrap=True,
+        )
+        shards = one["shards"] if isinstance(one["shards"], int) else len(one["shards"])
+        page = f"{one['page_tokens']} tokens, {one['kv_dtype']}"
+        page += f", {shards} shards" if shards != 1 else ""
+        on_ssd = rounded(one["ssd_bytes"]) if one["ssd_bytes"] else "-"
+        limits = [
+            f"{words} {rounded(one[name])}"
+            for name, words in (
+                ("quota_bytes", "quota"), ("reserved_bytes", "reserved"),
+                ("ssd_quota_bytes", "SSD quota"), ("ssd_reserved_bytes", "SSD reserved"),
+            )
+            if one.get(name)
+        ]  # fmt: skip
+        console.print(
+            f"{one['pages']:>9,}  {rounded(one['host_bytes']):>10}  {on_ssd:>10}  "
+            + "; ".join([page, *limits]),
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def identity(space: dict[str, Any]) -> str:
+    """What a space is of, for people: its model, and what else sets it apart."""
+    apart = [
+        f"{name} {space[name][:_REVISION_CHARACTERS] if name == 'revision' else space[name]}"
+        for name, usual in (("tenant", "default"), ("revision", ""), ("scope", ""))
+        if space[name] != usual
+    ]
+    model: str = space["model"]
+    return model + (f" ({', '.join(apart)})" if apart else "")
 
 
 def sessions(answer: Any, console: Console) -> None:
@@ -72,7 +134,7 @@ def sessions(answer: Any, console: Console) -> None:
         [
             one["name"], one["tenant"],
             one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
-            size(one["used_bytes"]), size(one["quota_bytes"]),
+            rounded(one["used_bytes"]), rounded(one["quota_bytes"]),
         ]
         for one in answer["sessions"]
     )  # fmt: skip
@@ -128,19 +190,33 @@ def tiers(answer: Any, console: Console) -> None:
 
 def config(answer: Any, console: Console) -> None:
     """Configured values."""
-    rows = ([one["key"], one["value"], one["source"]] for one in answer["values"])
+    rows = (
+        [one["key"], _configured(one["key"], one["value"]), one["source"]]
+        for one in answer["values"]
+    )
     _table(console, "configuration", ("key", "value", "source"), rows)
+
+
+def _configured(key: str, value: object) -> str:
+    """A value as it may be written in a configuration."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and "bytes" in key.rpartition(".")[2].split("_"):
+        return exact(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["tier"], one["space"][:16], one["key"], one["pages"], size(one["bytes"]),
-         seconds(one["ends_in_s"])]
+        [one["pin"], one["tier"], one["space"][:LABEL_DIGITS], one["key"], one["pages"],
+         rounded(one["bytes"]), seconds(one["ends_in_s"])]
         for one in answer["pins"]
     )  # fmt: skip
-    title = f"pins: {size(answer['used_bytes'])} of {size(answer['budget_bytes'])}"
-    title += f"; on SSD: {size(answer['ssd_used_bytes'])} of {size(answer['ssd_budget_bytes'])}"
+    title = f"pins: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
+    title += (
+        f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
+    )
     _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
@@ -150,8 +226,8 @@ def quotas(answer: Any, console: Console) -> None:
         job(answer, console)
         return
     rows = (
-        [one["space"], one["tier"], size(one["used_bytes"]), _limit(one["quota_bytes"]),
-         _limit(one["reserved_bytes"])]
+        [one["space"][:LABEL_DIGITS], one["tier"], rounded(one["used_bytes"]),
+         _limit(one["quota_bytes"]), _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
     _table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
@@ -195,20 +271,28 @@ def explanation(answer: Any, console: Console) -> None:
 def anything(answer: Any, console: Console) -> None:
     """Names and values."""
     table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, text in _flat(answer):
         table.add_row(name, text)
     console.print(table)
 
 
-def size(value: float) -> str:
-    """Bytes for people."""
-    scale = max(0, min((int(value).bit_length() - 1) // 10, len(_UNITS) - 1))
-    return f"{value / 1024**scale:,.1f} {_UNITS[scale]}" if scale else f"{value:,.0f} B"
-
-
 def seconds(value: float | None) -> str:
     """A time span for people; empty when there is none."""
     return "" if value is None else f"{value:,.1f} s"
+
+
+def duration(value: float) -> str:
+    """A long time for people, in its two largest units: ``3 d 4 h``."""
+    left, parts = int(value), list[str]()
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count} {unit}")
+        elif parts:
+            break
+    return " ".join(parts[:2])
 
 
 def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
@@ -219,10 +303,12 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
         if value and all(isinstance(part, dict) for part in parts):
             for at, part in enumerate(parts):
                 yield from _flat(part, f"{label}.{at}." if isinstance(value, list) else f"{label}.")
-        elif value is None:
+        elif value is None or value in ([], {}):
             yield label, ""
-        elif name.endswith("_bytes"):
-            yield label, size(value)
+        elif isinstance(value, list):
+            yield label, ", ".join(map(cell, value))
+        elif name == "bytes" or name.endswith("_bytes"):
+            yield label, rounded(value)
         elif isinstance(value, float) and name.endswith(("_s", "_s_ago")):
             yield label, seconds(value)
         else:
@@ -235,11 +321,7 @@ def cell(value: object) -> str:
 
 
 def _limit(value: int) -> str:
-    return size(value) if value else ""
-
-
-def _short(label: str) -> str:
-    return label[:16]
+    return rounded(value) if value else ""
 
 
 def _table(

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.remote import Remote
-from kvstore.cli.show import cell, console, size
+from kvstore.cli.show import cell, console
 from kvstore.errors import PeerUnreachable
+from kvstore.sizes import rounded
 
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -126,15 +127,18 @@ def _drawn(rates: dict[str, Any]) -> Group:
         ("evictions", f"{rates['evictions_per_s']:,.0f} pages/s"),
         ("corrupt pages", str(rates["corrupt"])),
         ("pages", f"{rates['pages']:,}"),
-        ("host tier", f"{size(used)} of {size(capacity)} ({used / max(capacity, 1):.0%})"),
-        ("pinned, limbo", f"{size(rates['host_pinned_bytes'])}, {size(rates['host_limbo_bytes'])}"),
+        ("host tier", f"{rounded(used)} of {rounded(capacity)} ({used / max(capacity, 1):.0%})"),
+        (
+            "pinned, limbo",
+            f"{rounded(rates['host_pinned_bytes'])}, {rounded(rates['host_limbo_bytes'])}",
+        ),
         *_ssd_rows(rates["ssd"]),
         ("loop lag", f"{rates['loop_lag_ms']:.2f} ms"),
     ):
         table.add_row(name, value)
     sessions = Table("engine", "holds", "quota", title="sessions")
     for one in rates["sessions"]:
-        sessions.add_row(cell(one["name"]), size(one["used_bytes"]), size(one["quota_bytes"]))
+        sessions.add_row(cell(one["name"]), rounded(one["used_bytes"]), rounded(one["quota_bytes"]))
     return Group(table, sessions)
 
 
@@ -142,7 +146,7 @@ def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
     if ssd is None:
         return []
     used, capacity = ssd["used_bytes"], ssd["capacity_bytes"]
-    full = f"{size(used)} of {size(capacity)} ({used / max(capacity, 1):.0%})"
+    full = f"{rounded(used)} of {rounded(capacity)} ({used / max(capacity, 1):.0%})"
     return [
         ("SSD tier", full + ("; DEGRADED, see kvstore tiers" if ssd["degraded"] else "")),
         ("SSD writes", f"{ssd['written_gb_per_s']:.3f} GB/s, each byte"

@@ -426,6 +426,9 @@ class Stats(Answer, frozen=True):
     node: str
     boot: str
     pid: int
+    version: str
+    uptime_s: float
+    policy: str
     host: HostSizes
     populated_bytes: int
     pages: int

@@ -23,6 +23,13 @@ ALIVE_S: Final = 2.0
 """The admin process says so often that it is there."""
 
 
+class Caller(msgspec.Struct, array_like=True, frozen=True):
+    """Who asks: with which role, and from where."""
+
+    role: str = ""
+    address: str = ""
+
+
 class Ask(msgspec.Struct, array_like=True, tag=1):
     """Carry out an operation, named after its type.
 
@@ -33,7 +40,7 @@ class Ask(msgspec.Struct, array_like=True, tag=1):
 
     id: int
     operation: str
-    by: str
+    by: Caller
     arguments: msgspec.Raw
 
 

@@ -6,22 +6,26 @@ import gc
 import hashlib
 import logging
 import os
+import platform
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Final, cast
 
 import msgspec
 import uvloop
 
-from kvstore import mover
-from kvstore.config import Loaded, ServerConfig, load, show
+from kvstore import logs, mover
+from kvstore.config import Loaded, ServerConfig, load, show, values
 from kvstore.disk import DiskTier
-from kvstore.errors import KVStoreError, TierUnavailable
+from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
+from kvstore.logs import event
+from kvstore.machine import Needs, memory_checks, version_of
 from kvstore.movements import DiskMovements
 from kvstore.node import Node
 from kvstore.requests import NodeLimits
@@ -29,6 +33,7 @@ from kvstore.server.http import HttpServer
 from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
+from kvstore.server.watch import Watch
 from kvstore.state.announce import Announcement
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
@@ -36,12 +41,15 @@ from kvstore.state.slots import SlotTable
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory, stale_bytes
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
 TICK_S: Final = 0.02
 WRITE_OUT_S: Final = 10.0
 """How long an orderly end writes pages that are in memory only."""
+END_WAIT_S: Final = 5.0
+"""What threads that should have ended get before the process ends without them."""
 _STALE_CHECK_TICKS: Final = 50
+_WITHHELD: Final = "all memory is held by clients of the previous boot"
 
 
 class Daemon:
@@ -49,15 +57,25 @@ class Daemon:
 
     Args:
         loaded: the whole tree, and where its values came from.
+        undo: is told how to end each thing as soon as it is made; whoever gives it ends them.
         device: the disk that the SSD tier is on; None = of this machine.
 
     Attributes:
         movements: what moves pages between tiers; None while there is one tier only.
+        version: of this program.
+
+    Raises:
+        ConfigError, TierUnavailable: the memory or an endpoint cannot be had; says which and why.
     """
 
-    def __init__(self, loaded: Loaded[ServerConfig], device: Disk | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded[ServerConfig], undo: ExitStack, device: Disk | None = None
+    ) -> None:
         """Make the memory and the node; nothing listens yet."""
         self.loaded = loaded
+        self.version = version_of("kvstore")
+        self._started_s = monotonic()
+        self._undo = undo
         self._device = device
         self.config = config = loaded.config
         self.movements: Movements | None = None
@@ -68,9 +86,6 @@ class Daemon:
         place = hashlib.sha256(os.path.realpath(config.socket.path).encode()).hexdigest()[:12]
         self._label = f"{config.node.name}.{place}"
         stale = min(extents, -(-stale_bytes(self._label, self.boot) // host.extent_bytes))
-        if stale:
-            log.warning("%d of %d extents held back: clients still map the previous boot's memory",
-                        stale, extents)  # fmt: skip
         slots = SlotTable(host.extent_bytes, extents - stale, stale)
         quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
@@ -84,15 +99,19 @@ class Daemon:
         self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
         self.node.pages.ghosts.policy = host.policy
         self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
+        undo.callback(self.memory.close)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.node.name, self.boot)
+        undo.callback(self._close_publication)
         self.socket = SocketServer(
             config.socket, self.node, self.memory, self._publish, self._stats_json
         )
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
+        self._watch = Watch(self.node, self.unready)
         self.loop_lag_s = 0.0
         self.http: HttpServer | None = None
+        self._why = ""
         self._failed = False
 
     async def run(self) -> int:
@@ -100,58 +119,76 @@ class Daemon:
 
         Returns:
             exit status: 1 when an invariant broke; the state could not be trusted any more.
+
+        Raises:
+            ConfigError, TierUnavailable: the SSD tier or an address cannot be had.
         """
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        with ExitStack() as undo:
-            undo.callback(self.memory.close)
-            undo.callback(self.publication.close)
-            http = self.http = HttpServer(self, self.socket.flush)
-            undo.callback(http.stop)
-            if self.config.ssd.directories:
-
-                def wake() -> None:
-                    loop.call_soon_threadsafe(self._poll_disk)
-
-                disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
-                self.disk = self.socket.disk = disk
-                self._announcement = Announcement(self.node.pages)
-                self.movements = DiskMovements(self.node.pages)
-                self.node.pages.pins.disk_budget_bytes = (
-                    self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
-                )
-                undo.callback(self.disk.close)
-                gc.freeze()  # no collection walks over all that was found: nodes go by their counts
-            self.socket.listen()
-            undo.callback(self.socket.close)
-            await http.start()
-            async with asyncio.TaskGroup() as tasks:
-                serving = [
-                    tasks.create_task(one)
-                    for one in (self.socket.serve(), http.watch(), self._tick())
-                ]
-                self._say_ready(http)
-                await stop.wait()
-                if not self._failed:
-                    await self._write_out()
-                for task in serving:
-                    task.cancel()
+            loop.add_signal_handler(number, self._stop, number.name, stop)
+        http = self.http = HttpServer(self, self.socket.flush)
+        self._undo.callback(http.stop)
+        if self.config.ssd.directories:
+            self._recover(loop)
+        self.socket.listen()
+        self._undo.callback(self.socket.close)
+        await http.start()
+        async with asyncio.TaskGroup() as tasks:
+            serving = [
+                tasks.create_task(one) for one in (self.socket.serve(), http.watch(), self._tick())
+            ]
+            self._say_ready(http)
+            await stop.wait()
+            self._watch.look(monotonic_ns())
+            event(log, logging.INFO, "stopping", why=self._why, engines=len(self.node.sessions))
+            if not self._failed:
+                await self._write_out()
+            for task in serving:
+                task.cancel()
         return int(self._failed)
+
+    def _recover(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take over what is on the SSDs."""
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._poll_disk)
+
+        disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
+        self._undo.callback(disk.close)
+        self.disk = self.socket.disk = disk
+        self._announcement = Announcement(self.node.pages)
+        self.movements = DiskMovements(self.node.pages)
+        self.node.pages.pins.disk_budget_bytes = (
+            self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
+        )
+        gc.freeze()  # no collection walks over all that was found: nodes go by their counts
+
+    def _close_publication(self) -> None:
+        try:
+            self.publication.close()
+        except KVStoreError as error:  # what went wrong before it matters more
+            event(log, logging.ERROR, "events did not end", why=str(error))
+
+    def _stop(self, why: str, stop: asyncio.Event) -> None:
+        self._why = self._why or why
+        stop.set()
 
     def _fail(self, context: dict[str, object], stop: asyncio.Event) -> None:
         """Something raised on the loop that owns the state: end rather than go on with it."""
         error = context.get("exception")
         log.critical("%s", context.get("message"), exc_info=cast("BaseException | None", error))
         self._failed = True
-        stop.set()
+        self._stop("its state cannot be trusted any more", stop)
 
     def stats(self) -> dict[str, object]:
         """Everything that can be counted, as plain values; call it on the loop."""
         return {
             **self.node.stats(),
+            "version": self.version,
+            "uptime_s": monotonic() - self._started_s,
+            "policy": self.node.pages.eviction.policy,
             "connections": len(self.socket.connections),
             "accepted_connections": self.socket.accepted,
             "populated_bytes": self.memory.populated_bytes(),
@@ -164,7 +201,7 @@ class Daemon:
         }
 
     def tiers(self) -> list[dict[str, object]]:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         slots = self.node.pages.slots.stats()
         sizes = {name: getattr(slots, name) for name in slots.__slots__}
         tiers: list[dict[str, object]] = [
@@ -180,7 +217,7 @@ class Daemon:
         return tiers
 
     def policy(self) -> dict[str, object]:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         shown: dict[str, object] = {
             "name": self.node.pages.eviction.policy,
             "known": list(POLICIES),
@@ -192,8 +229,12 @@ class Daemon:
         return shown
 
     def set_policy(self, name: str) -> None:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         self.node.pages.eviction.change_policy(name)
+
+    def unready(self) -> str:
+        """Why no page can be stored; empty when they can."""
+        return "" if self.node.pages.slots.extents else _WITHHELD
 
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.stats())
@@ -233,6 +274,7 @@ class Daemon:
             if not self._announcement.done:
                 self.node.operate(self._announcement.step, monotonic_ns())
             self.socket.flush()
+            self._watch.look(monotonic_ns())
             ticks += 1
             if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
                 await self._take_back()
@@ -241,17 +283,25 @@ class Daemon:
         size = self.config.host.extent_bytes
         stale = await asyncio.to_thread(stale_bytes, self._label, self.boot)
         slots = self.node.pages.slots
-        made = take_back(slots, self.memory, slots.withheld - -(-stale // size))
-        if made:
-            log.info("%d extents are free of the previous boot's clients", made)
+        take_back(slots, self.memory, slots.withheld - -(-stale // size))
 
     def _say_ready(self, http: HttpServer) -> None:
+        socket = f"unix://{self.config.socket.path}"
         sys.stdout.write(
-            f"kvstore-server ready: socket unix://{self.config.socket.path}"
+            f"kvstore-server ready: socket {socket}"
             f" http {http.url} events {self.publication.endpoint or 'off'}"
             f" replay {self.publication.replay_endpoint or 'off'} admin {http.admin_url}\n"
         )
         sys.stdout.flush()
+        slots = self.node.pages.slots
+        event(
+            log, logging.INFO, "ready", node=self.node.name, socket=socket, http=http.url,
+            admin=http.admin_url,
+            events=self.publication.endpoint or "off",
+            capacity_bytes=len(slots.extents) * slots.extent_bytes,
+            pages_recovered=sum(len(space.nodes) for space in self.node.pages.spaces),
+            took_s=round(monotonic() - self._started_s, 3),
+        )  # fmt: skip
 
 
 def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
@@ -270,30 +320,114 @@ def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
     return made
 
 
+async def serve(loaded: Loaded[ServerConfig], device: Disk | None) -> int:
+    """Run a daemon from its first resource to its last; returns the exit status."""
+    with ExitStack() as undo:
+        return await Daemon(loaded, undo, device).run()
+
+
+def require_memory(needs: Needs) -> None:
+    """Refuse to start what would be killed for its memory, or could not get it; warn if it may be.
+
+    Raises:
+        ConfigError: it can never fit; says what there is and what to do.
+    """
+    for check in memory_checks(needs):
+        if check.status == "fail":
+            raise ConfigError(
+                f"host.capacity_bytes={needs.capacity_bytes}: {check.name}: {check.found}:"
+                f" {check.advice}"
+            )
+        if check.status == "warn":
+            event(log, logging.WARNING, "memory is scarce", check=check.name, found=check.found,
+                  advice=check.advice)  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> int:
-    """Run the daemon; returns the process's exit status."""
+    """Run the daemon; returns the process's exit status: 2 when it did not start."""
     if not __debug__:
         sys.stderr.write("kvstore-server relies on assertions and does not run under python -O\n")
         return 2
-    parser = argparse.ArgumentParser(prog="kvstore-server", description=main.__doc__)
-    parser.add_argument("--config", type=Path, help="a TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--print-config", action="store_true", help="print it and exit")
-    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING"])
-    options = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    options = _parser().parse_args(arguments)
+    before = threading.enumerate()
+    status, refusal = 2, ""
+    with ExitStack() as undo:
+        undo.callback(logs.start(options.log_level, options.log_format))
+        try:
+            loaded = load(ServerConfig, options.config, overrides=options.set)
+            if options.print_config:
+                sys.stdout.write(show(loaded))
+                return 0
+            _say_what_starts(loaded)
+            require_memory(loaded.config.needs)
+            gc.callbacks.append(spare_survivors)
+            status = uvloop.run(serve(loaded, device))
+            event(log, logging.INFO, "stopped", status=status)
+        except KVStoreError as error:
+            refusal = f"{error.code}: {error}"
+        except OSError as error:  # of a call that has no error of ours
+            refusal = f"{KVStoreError.code}: {error}"
+        except BaseExceptionGroup as error:  # of what ran beside the signal's wait
+            log.critical("the node failed", exc_info=error)
+            status = 1
+        hanging = _hanging(thread for thread in threading.enumerate() if thread not in before)
+        if refusal and options.log_format == "json":
+            event(log, logging.CRITICAL, "not started", why=refusal)
+    if refusal and options.log_format == "text":
+        sys.stderr.write(f"kvstore-server: {refusal}\n")
+    if hanging:  # the interpreter would wait for them for ever
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvstore-server", description="Keep KV pages for the engines of this machine."
     )
-    try:
-        loaded = load(ServerConfig, options.config, overrides=options.set)
-        if options.print_config:
-            sys.stdout.write(show(loaded))
-            return 0
-        gc.callbacks.append(spare_survivors)
-        return uvloop.run(Daemon(loaded, device).run())
-    except KVStoreError as error:
-        sys.stderr.write(f"kvstore-server: {error.code}: {error}\n")
-        return 2
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="a setting; wins over the environment (KVSTORE__SECTION__KEY) and the file",
+    )  # fmt: skip
+    parser.add_argument("--print-config", action="store_true", help="print it and exit")
+    parser.add_argument(
+        "--log-level", default="INFO", type=str.upper,
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="default: INFO",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-format", default="text", choices=["text", "json"],
+        help="lines on standard error; default: text",
+    )  # fmt: skip
+    version = f"kvstore-server {version_of('kvstore')}"
+    parser.add_argument("--version", action="version", version=version)
+    return parser
+
+
+def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
+    event(
+        log, logging.INFO, "starting", node=loaded.config.node.name, pid=os.getpid(),
+        version=version_of("kvstore"), python=platform.python_version(),
+        kernel=platform.release(), mover=mover.description,
+        **{name: version_of(name) for name in ("msgspec", "uvloop", "numpy")},
+    )  # fmt: skip
+    for one in values(loaded):
+        if one["source"] != "default":
+            event(log, logging.INFO, "setting", **one)
+
+
+def _hanging(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
+    """Those that should have ended and do not; they get a moment."""
+    deadline = monotonic() + END_WAIT_S
+    waited = [thread for thread in threads if not thread.daemon]
+    for thread in waited:
+        thread.join(max(0.0, deadline - monotonic()))
+    left = [thread for thread in waited if thread.is_alive()]
+    if left:
+        event(log, logging.CRITICAL, "ended without waiting for threads",
+              threads=[thread.name for thread in left])  # fmt: skip
+    return left
 
 
 def spare_survivors(phase: str, info: dict[str, int]) -> None:

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.logs import audit
 from kvstore.server import operations
-from kvstore.server.answers import JobRow
-from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Refused
+from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Caller, Refused
 from kvstore.server.inspect import Inspection
 from kvstore.server.observed import Observed
 from kvstore.server.operate import Operation
@@ -22,8 +22,6 @@ from kvstore.server.turns import Task, Turns, Work
 log = logging.getLogger(__name__)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_SHOWN_MAX: Final = 80
-"""Characters of a value that a line in the log shows."""
 
 
 class Dispatcher:
@@ -98,14 +96,12 @@ class Dispatcher:
         if not ended:
             self._tasks[number] = task
 
-    def _answer(self, number: int, asked: operations.Operation, by: str, result: Any) -> None:
+    def _answer(self, number: int, asked: operations.Operation, by: Caller, result: Any) -> None:
+        if isinstance(asked, operations.Change):
+            _log_change(asked, by, result)
         if isinstance(result, Refusal):
-            if isinstance(asked, operations.Change):
-                log.info("%s (%s): refused (%s: %s)", _said(asked), by, result.code, result)
             self._refuse(number, result)
             return
-        if isinstance(asked, operations.Change):
-            log.info("%s (%s): %s", _said(asked), by, _done(result))
         try:
             encoded = _ENCODER.encode(result)
         except (TypeError, ValueError, OverflowError):  # a name that is no UTF-8, say
@@ -118,23 +114,16 @@ class Dispatcher:
         self._send(Refused(number, refusal.status, refusal.code, str(refusal), refusal.field))
 
 
-def _said(asked: operations.Operation) -> str:
-    """An operation for the log: its name and what it is told to do."""
-    fields = []
+def _log_change(asked: operations.Change, by: Caller, result: Any) -> None:
+    """Say who changed what, and what came of it."""
+    told: dict[str, object] = {"operation": type(asked).__name__}
+    told |= {"role": by.role, "address": by.address}
     for name in asked.__struct_fields__:
         value = getattr(asked, name)
-        text = f"{len(value)} of them" if isinstance(value, list) else repr(value)[:_SHOWN_MAX]
         if value is not None:
-            fields.append(f"{name}={text}")
-    return " ".join([type(asked).__name__, *fields])
-
-
-def _done(result: Any) -> str:
-    """What came of it, for the log."""
-    if isinstance(result, JobRow):
-        return f"job {result.job}, {result.state}"
-    shown = (
-        (name, getattr(result, name, None))
-        for name in ("pin", "pages", "bytes", "name", "previous")
-    )
-    return " ".join(f"{name}={value}" for name, value in shown if value is not None)
+            told[name] = len(value) if isinstance(value, list) else value
+    if isinstance(result, Refusal):
+        audit(log, "operation refused", **told, code=result.code, why=str(result))
+        return
+    shown = ((name, getattr(result, name, None)) for name in ("job", "pin", "pages", "previous"))
+    audit(log, "operation done", **(told | {k: v for k, v in shown if v is not None}))

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from kvstore.config import admin_socket, child_environment, token_file, values
 from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.logs import event
 from kvstore.server.auth import make_token, tokens_of
 from kvstore.server.channel import (
     ALIVE_S,
@@ -121,13 +122,13 @@ class HttpServer:
             status = await asyncio.to_thread(self._reap)
             self.restarts += 1
             pause = PAUSE_S if monotonic() - began >= STEADY_S else min(PAUSE_MAX_S, 2 * pause)
-            log.error("the admin process ended (%s); it is started again in %.1f s: engines are"
-                      " served, HTTP is not", _status(status), pause)  # fmt: skip
+            event(log, logging.ERROR, "admin process ended", status=_status(status),
+                  again_in_s=pause, why="HTTP is not served until then; engines are")  # fmt: skip
             await asyncio.sleep(pause)
             try:
                 await self._begin()
             except TierUnavailable as error:
-                log.error("%s", error)  # noqa: TRY400 - the child has said why
+                event(log, logging.ERROR, "admin process not started", why=str(error))
                 self._lost.set()  # and once more, after a longer pause
 
     def stop(self) -> None:
@@ -207,7 +208,7 @@ class HttpServer:
                 await asyncio.wait_for(self._lost.wait(), ALIVE_S)
             self._silent_s += ALIVE_S  # as often as this loop runs: it may have been away itself
             if self._silent_s >= SILENT_S and self._channel is not None:
-                log.error("the admin process has said nothing for %.0f s: it is ended", SILENT_S)
+                event(log, logging.ERROR, "admin process silent", silent_s=SILENT_S)
                 self._channel.close()
 
     def _reap(self) -> int | None:
@@ -247,7 +248,7 @@ class HttpServer:
 
 
 def _status(status: int | None) -> str:
-    return "it was not there" if status is None else f"exit status {status}"
+    return "none" if status is None else f"exit status {status}"
 
 
 def _printable(value: Any) -> Any:

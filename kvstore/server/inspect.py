@@ -70,9 +70,8 @@ class Inspection:
         yield from ()
         node = self._observed.node
         slots, disk = node.pages.slots, node.pages.disk
-        if not slots.capacity_bytes:
-            message = "all memory is held by clients of the previous boot"
-            raise Refusal(503, "tier_unavailable", message)
+        if why := self._observed.unready():
+            raise Refusal(503, "tier_unavailable", why)
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in node.processes.values())

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final, Literal
 
+from kvstore.logs import audit
 from kvstore.server.answers import JobFault, JobRow, Value
+from kvstore.server.channel import Caller
 from kvstore.server.refusal import Refusal
 from kvstore.server.turns import Turns, Work
 
@@ -22,16 +24,18 @@ class Job:
         number: names the job on this node.
         done: steps that are done, of ``total`` (an estimate while pages come and go).
         result: what it found; plain values.
+        pages: that it has changed: taken out, quarantined, or moved to where they are now.
         cancelled: whether the work should end; it looks between its steps.
     """
 
-    def __init__(self, number: int, kind: str, subject: dict[str, Value], by: str) -> None:
+    def __init__(self, number: int, kind: str, subject: dict[str, Value], by: Caller) -> None:
         self.number = number
         self.kind = kind
         self.state: Literal["running", "done", "failed", "cancelled"] = "running"
         self.done = 0
         self.total = 0
         self.result: dict[str, Value] = {}
+        self.pages = 0
         self.cancelled = False
         self._subject = subject
         self._by = by
@@ -47,10 +51,11 @@ class Job:
             self._fault = JobFault(code=refusal.code, message=str(refusal))
         else:
             self.state = "cancelled" if self.cancelled else "done"
-        found = " ".join(f"{name}={value}" for name, value in self.result.items())
-        log.info(
-            "job %d of %s (%s): %s %s%s", self.number, self.kind, self._by, self.state, found,
-            f" ({refusal.code}: {refusal})" if refusal is not None else "",
+        failed = {"code": refusal.code, "why": str(refusal)} if refusal is not None else {}
+        audit(
+            log, "job ended", job=self.number, kind=self.kind, role=self._by.role,
+            address=self._by.address, state=self.state, pages=self.pages, result=self.result,
+            **failed,
         )  # fmt: skip
 
     def shown(self) -> JobRow:
@@ -86,7 +91,7 @@ class Jobs:
             raise Refusal(409, "busy", message)
 
     def start(
-        self, kind: str, subject: dict[str, Value], by: str, work: Callable[[Job], Work[None]]
+        self, kind: str, subject: dict[str, Value], by: Caller, work: Callable[[Job], Work[None]]
     ) -> JobRow:
         """Begin a job.
 

@@ -19,23 +19,57 @@ class _Snapshot:
         """All series."""
         stats = self._stats
         host = stats["host"]
-        yield _gauge("kvstore_host_capacity_bytes", "Memory in use by L2.", host["capacity_bytes"])
-        states = GaugeMetricFamily("kvstore_host_bytes", "L2 bytes by state.", labels=["state"])
+        yield _gauge(
+            "kvstore_host_capacity_bytes",
+            "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
+            host["capacity_bytes"],
+        )
+        states = GaugeMetricFamily(
+            "kvstore_host_bytes",
+            "Memory of the host tier, by state of its slots; pinned is a part of ready.",
+            labels=["state"],
+        )
         for state in _SLOT_STATES:
             states.add_metric([state], host[f"{state}_bytes"])
         yield states
-        yield _gauge("kvstore_host_populated_bytes", "Pre-faulted.", stats["populated_bytes"])
-        yield _gauge("kvstore_pages", "Pages in the index.", stats["pages"])
-        yield _gauge("kvstore_sessions", "Engines.", stats["sessions_total"])
-        yield _gauge("kvstore_connections", "Open connections.", stats["connections"])
-        yield _gauge("kvstore_leases", "Leases not yet given back.", stats["leases"])
-        yield _gauge("kvstore_open_puts", "Puts not yet committed.", stats["puts"])
+        yield _gauge(
+            "kvstore_host_populated_bytes",
+            "Memory of the host tier that was touched in advance.",
+            stats["populated_bytes"],
+        )
+        yield _gauge(
+            "kvstore_pages",
+            "Keys in the index, in any tier, those being written too; a key counts once.",
+            stats["pages"],
+        )
+        yield _gauge(
+            "kvstore_sessions",
+            "Engines with a process that is connected or still holds something.",
+            stats["sessions_total"],
+        )
+        yield _gauge(
+            "kvstore_connections", "Open connections of engines' processes.", stats["connections"]
+        )
+        yield _gauge(
+            "kvstore_leases",
+            "Leases that readers have not given back, expired ones too.",
+            stats["leases"],
+        )
+        yield _gauge(
+            "kvstore_open_puts",
+            "Puts neither committed nor taken back, those of lost writers too.",
+            stats["puts"],
+        )
         yield _gauge(
             "kvstore_waiting_requests",
             "Requests waiting for pages, room or a sync.",
             stats["waiting_requests"],
         )
-        yield _gauge("kvstore_loop_lag_seconds", "Lag of the state's loop.", stats["loop_lag_s"])
+        yield _gauge(
+            "kvstore_loop_lag_seconds",
+            "How late the loop that owns the state was in its last turn of 20 ms.",
+            stats["loop_lag_s"],
+        )
         yield _counter(
             "kvstore_admin_restarts",
             "Times that the process which serves HTTP ended and was started again.",
@@ -46,35 +80,62 @@ class _Snapshot:
             yield from _ssd(ssd, stats["counts"])
         events = stats["events"]
         if events:
-            yield _counter("kvstore_event_batches", "Published.", events["batches_sent"])
-            yield _counter("kvstore_event_batches_dropped", "Lost.", events["batches_dropped"])
+            yield _counter(
+                "kvstore_event_batches",
+                "Batches of KV events that were published.",
+                events["batches_sent"],
+            )
+            yield _counter(
+                "kvstore_event_batches_dropped",
+                "Batches of KV events that were lost because too many waited.",
+                events["batches_dropped"],
+            )
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     """The SSD tier: room, traffic, wear, trouble."""
-    room = GaugeMetricFamily("kvstore_ssd_bytes", "Room on the SSDs, by use.", labels=["use"])
+    room = GaugeMetricFamily(
+        "kvstore_ssd_bytes",
+        "Room on the SSDs: capacity; used by segment files, with live and dead records; in flight.",
+        labels=["use"],
+    )
     for use in ("capacity", "used", "live", "dead", "in_flight"):
         room.add_metric([use], ssd[f"{use}_bytes"])
     yield room
     for name, help_text in (
-        ("written_bytes", "Bytes of records written to the SSDs, carried ones included."),
-        ("carried_bytes", "Bytes of records written again by reclaiming."),
-        ("read_bytes", "Bytes of records read from the SSDs."),
-        ("syncs", "Segment files synced."),
+        ("written_bytes", "Bytes of records of pages written to the SSDs for the first time."),
+        (
+            "carried_bytes",
+            "Bytes of records written once more because their segment was reclaimed.",
+        ),
+        ("read_bytes", "Bytes of records of pages read from the SSDs and found whole."),
+        ("syncs", "Segment files that were synced."),
     ):
         yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
     for name in ("checked", "corrupt"):
         found = counts.get(f"disk_{name}_records", 0)
-        yield _counter(f"kvstore_ssd_{name}_records", f"Read again on request: {name}.", found)
+        yield _counter(
+            f"kvstore_ssd_{name}_records", f"Records that verify read again: {name}.", found
+        )
     refused = CounterMetricFamily(
-        "kvstore_ssd_refused_pages", "Pages not written to the SSDs.", labels=["reason"]
+        "kvstore_ssd_refused_pages", "Pages not written to the SSDs, by reason.", labels=["reason"]
     )
     refused.add_metric(["quota"], counts.get("disk_refused_quota", 0))
     yield refused
-    yield _gauge("kvstore_ssd_segments", "Segment files.", ssd["segments"])
-    yield _gauge("kvstore_ssd_degraded", "1 = writes failed just now.", float(ssd["degraded"]))
-    yield _gauge("kvstore_ssd_failed_segments", "Could not be synced.", len(ssd["failed_segments"]))
-    errors = CounterMetricFamily("kvstore_ssd_errors", "Jobs that failed.", labels=["code"])
+    yield _gauge("kvstore_ssd_segments", "Segment files in all directories.", ssd["segments"])
+    yield _gauge(
+        "kvstore_ssd_degraded",
+        "1 = writes fail, or a sync has failed since the start.",
+        float(ssd["degraded"]),
+    )
+    yield _gauge(
+        "kvstore_ssd_failed_segments",
+        "Segment files that could not be synced.",
+        len(ssd["failed_segments"]),
+    )
+    errors = CounterMetricFamily(
+        "kvstore_ssd_errors", "Jobs of the SSD tier that failed, by error code.", labels=["code"]
+    )
     for code, value in sorted(ssd["errors"].items()):
         errors.add_metric([code], value)
     yield errors
@@ -93,7 +154,11 @@ class _Slab:
         for state in ("capacity", "ready", "writing", "in_use", "pending"):
             room.add_metric([state], slab[f"{state}_bytes"])
         yield room
-        yield _gauge("kvstore_slab_broken", "1 = its device failed.", float(bool(slab["broken"])))
+        yield _gauge(
+            "kvstore_slab_broken",
+            "1 = the slab is out of use because its device failed.",
+            float(bool(slab["broken"])),
+        )
         for name, help_text in (
             ("pages_hit", "Pages loaded from the slab."),
             ("pages_promoted", "Pages copied to the slab."),
@@ -104,16 +169,24 @@ class _Slab:
             ("errors", "Pages that failed in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
-        for name in ("mapped_bytes", "registered_bytes", "failed_extents"):
+        for name, help_text in (
+            ("mapped_bytes", "Memory of the node that the slab's client maps."),
+            ("registered_bytes", "Of it, memory that is registered with CUDA."),
+            ("failed_extents", "Extents of the node that could not be registered with CUDA."),
+        ):
             value = registration.get(name, 0)
-            yield _gauge(f"kvstore_registration_{name}", "Memory of the node, with CUDA.", value)
+            yield _gauge(f"kvstore_registration_{name}", help_text, value)
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     """The page table's counters; removals and refusals carry their cause as a label."""
     for prefix, help_text, label in (
-        ("removed", "Pages that left the index, by cause.", "cause"),
-        ("refused", "Requests refused, by error code.", "code"),
+        ("removed", "Pages of one shard that left the index, by cause.", "cause"),
+        (
+            "refused",
+            "Requests that were refused, by error code, and connections (code connections).",
+            "code",
+        ),
     ):
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
         for name, value in sorted(counts.items()):
@@ -121,25 +194,37 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
                 family.add_metric([name.removeprefix(f"{prefix}_")], value)
         yield family
     for name, help_text in (
-        ("lookup_pages", "Pages asked for by lookups."),
-        ("hit_pages", "Pages of lookups that were hits."),
-        ("stored_pages", "Pages that became READY."),
-        ("stored_bytes", "Bytes of pages that became READY."),
-        ("loaded_bytes", "Bytes of pages that were acquired."),
-        ("aborted_puts", "Puts that were taken back."),
-        ("lost_puts", "Puts whose writer's connection broke."),
-        ("demoted_pages", "Pages that were written to the SSDs."),
-        ("promoted_pages", "Pages that were loaded from the SSDs."),
-        ("evicted_to_disk", "Pages whose memory was taken while they stay on the SSDs."),
-        ("not_admitted_pages", "Pages that were not worth writing to the SSDs."),
-        ("unwritten_pages", "Pages whose writing failed or was overtaken."),
-        ("demotions_failed", "Evictions that could not write first: the SSDs failed."),
+        ("lookup_pages", "Keys that lookups asked for; one that waits asks again."),
+        ("hit_pages", "Keys that lookups found, on every shard they asked for."),
+        ("stored_pages", "Pages of one shard that became READY by a put."),
+        ("stored_bytes", "Bytes of pages that became READY by a put."),
+        ("loaded_bytes", "Bytes of pages that readers got a lease for."),
+        ("aborted_puts", "Puts that were taken back, lost ones too."),
+        ("lost_puts", "Puts taken back while their writer may still be writing."),
+        ("demoted_pages", "Pages of one shard that are on the SSDs since they were written there."),
+        ("promoted_pages", "Pages of one shard that were loaded from the SSDs into memory."),
+        ("evicted_to_disk", "Pages of one shard that left memory and stay on the SSDs."),
+        (
+            "not_admitted_pages",
+            "Times that admission refused to write a page, or the rest of a chain, to the SSDs.",
+        ),
+        ("unwritten_pages", "Pages whose writing failed, or that left the store before it ended."),
+        (
+            "demotions_failed",
+            "Pages evicted without being written first because writes to the SSDs had just failed.",
+        ),
         ("disk_full_pages", "Pages that found no room on the SSDs."),
-        ("reclaimed_pages", "Pages that left the SSDs with their segment."),
-        ("disk_kept_pages", "Pages carried over for a pin or a reservation."),
+        ("reclaimed_pages", "Pages that were let go with their segment when it was reclaimed."),
+        ("disk_kept_pages", "Pages to be carried over for a pin or a reservation."),
         ("disk_quota_pages", "Pages taken off the SSDs for their own space's quota."),
-        ("carried_pages", "Pages that were written again when their segment was reclaimed."),
-        ("orphaned_bytes", "Records on the SSDs that a start left out: their heads were gone."),
+        (
+            "carried_pages",
+            "Pages that were carried over to another segment when theirs was reclaimed.",
+        ),
+        (
+            "orphaned_bytes",
+            "Bytes of records on the SSDs that the start left out: their heads were gone.",
+        ),
         ("tombstone_keys", "Pages whose removal was written to the SSDs."),
         ("tombstone_keys_lost", "Pages whose removal could not be: a restart may find them."),
         ("expired_leases", "Leases that ran out before they were given back."),

@@ -54,6 +54,9 @@ class Observed(Protocol):
     loaded: Loaded[ServerConfig]
     movements: Movements | None
 
+    def unready(self) -> str:
+        """Why no page can be stored; empty when they can."""
+
     def stats(self) -> dict[str, Any]:
         """One snapshot of everything that can be counted: a :class:`kvstore.server.answers.Stats`.
 

@@ -11,6 +11,7 @@ from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.page import PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
+from kvstore.server.channel import Caller
 from kvstore.server.jobs import Job, Jobs
 from kvstore.server.observed import (
     Movement,
@@ -24,6 +25,7 @@ from kvstore.server.refusal import Refusal
 from kvstore.server.removals import drop
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
+from kvstore.state.pages import PageTable
 from kvstore.state.pins import expiry
 from kvstore.state.tree import Node, Space, is_live
 
@@ -36,7 +38,9 @@ _STEP_NODES: Final = 32
 _STEP_KEYS: Final = 512
 _STEP_WRITES: Final = 8
 
-Change = Callable[[Any, str], Work[Any]]
+_EVICTIONS: Final = ("removed_evicted", "evicted_to_disk", "disk_quota_pages")
+
+Change = Callable[[Any, Caller], Work[Any]]
 
 
 class Operation:
@@ -74,7 +78,7 @@ class Operation:
         """Let go of what jobs use; they have ended."""
         self._verifier.close()
 
-    def pin(self, asked: operations.Pin, _by: str) -> Work[answers.Pinned]:
+    def pin(self, asked: operations.Pin, _by: Caller) -> Work[answers.Pinned]:
         """Pin a prefix."""
         self._refuse_without(asked.tier)
         space, key = space_of(self._observed, asked.space), key_of(asked.key)
@@ -88,13 +92,13 @@ class Operation:
             pin=pin.number, pages=len(pin.nodes), bytes=pin.size_bytes, tier=pin.tier
         )
 
-    def unpin(self, asked: operations.Unpin, _by: str) -> Work[answers.Unpinned]:
+    def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
         """End a pin."""
         yield from ()
         ended = self._observed.node.pages.unpin(asked.pin)
         return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
 
-    def evict(self, asked: operations.Evict, by: str) -> Work[JobRow]:
+    def evict(self, asked: operations.Evict, by: Caller) -> Work[JobRow]:
         """Take a key with all that follows it, or a whole space, out of the index."""
         yield from ()
         space = space_of(self._observed, asked.space)
@@ -105,7 +109,7 @@ class Operation:
             "evict", subject, by, lambda job: drop(table, job, [top], "operator")
         )
 
-    def clear(self, asked: operations.Clear, by: str) -> Work[JobRow]:
+    def clear(self, asked: operations.Clear, by: Caller) -> Work[JobRow]:
         """Empty a space, or all spaces."""
         yield from ()
         if (asked.space is None) == (not asked.all):
@@ -116,7 +120,7 @@ class Operation:
         subject: dict[str, answers.Value] = {"space": asked.space, "all": asked.all}
         return self._jobs.start("clear", subject, by, lambda job: drop(table, job, tops, "cleared"))
 
-    def verify(self, asked: operations.Verify, by: str) -> Work[JobRow]:
+    def verify(self, asked: operations.Verify, by: Caller) -> Work[JobRow]:
         """Read pages again and compare them with their digests."""
         yield from ()
         self._refuse_without(asked.tier)
@@ -139,18 +143,18 @@ class Operation:
             work = self._verifier.page(node, tiers, deadline_ns)
         return self._jobs.start("verify", subject, by, work)
 
-    def prefetch(self, asked: operations.Prefetch, by: str) -> Work[JobRow]:
+    def prefetch(self, asked: operations.Prefetch, by: Caller) -> Work[JobRow]:
         """Bring pages from the SSD into host memory, by a deadline."""
         begin = self._movements().prefetch
         return (yield from self._moved("prefetch", begin, asked, "host", by))
 
-    def move(self, asked: operations.Move, by: str) -> Work[JobRow]:
+    def move(self, asked: operations.Move, by: Caller) -> Work[JobRow]:
         """Move pages to another tier."""
         movements = self._movements()
         begin = movements.demote if asked.to == "ssd" else movements.prefetch
         return (yield from self._moved("move", begin, asked, asked.to, by))
 
-    def limit(self, asked: operations.SetLimits, by: str) -> Work[JobRow]:
+    def limit(self, asked: operations.SetLimits, by: Caller) -> Work[JobRow]:
         """Limit what a space may have, and what the others must leave it, in a tier."""
         yield from ()
         space, table = space_of(self._observed, asked.space), self._observed.node.pages
@@ -170,7 +174,7 @@ class Operation:
             "limit", subject, by, lambda job: self._limit(job, space, asked.tier)
         )
 
-    def set_policy(self, asked: operations.SetPolicy, _by: str) -> Work[answers.PolicySet]:
+    def set_policy(self, asked: operations.SetPolicy, _by: Caller) -> Work[answers.PolicySet]:
         """Change the eviction policy; when that fails the one before it stays."""
         observed, table = self._observed, self._observed.node.pages
         before = observed.policy()
@@ -188,17 +192,17 @@ class Operation:
         table.ghosts.policy = asked.name
         return answers.PolicySet(**_policy(observed.policy()), previous=before["name"])
 
-    def all_jobs(self, _asked: operations.ListJobs, _by: str) -> Work[answers.JobList]:
+    def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:
         """The jobs that run and the last ones that ended, the newest first."""
         yield from ()
         return answers.JobList(jobs=self._jobs.all())
 
-    def job(self, asked: operations.ShowJob, _by: str) -> Work[JobRow]:
+    def job(self, asked: operations.ShowJob, _by: Caller) -> Work[JobRow]:
         """One job, with its progress."""
         yield from ()
         return self._jobs.get(asked.job).shown()
 
-    def cancel(self, asked: operations.CancelJob, _by: str) -> Work[JobRow]:
+    def cancel(self, asked: operations.CancelJob, _by: Caller) -> Work[JobRow]:
         """Ask a job to end."""
         yield from ()
         found = self._jobs.get(asked.job)
@@ -244,7 +248,7 @@ class Operation:
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
         while True:
-            freed, kept, waits = self._shrink(space, tier)
+            freed, kept, waits = self._shrink(job, space, tier)
             evicted += freed
             job.result["evicted_bytes"] = evicted
             now_ns = monotonic_ns()
@@ -258,17 +262,20 @@ class Operation:
             # What is being written goes when that is done.
             yield None if freed else _POLL_S
 
-    def _shrink(self, space: Space, tier: str) -> tuple[int, bool, bool]:
+    def _shrink(self, job: Job, space: Space, tier: str) -> tuple[int, bool, bool]:
         """Take some pages of a space out: the bytes, whether it is in its quota, what waits."""
         table = self._observed.node.pages
         disk = table.disk
+        job.pages -= _evicted(table)
         if tier == "ssd":
             assert disk is not None
             before = space.disk_bytes
             kept = disk.limits.shrink(space, _SHRINK_PAGES)
+            job.pages += _evicted(table)
             return before - space.disk_bytes, kept, False
         before = space.host_bytes
         kept = table.shrink(space, _SHRINK_PAGES)
+        job.pages += _evicted(table)
         return before - space.host_bytes, kept, disk is not None and disk.busy
 
     def _movements(self) -> Movements:
@@ -280,7 +287,7 @@ class Operation:
 
     def _moved(
         self, kind: str, begin: Callable[[Space, list[PrefixKey], int], Movement],
-        asked: operations.Move | operations.Prefetch, to: str, by: str,
+        asked: operations.Move | operations.Prefetch, to: str, by: Caller,
     ) -> Work[JobRow]:  # fmt: skip
         space = space_of(self._observed, asked.space)
         keys: list[PrefixKey] = []
@@ -307,6 +314,7 @@ class Operation:
             over = job.cancelled or monotonic_ns() >= deadline_ns
             outcome = yield from _outcome(space, keys, to)
             job.result.update(outcome)
+            job.pages = outcome["there"]
             job.done, job.total = outcome["there"], len(keys)
             if over and job.done < job.total:
                 job.result["complete"] = False
@@ -320,6 +328,11 @@ def _node(space: Space, key: PrefixKey) -> Node:
     if node is None:
         raise not_stored(key.hex(), "key")
     return node
+
+
+def _evicted(table: PageTable) -> int:
+    """Pages that were taken out of a tier for room so far."""
+    return sum(table.counts[name] for name in _EVICTIONS)
 
 
 def _policy(shown: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def drop(table: PageTable, job: Job, tops: list[Node], cause: str) -> Work[None]
         more = True
         while more and not job.cancelled:
             more = removal.turn(table)
-            job.done = job.result["dropped"] = dropped + removal.dropped
+            job.pages = job.done = job.result["dropped"] = dropped + removal.dropped
             yield None
         dropped += removal.dropped
         kept += removal.kept

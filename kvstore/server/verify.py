@@ -199,6 +199,7 @@ class _Scan:
         """Count pages."""
         self._counts[name] += more
         self.job.result[name] = self._counts[name]
+        self.job.pages = self._counts["corrupt"]
 
     def over(self) -> bool:
         """Whether to begin nothing more."""

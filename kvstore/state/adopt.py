@@ -68,7 +68,7 @@ def adopt(
     used = set[int]().union(*(segment.pairs for segment in segments))
     homes = [_home(table, *pair) if at in used else None for at, pair in enumerate(pairs)]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())
-    doubts = _Doubts([], [])
+    doubts = _Doubts({}, [])
     for segment in segments:
         _take_over(segment, homes, doubts)
     table.counts["orphaned_bytes"] += _dispel(doubts)
@@ -104,12 +104,17 @@ class _Doubts(NamedTuple):
     """What could not be decided when it was met: heads may lie behind what follows them.
 
     Attributes:
-        lost: nodes that hang nowhere yet, each with the key of its parent.
+        lost: nodes that hang nowhere yet → the key of their parent.
         headless: (node, shard) of pages whose head was not on disk when they were met.
     """
 
-    lost: list[tuple[Node, PrefixKey]]
+    lost: dict[Node, PrefixKey]
     headless: list[tuple[Node, int]]
+
+    def contradict(self, node: Node, parent_key: PrefixKey) -> bool:
+        """Whether a record says that ``node`` follows another page than one before it said."""
+        told = node.parent.key or _NO_PARENT if node.parent is not None else self.lost[node]
+        return told != parent_key
 
 
 def _home(table: PageTable, identity: SpaceIdentity, spec: ShardSpec) -> tuple[Space, int] | None:
@@ -138,7 +143,9 @@ def _take_over(
         if node is None:
             node = space.add(key, head)
             if head is None:
-                doubts.lost.append((node, parent_key))
+                doubts.lost[node] = parent_key
+        elif doubts.contradict(node, parent_key):
+            continue
         node.adopt(shard, place, digest)
         if head is None or (head is not space.root and shard not in head.disk):
             doubts.headless.append((node, shard))
@@ -156,13 +163,13 @@ def _dispel(doubts: _Doubts) -> int:
         what the records of these take on disk.
     """
     orphaned_bytes = 0
-    for node, parent_key in doubts.lost:
+    for node, parent_key in doubts.lost.items():
         space = node.space
         known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
         node.parent = known
         known.children[node.key] = node
-    _cut_rings([node for node, _ in doubts.lost])
-    for node, _ in doubts.lost:
+    _cut_rings(list(doubts.lost))
+    for node in doubts.lost:
         deepen(node)
     for node, shard in sorted(doubts.headless, key=lambda page: page[0].depth):
         head = node.parent

@@ -450,13 +450,13 @@ class PageTable(Residents):
             known.access = self.tick
             return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
         of = space.shards[shard]
-        if parent and not of.window_pages:
-            head = space.nodes.get(parent)
-            if head is None or not head.present >> shard & 1:
-                return PageStatus.NO_PARENT
+        if not self._may_follow(space, shard, key, parent):
+            return PageStatus.NO_PARENT
         if not process.session.admits(of.slot_bytes):
             return PageStatus.NO_ROOM
         node = space.node(key, parent)
+        assert node.parent is not None
+        assert node.parent.key == parent
         # In the tree before room is made, so that its ancestors are no leaves meanwhile.
         node.begin(shard, Slot(-1))
         slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
@@ -473,6 +473,17 @@ class PageTable(Residents):
         put.size_bytes += of.slot_bytes
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
+
+    def _may_follow(self, space: Space, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
+        """Whether the page of ``key`` can be reached behind that of ``parent``."""
+        if parent and not space.shards[shard].window_pages:
+            head = space.nodes.get(parent)
+            if head is None or not head.present >> shard & 1:
+                return False
+        if space.contradicts(key, parent):
+            self.counts["contradicting_pages"] += 1
+            return False
+        return True
 
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)

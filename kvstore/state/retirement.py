@@ -36,6 +36,8 @@ class Retirement:
         self._after_ns = after_ns
         self._ended = ended
         self._again_ns = 0
+        #: Positions of the extents that are retiring, also when those they retire for have ended.
+        self._retiring: set[int] = set()
         #: Lost processes that nobody watches, and when each was lost; the longest lost first.
         self._lost: dict[Process, int] = {}
 
@@ -54,6 +56,8 @@ class Retirement:
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` has something to do; 0 = never."""
+        if self._retiring:
+            return self._again_ns
         first = next(iter(self._lost.values()), None)
         return 0 if first is None else max(first + self._after_ns, self._again_ns)
 
@@ -62,7 +66,7 @@ class Retirement:
         given_up = [
             process for process, lost in self._lost.items() if lost + self._after_ns <= now_ns
         ]
-        if not given_up or now_ns < self._again_ns:
+        if now_ns < self._again_ns or not (given_up or self._retiring):
             return
         self._again_ns = now_ns + AGAIN_NS
         table, slots = self._table, self._table.slots
@@ -72,14 +76,16 @@ class Retirement:
                 held.update(lease.slots if lease.expired else ())
             for put in process.puts.values():
                 held.update(put.slots)
-        for position in {slots.position(slot) for slot in held}:
-            if not slots.extents[position].retiring:
-                slots.retire(position)
-                table.counts["retired_extents"] += 1
+        for position in {slots.position(slot) for slot in held} - self._retiring:
+            slots.retire(position)
+            self._retiring.add(position)
+            table.counts["retired_extents"] += 1
+        for position in list(self._retiring):
             if not table.vacate(position, VACATE_PAGES):
                 self._again_ns = now_ns
             elif slots.retirable(position, held):
                 slots.replace(position)
+                self._retiring.remove(position)
                 for process in given_up:
                     table.forfeit(process, position)
         for process in given_up:

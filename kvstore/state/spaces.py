@@ -143,6 +143,8 @@ def _shard_number(space: Space, spec: ShardSpec, page_bytes: int) -> int:
         slot_bytes = -(-page_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         space.shards.append(Shard(spec, page_bytes, slot_bytes))
         space.shard_numbers[spec] = number
+        if not spec.window_pages:
+            space.full_mask |= 1 << number
     return number
 
 

@@ -248,6 +248,7 @@ class Space:
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
         sessions: how many have it open.
+        full_mask: bit i set = a hit needs the page of shard i for every key, not for the last few.
         host_bytes: slot bytes of its pages in memory.
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
@@ -263,6 +264,7 @@ class Space:
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
     sessions: int = 0
+    full_mask: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
@@ -293,6 +295,19 @@ class Space:
                 found._count_above(1)  # noqa: SLF001
             deepen(found)
         return found
+
+    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
+        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+
+        A key is a hash of all before it, so this is a mistake of whoever says so.
+        """
+        known = self.nodes.get(key)
+        if known is None or known.parent is None or known.parent.key == parent_key:
+            return False
+        if known.parent is not self.root or known.present & self.full_mask:
+            return True
+        above = self.nodes.get(parent_key)
+        return above is not None and self._above(known, above)
 
     def prune(self, node: Node) -> Node:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.

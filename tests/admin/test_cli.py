@@ -39,7 +39,7 @@ def kvstore(daemon, capsys):
 def test_every_look_is_a_table_and_is_json(kvstore, stored):
     keys = stored.put(2)
     for words, heard in (
-        (("stats",), "capacity"), (("spaces",), stored.label[:16]),
+        (("stats",), "hit rate"), (("spaces",), stored.label[:12]),
         (("pages", stored.label), "2 pages"), (("tree", stored.label), keys[0].hex()[:16]),
         (("page", stored.label, keys[0].hex()), "shards"), (("sessions",), "sessions"),
         (("tiers",), "tier host"), (("config",), "configuration"), (("pins",), "pins"),
@@ -101,13 +101,22 @@ def test_what_the_node_refuses_fails_with_its_words(kvstore, stored):
         (("unpin", 999), "does not exist"), (("policy", "x"), "known are lru"),
         (("prefetch", stored.label, UNKNOWN), "one tier"),
         (("move", stored.label, UNKNOWN), "one tier"),
-        (("clear",), "all=true"), (("jobs", 999), "does not exist"),
-        (("clear", stored.label, "--all"), "all=true"), (("page", "a b", UNKNOWN), "not open here"),
+        (("jobs", 999), "does not exist"), (("page", "a b", UNKNOWN), "not open here"),
         (("page", "mödel?x#y", UNKNOWN), "not open here"),
         (("quota", "nowhere", "--quota-bytes", 1), "not open here"),
     ):  # fmt: skip
         status, told = kvstore(*words)
         assert (status, heard in told) == (1, True), (words, told)
+
+
+def test_what_is_to_be_emptied_is_named_in_one_way(kvstore, stored):
+    for words in (
+        ("clear",),
+        ("clear", stored.label, "--all"),
+        ("clear", stored.label, "--all", "--yes"),
+    ):
+        status, told = kvstore(*words)
+        assert (status, "name a space to empty, or --all" in told) == (2, True)
 
 
 def test_names_that_engines_chose_are_shown_as_they_are(kvstore, daemon):
@@ -259,13 +268,15 @@ def test_tokens_of_roles_are_sent_and_their_lack_is_said(
     (tmp_path / "token").write_text(read + "\n")
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(tmp_path / "token"))
     assert over_tcp("stats")[0] == 0
-    status, told = over_tcp("clear", "--all")
+    status, told = over_tcp("clear", "--all", "--yes")
     assert (status, "operating needs" in told) == (1, True)
-    assert over_tcp("clear", "--all", "--token", operate)[0] == 0
+    assert over_tcp("clear", "--all", "--yes", "--token", operate)[0] == 0
     monkeypatch.setenv("KVSTORE_TOKEN", operate)
-    assert over_tcp("clear", "--all")[0] == 0
+    assert over_tcp("clear", "--all", "--yes")[0] == 0
     monkeypatch.delenv("KVSTORE_TOKEN")
-    assert kvstore("clear", "--all", to=own)[0] == 0, "its own user needs none on its socket"
+    assert kvstore("clear", "--all", "--yes", to=own)[0] == 0, (
+        "its own user needs none on its socket"
+    )
 
 
 def test_the_node_of_this_machine_is_found_without_a_word(spawn, tmp_path, monkeypatch, capsys):
@@ -279,7 +290,7 @@ def test_the_node_of_this_machine_is_found_without_a_word(spawn, tmp_path, monke
     assert main(["stats"]) == 0
     token = token_file(socket).read_text()
     socket.unlink()  # as if it were somewhere else: its port is left, and the token it made
-    assert main(["clear", "--all"]) == 0
+    assert main(["clear", "--all", "--yes"]) == 0
     assert "done" in capsys.readouterr().out
     token_file(socket).write_text("stale" * 10)
     assert main(["stats"]) == 1
@@ -407,15 +418,6 @@ def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
 
     for name in ("stored_bytes", "loaded_bytes"):
         assert after[name] - before.get(name, 0) == 3 * len(stored.content(1)[0])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (36_864, "36.0 KiB"), (1 << 20, "1.0 MiB"),
-     (80 << 30, "80.0 GiB"), (3 << 50, "3,072.0 TiB")],
-)  # fmt: skip
-def test_sizes_have_the_unit_in_which_they_can_be_read(value, text):
-    assert show.size(value) == text
 
 
 def test_nested_values_have_a_row_each(capsys):

@@ -1,12 +1,15 @@
 """Goal: ``doctor`` fails what would not work, warns of what would be slow, and says what to do."""
 
 import json
+import resource
 
 import pytest
 
 from kvstore import doctor
 from kvstore.cli import main
-from kvstore.doctor import Check, cgroup_limit, examine
+from kvstore.config import HostConfig, ServerConfig, SocketConfig
+from kvstore.doctor import examine
+from kvstore.machine import Check
 
 GIB = 1 << 30
 
@@ -21,7 +24,7 @@ def machine(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    write("proc/meminfo", "MemTotal:       8388608 kB\nMemFree: 1 kB\n")
+    write("proc/meminfo", "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
     write("proc/self/cgroup", "0::/a/b\n")
     write("sys/fs/cgroup/a/b/memory.max", "max\n")
     write("sys/fs/cgroup/a/memory.max", f"{4 * GIB}\n")
@@ -30,8 +33,15 @@ def machine(tmp_path, monkeypatch):
     return write
 
 
-def checks(tmp_path, capacity: int = 0, stats=None) -> dict[str, Check]:
-    found = examine([tmp_path], stats, capacity, tmp_path / "proc", tmp_path / "sys")
+def wanted(capacity: int, **sections) -> ServerConfig | None:
+    """The configuration of a node of that size; None = nobody said."""
+    host = HostConfig(capacity_bytes=capacity, extent_bytes=1 << 20) if capacity else None
+    return ServerConfig(host=host, **sections) if host is not None else None
+
+
+def checks(tmp_path, capacity: int = 0, stats=None, **sections) -> dict[str, Check]:
+    config = wanted(capacity, **sections)
+    found = examine([tmp_path], stats, config, tmp_path / "proc", tmp_path / "sys")
     assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
     return {one.name: one for one in found}
 
@@ -41,33 +51,40 @@ def test_every_subject_is_checked(machine, tmp_path):
 
     assert names == {
         "node", "python", "kernel", "libraries", "mover", "memfd", "tmpfs", "memlock",
-        "descriptors", "cgroup", "memory", "huge pages", "clock", "direct I/O", "disk speed",
+        "descriptors", "cgroup", "memory", "limits", "huge pages", "clock", "direct I/O",
+        "disk speed",
     }  # fmt: skip
     assert not list(tmp_path.glob("kvstore-doctor-*")), "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("capacity", "status"), [(0, "ok"), (3 * GIB, "ok"), (4 * GIB, "warn"), (5 * GIB, "fail")]
-)
-def test_a_control_group_that_is_too_small_fails(machine, tmp_path, capacity, status):
-    assert checks(tmp_path, capacity)["cgroup"].status == status
+def test_the_memory_of_a_node_is_held_against_the_machine(machine, tmp_path):
+    found = checks(tmp_path, 5 * GIB)
 
-
-def test_the_limit_is_the_lowest_of_all_groups_of_both_versions(machine, tmp_path):
-    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") == 4 * GIB
-    machine("proc/self/cgroup", "4:memory:/x\n9:name=systemd:/\n0::/a/b\n")
-    machine("sys/fs/cgroup/memory/x/memory.limit_in_bytes", f"{2 * GIB}\n")
-    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") == 2 * GIB
+    assert (found["cgroup"].status, found["memory"].status) == ("fail", "ok")
+    assert "the node wants 5.1 GiB: 5.0 GiB for pages" in found["cgroup"].found
     machine("proc/self/cgroup", "")
-    assert cgroup_limit(tmp_path / "proc", tmp_path / "sys") is None
-
-
-def test_more_capacity_than_memory_fails(machine, tmp_path):
-    machine("proc/self/cgroup", "")
-
+    assert checks(tmp_path, 5 * GIB)["cgroup"].found == "no memory limit"
     assert checks(tmp_path, 8 * GIB)["memory"].status == "fail"
-    assert checks(tmp_path, 4 * GIB)["memory"].status == "ok"
+
+
+def test_more_descriptors_than_a_process_may_have_are_asked_for(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (20_000, 20_000))
+    few = checks(tmp_path, GIB, socket=SocketConfig(connections_max=1))["descriptors"]
+    many = checks(tmp_path, GIB, socket=SocketConfig(connections_max=65_536))["descriptors"]
+    limited = checks(tmp_path, 64 * GIB)["descriptors"]
+
+    assert few.status == "ok"
+    assert (many.status, "132096 or more" in many.advice) == ("warn", True)
+    assert limited.status == "fail", "each extent takes one: it would not start"
+
+
+def test_what_a_running_node_has_is_not_asked_for_again(machine, tmp_path):
+    stats = {"node": "n", "host": {"capacity_bytes": 3 * GIB}, "loop_lag_s": 0.0, "sessions": []}
+    machine("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 1048576 kB\n")
+
+    assert checks(tmp_path, 3 * GIB)["memory"].status == "warn"
+    assert checks(tmp_path, 3 * GIB, stats)["memory"].status == "ok"
+    assert checks(tmp_path, 0, stats)["memory"].status == "ok"
 
 
 def test_slow_clocks_and_small_pages_are_warned_of(machine, tmp_path):
@@ -81,7 +98,7 @@ def test_slow_clocks_and_small_pages_are_warned_of(machine, tmp_path):
 def test_a_directory_that_cannot_be_written_is_warned_of(machine, tmp_path):
     found = {
         one.name: one
-        for one in examine([tmp_path / "none"], None, 0, tmp_path / "proc", tmp_path / "sys")
+        for one in examine([tmp_path / "none"], None, None, tmp_path / "proc", tmp_path / "sys")
     }
 
     assert found["direct I/O"].status == found["disk speed"].status == "warn"
@@ -120,6 +137,18 @@ def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path
     assert "host.capacity_bytes" in capsys.readouterr().out
     config.write_text("[nonsense]\na = 1\n")
     assert main([*words, "--config", str(config)]) == 2
+
+
+def test_what_the_environment_says_counts_too(machine, tmp_path, capsys, monkeypatch):
+    words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1", "--json"]
+    monkeypatch.setenv("KVSTORE__HOST__CAPACITY_BYTES", "128TiB")
+
+    assert main(words) == 1
+    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert (told["memory"]["status"], "128.0 TiB" in told["memory"]["found"]) == ("fail", True)
+    monkeypatch.setenv("KVSTORE_HOST_CAPACITY_BYTES", "1GiB")
+    assert main(words) == 2
+    assert "did you mean KVSTORE__HOST__CAPACITY_BYTES" in capsys.readouterr().err
 
 
 def test_the_directories_and_the_capacity_of_the_file_are_checked(

@@ -68,7 +68,7 @@ def test_a_child_that_is_killed_is_started_again_and_engines_do_not_notice(own, 
     assert stats["admin"]["restarts"] == 1
     assert stats["admin"]["pid"] != before
     assert b"kvstore_admin_restarts_total 1.0" in own.ask("/metrics")
-    assert "the admin process ended (exit status -9); it is started again" in own.process.stderr
+    assert 'admin process ended status="exit status -9"' in own.process.stderr
     assert client.send(own.http, "GET", "/healthz", timeout_s=TIMEOUT_S)[0] == 200
 
 
@@ -138,7 +138,7 @@ def observed(tmp_path) -> SimpleNamespace:
     node = Node("in", b"b" * 16, SlotTable(1 << 16, 1), NodeLimits(1, 1), lambda: b"t" * 16)
     return SimpleNamespace(
         node=node, memory=None, loaded=load(ServerConfig, None, {}, sets), movements=None,
-        stats=dict, tiers=list, policy=dict,
+        stats=dict, tiers=list, policy=dict, unready=str,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_a_child_that_ends_again_and_again_is_started_at_a_bounded_rate(
     monkeypatch.setattr(http, "PAUSE_MAX_S", 0.3)
     asyncio.run(run())
     assert pauses[:4] == [0.2, 0.3, 0.3, 0.3]
-    assert "does not serve HTTP (exit status 7)" in caplog.text
+    assert [one.message for one in caplog.records].count("admin process not started") >= 3
 
 
 def test_a_child_that_is_silent_is_ended_and_started_again(observed, monkeypatch, quick):
@@ -355,7 +355,7 @@ def test_another_user_of_the_machine_cannot_clear_the_cache(spawn, open_folder):
         assert as_nobody(own.admin, "POST", "/v1/clear") == 0
         assert as_nobody(own.http, "GET", "/healthz") == 200
         assert mine.space.lookup(keys).pages == 3
-    assert "Clear" not in own.process.stderr
+    assert "operation" not in own.process.stderr
 
 
 # Idle connections

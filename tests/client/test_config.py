@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from conductor.config import load_conductor
 from kvstore.config import HostConfig, HttpConfig, ServerConfig, load, show
 from kvstore.errors import ConfigError
 
@@ -39,19 +40,114 @@ def test_flags_beat_the_environment_and_that_beats_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("8GiB", 8 << 30), ("512 mib", 512 << 20), ("1TiB", 1 << 40), ("1048576", 1 << 20),
-     ("268435456B", 256 << 20), ("524288KiB", 512 << 20)],
+    [("8GiB", 8 << 30), ("8Gi", 8 << 30), ("8GB", 8 * 10**9), ("8G", 8 * 10**9),
+     ("8g", 8 * 10**9), ("512 mib", 512 << 20), ("1.5GiB", 3 << 29), ("0.5T", 5 * 10**11),
+     ("1048576", 1 << 20), ("268435456B", 256 << 20), ("524288KiB", 512 << 20), ("64k", 64_000)],
 )  # fmt: skip
-def test_sizes_have_units(text, expected):
-    overrides = [f"host.capacity_bytes={text}", "host.extent_bytes=1MiB"]
+def test_sizes_have_units_of_1000_or_with_an_i_of_1024(text, expected):
+    overrides = [f"host.session_quota_bytes={text}"]
 
-    assert load(ServerConfig, None, {}, overrides).config.host.capacity_bytes == expected
+    assert load(ServerConfig, None, {}, overrides).config.host.session_quota_bytes == expected
+    assert load(ServerConfig, None, {}, [f"ssd.bytes_per_day_max={text}"]).config.ssd
 
 
-@pytest.mark.parametrize("text", ["8GB", "eight", "", "-1", "1.5GiB", "GiB"])
+@pytest.mark.parametrize(
+    "text", ["eight", "", "-1", "GiB", "8Gib/s", "8 iB", "8E", "1,5GiB", "1.0001KiB", "0.5"]
+)
 def test_a_size_that_is_none_is_refused_with_key_and_source(text):
     with pytest.raises(ConfigError, match=r"--set host\.capacity_bytes.*host\.capacity_bytes"):
         load(ServerConfig, None, {}, [f"host.capacity_bytes={text}"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [("host.policy=arc", "'arc' does not fit: it must be one of kvstore, lru, lfu, tinylfu"),
+     ("ssd.sync=never", "'never' does not fit: it must be one of none, interval, always"),
+     ("node.name=a b", "'a b' does not fit: it must be 1 to 64 of A-Z a-z 0-9 . _ -"),
+     ("http.port=70000", "it must be a whole number, at least 0, at most 65,535"),
+     ("http.port=many", "'many' does not fit: it must be a whole number"),
+     ("host.extent_bytes=1000000",
+      "1000000 does not fit: it must be a size, at least 64KiB, at most 4GiB, a multiple of 4KiB"),
+     ("host.lease_s_max=0", "'0' does not fit: it must be a number, more than 0"),
+     ("host.prefault=perhaps", "'perhaps' does not fit: it must be true or false"),
+     ("host.capacity_bytes=8 apples", "8GiB or 8Gi (8 x 2^30), 8GB or 8G (8 x 10^9), 1.5GiB")],
+)  # fmt: skip
+def test_what_is_allowed_is_said(setting, allowed):
+    key = setting.partition("=")[0]
+    with pytest.raises(ConfigError) as refused:
+        load(ServerConfig, None, {}, [setting])
+
+    assert str(refused.value).startswith(f"--set {key}: {key}: ")
+    assert allowed in str(refused.value)
+
+
+def test_what_is_allowed_is_said_of_entries_of_lists_too(tmp_path):
+    path = tmp_path / "conductor.toml"
+    path.write_text("[[engines]]\nid = 'a'\nrole = 'prefil'\nurl = 'http://h'\n")
+
+    said = (
+        r"toml: engines\[0\]\.role: 'prefil' does not fit: it must be one of prefill, decode, mixed"
+    )
+    with pytest.raises(ConfigError, match=said):
+        load_conductor(path, {})
+    with pytest.raises(ConfigError, match=r"directories\[1\]: 2 does not fit: it must be a text"):
+        read(tmp_path, "[ssd]\ndirectories = ['/a', 2]\n")
+
+
+def test_a_secret_that_does_not_fit_is_not_repeated(tmp_path):
+    with pytest.raises(ConfigError, match=r"http\.read_token") as refused:
+        read(tmp_path, "[http]\nread_token = 8675309\n")
+
+    assert "8675309" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("KVSTORE_HOST_CAPACITY_BYTES", "KVSTORE__HOST__CAPACITY_BYTES"),
+     ("KVSTORE_HOST__CAPACITY_BYTES", "KVSTORE__HOST__CAPACITY_BYTES"),
+     ("KVSTORE_HOST_CAPCITY_BYTES", "KVSTORE__HOST__CAPACITY_BYTES"),
+     ("KVSTORE_HOST_CAPACITY", "KVSTORE__HOST__CAPACITY_BYTES"),
+     ("KVSTORE_SSD_DIRECTORY", "KVSTORE__SSD__DIRECTORIES"),
+     ("kvstore__http__port", "KVSTORE__HTTP__PORT"), ("KVSTORE_HTTP_PORT", "KVSTORE__HTTP__PORT"),
+     ("KVSTORE_EVENTS_ENDPOINT", "KVSTORE__EVENTS__ENDPOINT")],
+)  # fmt: skip
+def test_a_variable_that_nearly_is_one_of_ours_is_refused_with_the_right_name(name, meant):
+    value = "tcp://127.0.0.1:7" if "ENDPOINT" in name else "7"
+    with pytest.raises(ConfigError, match=rf"^{name}: .*did you mean {meant}\?$"):
+        load(ServerConfig, None, {name: value})
+
+
+SERVICE_LINKS = {
+    "KVSTORE_SERVICE_HOST": "10.0.0.1", "KVSTORE_SERVICE_PORT": "7780",
+    "KVSTORE_SERVICE_PORT_HTTP": "7780", "KVSTORE_PORT": "tcp://10.0.0.1:7780",
+    "KVSTORE_PORT_7780_TCP": "tcp://10.0.0.1:7780", "KVSTORE_PORT_7780_TCP_PROTO": "tcp",
+    "KVSTORE_PORT_7780_TCP_PORT": "7780", "KVSTORE_PORT_7780_TCP_ADDR": "10.0.0.1",
+    "KVSTORE_HTTP_PORT": "tcp://10.0.0.2:7780", "KVSTORE_HTTP_SERVICE_PORT": "7780",
+    "KVSTORE_HOME": "/opt/other", "KVSTORE_VERSION": "17",
+}  # fmt: skip
+"""What Kubernetes sets in a container beside services called kvstore and kvstore-http; and more."""
+
+
+def test_variables_of_others_are_warned_of_and_stop_nothing(caplog):
+    assert load(ServerConfig, None, SERVICE_LINKS).config == ServerConfig()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    for name in SERVICE_LINKS:
+        assert name in caplog.text
+
+
+def test_variables_of_our_other_programs_are_nobodys_mistake(caplog):
+    ours = {"KVSTORE_URL": "http://n", "KVSTORE_TOKEN": "t", "KVSTORE_CONDUCTOR__HTTP__PORT": "1"}
+
+    assert load(ServerConfig, None, ours).config == ServerConfig()
+    assert load_conductor(None, {**ours, "KVSTORE_HOST_POLICY": "x"}).config.http.port == 1
+    assert not caplog.records
+
+
+def test_the_conductors_variables_are_looked_at_in_the_same_way(caplog):
+    with pytest.raises(ConfigError, match="did you mean KVSTORE_CONDUCTOR__QUEUE__WAITING_MAX"):
+        load_conductor(None, {"KVSTORE_CONDUCTOR_QUEUE_WAITING_MAX": "1"})
+    load_conductor(None, {"KVSTORE_CONDUCTOR_PORT": "tcp://10.0.0.1:7700"})
+    assert "KVSTORE_CONDUCTOR_PORT" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ What it held here is a put that it never committed: its slots are LIMBO until th
 nobody writes there any more.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore import wire
+from kvstore.server.processes import Processes
 from kvstore.server.socket import _lock
 from kvstore.testing.server import wait_for
 from tests.conftest import Process, Spawn, WaitUntil
@@ -145,6 +148,28 @@ def test_what_nobody_can_tell_the_end_of_is_said_and_comes_back_after_a_while(
         assert daemon.stats()["unwatched_processes"] == 1
 
 
+def test_a_process_id_that_was_given_away_again_is_another_process(monkeypatch):
+    """Before Linux 6.9 a process is known by its number, and numbers come back."""
+    monkeypatch.setattr("kvstore.server.processes._inodes_are_unique", lambda: False)
+    ended: list[int] = []
+    child = in_a_child(lambda: None)
+    pidfds = [os.pidfd_open(child), os.pidfd_open(os.getpid())]
+    os.waitpid(child, 0)
+    monkeypatch.setattr("kvstore.server.processes._open", lambda _socket, _pid: pidfds.pop(0))
+
+    async def scene() -> None:
+        processes = Processes(ended.append)
+        here, there = socket.socketpair()
+        with here, there:
+            assert processes.add(here, 4711).identity == 4711
+            assert processes.add(here, 4711).identity == 4711
+            assert ended == [4711], "what the first one held is given back"
+            assert processes.runs(4711)
+            processes.close()
+
+    asyncio.run(scene())
+
+
 # Who may connect
 
 
@@ -217,6 +242,57 @@ def test_without_tenants_other_users_cannot_connect(spawn: Spawn, tmp_path: Path
     daemon = Daemon(spawn(program, ready=READY), name)
 
     assert said(spawn, daemon, 60001, 60001, "", "red") == {"red": "PermissionError"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_a_user_who_gets_as_far_as_the_socket_is_looked_at_all_the_same(
+    spawn: Spawn, tmp_path: Path
+):
+    """The mode of the socket is no more than the first door."""
+    tmp_path.chmod(0o755)
+    for above in tmp_path.parents[:3]:
+        above.chmod(above.stat().st_mode | 0o011)
+    name, program = arguments(tmp_path)
+    daemon = Daemon(spawn([*program, "--set", "socket.group_access=true"], ready=READY), name)
+    (tmp_path / "kv.sock").chmod(0o666)
+
+    stranger = said(spawn, daemon, 60001, 60001, "", "red")
+    member = said(spawn, daemon, 60001, os.getegid(), "", "red")
+
+    assert stranger == {"red": f"user 60001 may not connect: the node runs as {os.geteuid()}"}
+    assert member == {"red": ""}
+
+
+def test_an_extent_goes_to_sessions_of_its_own_tenant_only(spawn: Spawn, tmp_path: Path):
+    name, program = arguments(tmp_path)
+    daemon = Daemon(spawn(program, ready=READY), name)
+    tokens = {}
+    with connect(daemon) as red, connect(daemon) as blue:
+        for tenant, connection in (("red", red), ("blue", blue)):
+            identity = msgspec.structs.replace(content.IDENTITY, tenant=tenant)
+            opens = wire.OpenSpace(2, identity, [content.SHARD])
+            connection.sendall(wire.encode(HELLO) + wire.encode(opens))
+            welcome, _ = receive(connection), receive(connection)
+            assert isinstance(welcome, wire.Welcome)
+            tokens[tenant] = welcome.session
+        red.sendall(wire.encode(wire.BeginPut(3, 1, 0, 0, content.keys(1, 1).packed, b"")))
+        granted = receive(red)
+        assert isinstance(granted, wire.PutGranted)
+        [(extent, _, _)] = wire.unpack_addresses(granted.addresses)
+
+        answers = {}
+        for tenant, token in tokens.items():
+            with connect(daemon) as short:
+                short.sendall(wire.encode(wire.FetchExtents(token, [extent])))
+                data, descriptors, *_ = socket.recv_fds(short, 4096, 4)
+            answers[tenant] = wire.decode_answer(data[4:]), len(descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    assert answers["red"] == (wire.ExtentsFollow([extent]), 1)
+    refused, count = answers["blue"]
+    assert isinstance(refused, wire.Failure)
+    assert count == 0
 
 
 @pytest.mark.parametrize("entry", ["red", "=root", "red=", "red=@", "red=no-such-user"])

@@ -58,8 +58,8 @@ def test_another_ranks_commit_does_not_take_back_that_a_page_is_read_once():
     lease, _ = world.acquire(engine, space, "ab", shard=0)
     other, _ = world.acquire(engine, space, "ab", shard=1)
 
-    world.table.release(engine, lease)
     world.table.release(engine, other)
+    world.table.release(engine, lease)
 
     assert world.lookup(space, "ab", [0]) == (0, 0)
     assert world.lookup(space, "ab", [1]) == (2, 0)

@@ -147,6 +147,28 @@ def test_two_lost_processes_in_one_extent_are_waited_for_both(scene: Scene):
     assert scene.ended == [scene.hidden, other]
 
 
+def test_an_extent_comes_back_although_who_it_retired_for_has_ended_meanwhile(scene: Scene):
+    world = scene.world
+    space = world.space(scene.engine)
+    world.space(scene.hidden)
+    world.begin(scene.hidden, space, "a")
+    put, _, _ = world.begin(scene.engine, space, "b")
+    scene.lose()
+    scene.retirement.advance(AFTER_NS)
+    assert world.slots.stats().retiring_bytes == 4 * PAGE
+
+    scene.retirement.remove(scene.hidden)
+    world.end(scene.hidden)
+    world.table.abort_put(scene.engine, put)
+    assert scene.retirement.next_deadline_ns() > 0
+    scene.retirement.advance(scene.retirement.next_deadline_ns())
+
+    assert world.slots.stats().retiring_bytes == 0
+    assert world.slots.stats().free_bytes == 8 * PAGE
+    assert scene.retirement.next_deadline_ns() == 0
+    world.table.check()
+
+
 def test_a_process_that_settles_after_all_keeps_no_extent(scene: Scene):
     world = scene.world
     space = world.space(scene.hidden)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.state.slots import Slot, SlotState, SlotTable
+from kvstore.state.slots import Replacement, Slot, SlotState, SlotTable
 
 PAGE = 4096
 EXTENT_BYTES = 4 * PAGE
@@ -133,6 +133,25 @@ class SlotMachine(RuleBasedStateMachine):
         if used.state == SlotState.LIMBO and not used.pins and not used.holds:
             del self.used[slot]
 
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """Whoever holds an extent's slots is given up; it gets new memory if nobody else is in."""
+        if not self.used:
+            return
+        position = self.table.position(data.draw(st.sampled_from(list(self.used))))
+        inside = {s: u for s, u in self.used.items() if self.table.position(s) == position}
+        if any(used.state != SlotState.LIMBO or used.pins for used in inside.values()):
+            return
+        self.table.retire(position)
+        held = {slot: used.holds for slot, used in inside.items()}
+        assert not self.table.retirable(position, {})
+        assert self.table.retirable(position, held)
+        old = self.table.extents[position].number
+        self.table.replace(position)
+        assert self.table.replaced[-1][::2] == (old, True)
+        for slot in inside:
+            del self.used[slot]
+
     @precondition(lambda self: self.withheld)
     @rule(count=st.integers(0, 3))
     def provide(self, count: int) -> None:
@@ -145,7 +164,7 @@ class SlotMachine(RuleBasedStateMachine):
     @rule()
     def replace_memory(self) -> None:
         """The tier made new memory: each old number was known, each new one is new."""
-        for old, new in self.table.replaced:
+        for old, new, _ in self.table.replaced:
             assert old in self.domain_of_number
             assert new > old
         self.table.replaced.clear()
@@ -192,7 +211,7 @@ def test_an_extent_that_changes_its_tenant_gets_new_memory():
 
     taken = table.allocate(1, "blue", PAGE)
 
-    assert table.replaced == [(old, old + 1)]
+    assert table.replaced == [Replacement(old, old + 1, in_use=False)]
     assert table.address(taken[0])[0] == old + 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 from kvstore.server.admin.connections import Peer
+from kvstore.server.channel import Caller
 from kvstore.server.refusal import Refusal
 
 Role = Literal["read", "operate"]
@@ -32,8 +33,8 @@ class Access:
             " the node's user needs none"
         )
 
-    def check(self, peer: Peer | None, authorization: str, role: Role) -> str:
-        """Who asks, for the log; if they may not, they are refused.
+    def check(self, peer: Peer | None, authorization: str, role: Role) -> Caller:
+        """Who asks; if they may not, they are refused.
 
         Args:
             peer: who is at the other end.
@@ -45,7 +46,7 @@ class Access:
         """
         peer = peer or _NO_PEER
         if peer.unix and self._admits(peer):
-            return f"role operate, {peer.address}"
+            return Caller("operate", peer.address)
         kind, _, token = authorization.partition(" ")
         held = self._role(token.strip().encode()) if kind.lower() == "bearer" else None
         if held is None:
@@ -54,7 +55,7 @@ class Access:
             raise Refusal(
                 403, "forbidden", "this token may read; operating needs http.operate_token"
             )
-        return f"role {held}, {peer.address}"
+        return Caller(held, peer.address)
 
     def _admits(self, peer: Peer) -> bool:
         """Whether a process may operate because of whose it is: as for the node's own socket."""

@@ -22,9 +22,10 @@ from kvstore.errors import KVStoreError
 from kvstore.server import answers, operations
 from kvstore.server.admin import prompts
 from kvstore.server.admin.access import Access
-from kvstore.server.admin.link import Link
+from kvstore.server.admin.link import NOBODY, Link
 from kvstore.server.admin.openapi import described
 from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfiguration, ShowMetrics
+from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
 from kvstore.state.explain import Explanation
@@ -44,7 +45,7 @@ DISCARD_S: Final = 2.0
 _PAGE: Final = (Path(__file__).parent / "docs.html").read_text()
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
-Handler = Callable[[Any, str], Awaitable[Any]]
+Handler = Callable[[Any, Caller], Awaitable[Any]]
 
 
 class App:
@@ -99,7 +100,7 @@ class App:
 
     async def _answer(self, route: Route, request: Request) -> Response:
         """Serve one request."""
-        by = ""
+        by = NOBODY
         try:
             if route.role is not None and not (route.asks is ShowMetrics and self._open_metrics):
                 peer = request.scope["state"].get("peer")
@@ -137,16 +138,16 @@ class App:
             message = f"{PROMPTS_MAX} prompts are being explained; try again"
             raise Refusal(503, "busy", message) from None
 
-    async def _within(self, seconds: float, asked: operations.Operation, by: str) -> Any:
+    async def _within(self, seconds: float, asked: operations.Operation, by: Caller) -> Any:
         return await self._link.ask(asked, Any, by, seconds)
 
-    async def _metrics(self, _asked: ShowMetrics, by: str) -> bytes:
+    async def _metrics(self, _asked: ShowMetrics, by: Caller) -> bytes:
         return render(await self._link.ask(operations.ShowStats(), dict, by))
 
-    async def _configuration(self, _asked: ShowConfiguration, _by: str) -> Any:
+    async def _configuration(self, _asked: ShowConfiguration, _by: Caller) -> Any:
         return {"values": self._values}
 
-    async def _explain(self, asked: Question, by: str) -> Explanation:
+    async def _explain(self, asked: Question, by: Caller) -> Explanation:
         if (asked.key is None) == (asked.tokens is None):
             raise Refusal(400, "invalid_argument", "give either a key or tokens", "key")
         if asked.space is None and asked.shard is not None:
@@ -163,7 +164,7 @@ class App:
         found: Explanation = await ask(question, Explanation)
         return found
 
-    async def _listed(self, route: Route, asked: Any, by: str) -> dict[str, Any]:
+    async def _listed(self, route: Route, asked: Any, by: Caller) -> dict[str, Any]:
         """As many rows as are wanted, from as many answers of the node as that takes."""
         rows: list[Any] = []
         part: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from kvstore.server.channel import (
     Answered,
     Ask,
     Begin,
+    Caller,
     Channel,
     FromAdmin,
     FromNode,
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 ANSWER_S: Final = 30.0
 """A listing waits so long when many are asked for at a time."""
+NOBODY: Final = Caller()
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
@@ -48,7 +50,7 @@ class Link:
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
 
     async def ask(
-        self, operation: Operation, kind: type[T], by: str = "", timeout_s: float = ANSWER_S
+        self, operation: Operation, kind: type[T], by: Caller = NOBODY, timeout_s: float = ANSWER_S
     ) -> T:
         """The node's answer to an operation.
 

@@ -1,0 +1,106 @@
+"""What short names stand for at a node: the first digits of a key or a space, and models."""
+
+import re
+from typing import Any, Final
+
+from kvstore.cli.remote import Remote
+from kvstore.cli.show import cell, identity
+from kvstore.errors import InvalidArgument, NotFound
+
+PREFIX_MIN: Final = 6
+"""Digits that name a key or a space, if only one begins with them."""
+SPACES_MAX: Final = 1 << 20
+PAGES_MAX: Final = 100_000
+"""Pages that are looked through for a key; it takes seconds."""
+_SHOWN_MAX: Final = 10
+_FULL: Final = re.compile("[0-9a-f]{64}")
+_PREFIX: Final = re.compile(rf"[0-9a-f]{{{PREFIX_MIN},63}}")
+
+
+class Names:
+    """The spaces and keys of one node, asked for when one is named shortly.
+
+    Args:
+        node: is asked.
+    """
+
+    def __init__(self, node: Remote) -> None:
+        """Ask nothing yet."""
+        self._node = node
+        self._spaces: list[dict[str, Any]] | None = None
+        self._keys: dict[str, list[str]] = {}
+
+    def space(self, name: str) -> str:
+        """The label of a space that is named by label, by its first digits, or by its model.
+
+        Raises:
+            NotFound: there is none of that name.
+            InvalidArgument: there are several; lists them.
+        """
+        if _FULL.fullmatch(name.lower()):
+            return name.lower()
+        every, digits = self._all_spaces(), name.lower()
+        found = (
+            [one for one in every if _PREFIX.fullmatch(digits) and one["space"].startswith(digits)]
+            or [one for one in every if one["model"] == name]
+            or [one for one in every if one["model"].rpartition("/")[2] == name]
+        )
+        if not found:
+            raise NotFound("space", f"{name!r} is not open here; kvstore spaces lists what is")
+        if len(found) > 1:
+            listed = [f"{one['space'][:12]}  {cell(identity(one))}" for one in found]
+            raise InvalidArgument("space", _several(name, listed))
+        return str(found[0]["space"])
+
+    def key(self, space: str | None, name: str) -> str:
+        """A key that is named by all its digits or the first ones.
+
+        Args:
+            space: label of the space it is in; None = of any.
+            name: what was given.
+
+        Raises:
+            NotFound: no page that is stored has such a key.
+            InvalidArgument: it is none, or there are several; lists them.
+        """
+        name = name.lower()
+        if _FULL.fullmatch(name):
+            return name
+        if not _PREFIX.fullmatch(name):
+            message = f"{name!r} is no key: 64 hex digits, or the first {PREFIX_MIN} or more"
+            raise InvalidArgument("key", message)
+        spaces = [one for one in self._all_spaces() if space in (None, one["space"])]
+        pages = sum(one["pages"] for one in spaces)
+        if pages > PAGES_MAX:
+            message = f"{pages:,} pages are too many to look through: give all 64 digits"
+            raise InvalidArgument("key", message)
+        found = {
+            key: None
+            for one in spaces
+            for key in self._keys_of(one["space"])
+            if key.startswith(name)
+        }
+        if not found:
+            raise NotFound("key", f"no page that is stored has a key that begins with {name!r};"
+                                  " name one that left with all 64 digits")  # fmt: skip
+        if len(found) > 1:
+            raise InvalidArgument("key", _several(name, list(found)))
+        return next(iter(found))
+
+    def _all_spaces(self) -> list[dict[str, Any]]:
+        if self._spaces is None:
+            listed = self._node.listed("spaces", "/v1/spaces", {}, SPACES_MAX)
+            self._spaces = list(listed["spaces"])
+        return self._spaces
+
+    def _keys_of(self, space: str) -> list[str]:
+        if space not in self._keys:
+            listed = self._node.listed("pages", "/v1/pages", {"space": space}, PAGES_MAX)
+            self._keys[space] = [one["key"] for one in listed["pages"]]
+        return self._keys[space]
+
+
+def _several(name: str, listed: list[str]) -> str:
+    more = len(listed) - _SHOWN_MAX
+    lines = [f"{name!r} may be any of {len(listed)}:", *listed[:_SHOWN_MAX]]
+    return "\n  ".join([*lines, f"and {more} more"] if more > 0 else lines)

@@ -1,0 +1,165 @@
+"""What an operator reads in the log while a node runs, seen from outside: nobody has to report it.
+
+A look compares the node with what the last look saw. It is cheap, so there is one in every tick of
+the loop; an engine that stays for less than a tick leaves no line.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from kvstore.logs import event
+from kvstore.node import Node
+from kvstore.page import SpaceIdentity
+from kvstore.state.sessions import Session
+
+log = logging.getLogger(__name__)
+
+CLOSE_LOOK_TICKS: Final = 10
+"""So often a look is at everything, else only at who is there."""
+SPACES_TOLD: Final = 16
+"""Spaces of one engine that are told of; it may open thousands."""
+CALM_S: Final = 30.0
+"""So long the SSD tier must be without a failure before it is said to be well, if it is idle."""
+_NS: Final = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A session as it was seen.
+
+    Attributes:
+        since_ns: when it was seen first.
+        pids: of its processes that have one here.
+        opened: spaces it had opened.
+        spaces: labels of the first of them, at most :data:`SPACES_TOLD`.
+    """
+
+    session: Session
+    since_ns: int
+    pids: set[int] = field(default_factory=set)
+    opened: int = 0
+    spaces: list[str] = field(default_factory=list)
+
+    def look_at_processes(self) -> None:
+        """Remember its processes: when it has left they are gone too."""
+        self.pids.update(one.peer.pid for one in self.session.processes.values() if one.peer.pid)
+
+    def look_at_spaces(self) -> None:
+        """Log the spaces it has opened since the last time."""
+        self.opened = len(self.session.spaces)
+        for space in islice(self.session.spaces.values(), len(self.spaces), SPACES_TOLD):
+            self.spaces.append(space.label[:12])
+            event(
+                log, logging.INFO, "engine opened a space", **_named(self.session),
+                space=space.label[:12], **_told(space.identity),
+            )  # fmt: skip
+
+
+class Watch:
+    """Logs engines that come and go, and what becomes of a node's tiers, policy and readiness.
+
+    Args:
+        node: is looked at, never changed.
+        unready: why the node cannot serve now; empty when it can.
+    """
+
+    def __init__(self, node: Node, unready: Callable[[], str]) -> None:
+        """Take it that all is as it should be: the first look says what is not."""
+        self._node = node
+        self._unready = unready
+        self._ticks = 0
+        self._engines: dict[bytes, _Engine] = {}
+        self._why = ""
+        self._withheld_bytes = 0
+        #: When the SSD tier last failed, and pages written until then; None while it is well.
+        self._failed: tuple[int, int] | None = None
+        self._policy = node.pages.eviction.policy
+
+    def look(self, now_ns: int) -> None:
+        """Log what is not as it was."""
+        close = self._ticks % CLOSE_LOOK_TICKS == 0
+        if close or self._engines.keys() != self._node.sessions.keys():
+            self._who_is_there(now_ns)
+        for engine in self._engines.values():
+            if len(engine.session.spaces) > engine.opened:
+                engine.look_at_spaces()
+        if close:
+            for engine in self._engines.values():
+                engine.look_at_processes()
+            self._host_memory()
+            self._ssd(now_ns)
+            self._policy_and_readiness()
+        self._ticks += 1
+
+    def _who_is_there(self, now_ns: int) -> None:
+        sessions = self._node.sessions
+        # One that came back within a tick has its old token, and is another session.
+        left = [one for one in self._engines.items() if sessions.get(one[0]) is not one[1].session]
+        for token, gone in left:
+            del self._engines[token]
+            event(
+                log, logging.INFO, "engine left", **_named(gone.session),
+                pids=sorted(gone.pids), spaces=gone.spaces,
+                stayed_s=round((now_ns - gone.since_ns) / _NS, 3),
+            )  # fmt: skip
+        for token, session in sessions.items():
+            if token not in self._engines:
+                engine = self._engines[token] = _Engine(session, now_ns)
+                engine.look_at_processes()
+                event(log, logging.INFO, "engine came", engine=session.name,
+                      pids=sorted(engine.pids))  # fmt: skip
+
+    def _host_memory(self) -> None:
+        slots = self._node.pages.slots
+        withheld, before = slots.withheld * slots.extent_bytes, self._withheld_bytes
+        if withheld > before:
+            event(log, logging.WARNING, "host memory withheld", withheld_bytes=withheld,
+                  why="clients still map memory of the previous boot")  # fmt: skip
+        elif withheld < before:
+            event(log, logging.INFO, "host memory returned", withheld_bytes=withheld,
+                  returned_bytes=before - withheld)  # fmt: skip
+        self._withheld_bytes = withheld
+
+    def _ssd(self, now_ns: int) -> None:
+        disk = self._node.pages.disk
+        if disk is None:
+            return
+        written = self._node.pages.counts["demoted_pages"]
+        if disk.troubled:
+            if self._failed is None:
+                event(log, logging.WARNING, "SSD tier degraded",
+                      why="writes or syncs fail; the node serves on from memory")  # fmt: skip
+            self._failed = now_ns, written
+        elif self._failed is not None:  # between two tries nothing fails either
+            since_ns, before = self._failed
+            if written > before or now_ns - since_ns >= CALM_S * _NS:
+                event(log, logging.INFO, "SSD tier recovered")
+                self._failed = None
+
+    def _policy_and_readiness(self) -> None:
+        policy = self._node.pages.eviction.policy
+        if policy != self._policy:
+            event(log, logging.INFO, "eviction policy changed", policy=policy, before=self._policy)
+            self._policy = policy
+        why = self._unready()
+        if why and not self._why:
+            event(log, logging.WARNING, "not ready", why=why)
+        elif self._why and not why:
+            event(log, logging.INFO, "ready again", was=self._why)
+        self._why = why
+
+
+def _named(session: Session) -> dict[str, object]:
+    return {"engine": session.name, "tenant": session.domain}
+
+
+def _told(identity: SpaceIdentity) -> dict[str, object]:
+    return {
+        "model": identity.model,
+        "revision": identity.revision,
+        "kv_dtype": identity.kv_dtype,
+        "page_tokens": identity.page_tokens,
+    }
