@@ -49,9 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
-    options = _parser().parse_args(arguments)
     try:
-        status = _carried_out(options)
+        status = _carried_out(_parser().parse_args(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
         with Path(os.devnull).open("w") as nowhere:
