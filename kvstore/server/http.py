@@ -91,7 +91,7 @@ class HttpServer:
         self._inode = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._mine: socket.socket
+        self._mine: socket.socket | None = None
         self._serving = asyncio.Event()
         self._lost = asyncio.Event()
         self._silent_s = 0.0
@@ -136,8 +136,10 @@ class HttpServer:
         self._stopping = True
         self._turns.close()
         self._dispatcher.close()
-        if self._channel is not None and not self._channel.closed:
-            self._mine.shutdown(socket.SHUT_RDWR)  # the loop, which closes it, runs no more
+        if self._mine is not None:
+            with contextlib.suppress(OSError):
+                self._mine.shutdown(socket.SHUT_RDWR)  # the loop, which closes it, runs no more
+        if self._channel is not None:
             self._channel.close()
         self._reap()
         self._listener.close()
@@ -204,8 +206,10 @@ class HttpServer:
     async def _until_lost(self) -> None:
         """Wait for the child's end; one that has long been silent is ended."""
         while not self._lost.is_set():
+            # Not wait_for: before Python 3.12 it takes a cancellation that comes with the end.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), ALIVE_S)
+                async with asyncio.timeout(ALIVE_S):
+                    await self._lost.wait()
             self._silent_s += ALIVE_S  # as often as this loop runs: it may have been away itself
             if self._silent_s >= SILENT_S and self._channel is not None:
                 event(log, logging.ERROR, "admin process silent", silent_s=SILENT_S)

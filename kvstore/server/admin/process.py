@@ -56,7 +56,8 @@ async def _serve(node: socket.socket) -> None:
     link = Link()
     await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=node)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NodeLog(link)])
-    begin = await asyncio.wait_for(link.begun, _BEGIN_S)
+    async with asyncio.timeout(_BEGIN_S):
+        begin = await link.begun
     access = Access(begin.tokens, group=begin.group, token_file=begin.token_file)
     app = App(link, access, begin.values, open_metrics=begin.open_metrics).starlette()
     Connection.all = Connections()
