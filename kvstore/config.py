@@ -357,11 +357,6 @@ def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 -
     return Path(config.http.socket_path or f"{config.socket.path}.admin")
 
 
-def token_file(socket: Path) -> Path:
-    """Where a node with that admin socket keeps the token that it made."""
-    return socket.with_name(f"{socket.name}.token")
-
-
 def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """The node's address and the token that the ``kvstore`` command uses unless it is told.
 

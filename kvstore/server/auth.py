@@ -44,6 +44,11 @@ def tokens_of(config: HttpConfig) -> dict[Role, str]:
     return tokens
 
 
+def token_file(socket: Path) -> Path:
+    """Where a node with that admin socket keeps the token that it made."""
+    return socket.with_name(f"{socket.name}.token")
+
+
 def make_token(path: Path) -> str:
     """A new token, and a file for it that only this user may read.
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from kvstore.config import HttpConfig, admin_socket, token_file
+from kvstore.config import HttpConfig, admin_socket
+from kvstore.server.auth import token_file
 
 HERE: Final = f"unix://{admin_socket()}"
 """A node of this machine that was told no paths."""

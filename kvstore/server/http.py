@@ -17,10 +17,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.config import admin_socket, child_environment, token_file, values
+from kvstore.config import admin_socket, child_environment, values
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.logs import event
-from kvstore.server.auth import make_token, tokens_of
+from kvstore.server.auth import make_token, token_file, tokens_of
 from kvstore.server.channel import (
     ALIVE_S,
     ASK_BYTES_MAX,

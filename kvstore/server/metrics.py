@@ -18,25 +18,7 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         stats = self._stats
-        host = stats["host"]
-        yield _gauge(
-            "kvstore_host_capacity_bytes",
-            "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
-            host["capacity_bytes"],
-        )
-        states = GaugeMetricFamily(
-            "kvstore_host_bytes",
-            "Memory of the host tier, by state of its slots; pinned is a part of ready.",
-            labels=["state"],
-        )
-        for state in _SLOT_STATES:
-            states.add_metric([state], host[f"{state}_bytes"])
-        yield states
-        yield _gauge(
-            "kvstore_host_populated_bytes",
-            "Memory of the host tier that was touched in advance.",
-            stats["populated_bytes"],
-        )
+        yield from _host(stats["host"], stats["populated_bytes"])
         yield _gauge(
             "kvstore_pages",
             "Keys in the index, in any tier, those being written too; a key counts once.",
@@ -78,18 +60,44 @@ class _Snapshot:
         yield from _counters(stats["counts"])
         if ssd := stats.get("ssd"):
             yield from _ssd(ssd, stats["counts"])
-        events = stats["events"]
-        if events:
-            yield _counter(
-                "kvstore_event_batches",
-                "Batches of KV events that were published.",
-                events["batches_sent"],
-            )
-            yield _counter(
-                "kvstore_event_batches_dropped",
-                "Batches of KV events that were lost because too many waited.",
-                events["batches_dropped"],
-            )
+        if stats["events"]:
+            yield from _events(stats["events"])
+
+
+def _host(host: Mapping[str, Any], populated_bytes: int) -> Iterator[Metric]:
+    """The host tier: sizes."""
+    yield _gauge(
+        "kvstore_host_capacity_bytes",
+        "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
+        host["capacity_bytes"],
+    )
+    states = GaugeMetricFamily(
+        "kvstore_host_bytes",
+        "Memory of the host tier, by state of its slots; pinned is a part of ready.",
+        labels=["state"],
+    )
+    for state in _SLOT_STATES:
+        states.add_metric([state], host[f"{state}_bytes"])
+    yield states
+    yield _gauge(
+        "kvstore_host_populated_bytes",
+        "Memory of the host tier that was touched in advance.",
+        populated_bytes,
+    )
+
+
+def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
+    """What was published."""
+    yield _counter(
+        "kvstore_event_batches",
+        "Batches of KV events that were published.",
+        events["batches_sent"],
+    )
+    yield _counter(
+        "kvstore_event_batches_dropped",
+        "Batches of KV events that were lost because too many waited.",
+        events["batches_dropped"],
+    )
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:

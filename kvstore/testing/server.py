@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvstore.config import token_file
 from kvstore.server import client
+from kvstore.server.auth import token_file
 
 START_WAIT_S: Final = 60.0
 END_WAIT_S: Final = 30.0

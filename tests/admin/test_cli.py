@@ -13,9 +13,9 @@ from rich.console import Console
 from kvstore.cli import command, main, show, top
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
-from kvstore.config import token_file
 from kvstore.errors import PeerUnreachable
 from kvstore.server import client
+from kvstore.server.auth import token_file
 from tests.admin.conftest import PAGE_BYTES, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
 
