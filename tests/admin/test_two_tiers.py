@@ -222,3 +222,18 @@ def test_a_job_too_many_is_refused_and_a_limit_that_needs_one_is_not_set(two_tie
                 ended = api.ended(job)
                 assert (ended["state"], ended["result"]["kept"]) == ("cancelled", 2)
         assert api.ended(api.post("/v1/verify"))["state"] == "done"
+
+
+def test_a_prompt_longer_than_one_question_is_explained(two_tiers):
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(1500)
+        size = mine.space.identity.page_tokens
+        wanted = mine.space.page_keys(range(1600 * size))
+        assert wanted[:1500] == keys
+
+        told = api.post("/v1/explain", tokens=list(range(1600 * size)), space=mine.label)
+
+    assert (told["hit_pages"], told["asked_pages"]) == (1500, 1600)
+    assert told["key"] == wanted[1500].hex()
+    assert told["verdict"] == "never_stored"
