@@ -60,7 +60,8 @@ class Server:
         command = [sys.executable, "-m", *module, "--set", "http.port=0"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
-        self._out, self._err = folder / "server.out", folder / "server.err"
+        earlier = len(list(folder.glob("server-*.out")))  # they may still run, and write
+        self._out, self._err = (folder / f"server-{earlier}.{end}" for end in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
