@@ -9,8 +9,8 @@ from kvstore.page import Layout
 Value = int | float | bool | str | None
 
 
-class Answer(Struct, frozen=True, kw_only=True):
-    """Base of all."""
+class Answer(Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all; none refers to itself, so the garbage collector need not look at them."""
 
 
 class Fault(Answer, frozen=True):

@@ -20,11 +20,12 @@ from time import perf_counter
 from typing import Final
 
 from kvstore import wire
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 
 PAGES: Final = 1500
 PAUSE_S: Final = 0.002
 _PAGE_TOKENS: Final = 64
+_STRETCH_BYTES: Final = 256 * KEY_BYTES
 _TIMEOUT_S: Final = 30.0
 _never: Final = threading.Event()
 
@@ -75,12 +76,16 @@ class Engine:
         self.put()
 
     def put(self) -> None:
-        """Store the prompt; what others took out is stored again."""
-        granted = self._ask(wire.BeginPut(3, 1, self._space, 0, self._keys, b""))
-        assert isinstance(granted, wire.PutGranted), granted
-        pages = granted.statuses.count(0)
-        if pages:
-            self._ask(wire.CommitPut(4, 1, b"d" * 16 * pages))
+        """Store the prompt, a stretch at a time."""
+        parent = b""
+        for start in range(0, len(self._keys), _STRETCH_BYTES):
+            keys = self._keys[start : start + _STRETCH_BYTES]
+            granted = self._ask(wire.BeginPut(3, 1, self._space, 0, keys, parent))
+            assert isinstance(granted, wire.PutGranted), granted
+            pages = granted.statuses.count(0)
+            if pages:
+                self._ask(wire.CommitPut(4, 1, b"d" * 16 * pages))
+            parent = keys[-KEY_BYTES:]
 
     def lookup(self) -> tuple[float, bool]:
         """One lookup: the seconds it took, and whether all was a hit."""
