@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak mutants clean
+.PHONY: demo demo-vllm test test-vllm lint soak soak-events mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ lint: $(VENV)/.ready
 
 soak: $(VENV)/.ready
 	@$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+# About eleven minutes: whatever is sent to those who read events, and to the Conductor over HTTP.
+soak-events: $(VENV)/.ready
+	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_strange_engines.py $(ARGS)
 
 # One-line faults, each applied to a copy of the tree: the tests named beside it must fail.
 mutants: $(VENV)/.ready

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvstore.privatefile import token_for
+
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
 _HTTP_TIMEOUT_S: Final = 10.0
@@ -178,8 +180,8 @@ class Cluster:
         self.store_url, self.node_url, events, replay = found.groups()
         self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
         self.conductor_url = conductor.wait_ready().group(1)
-        request("POST", f"{self.conductor_url}/v1/nodes",
-                {"id": "local", "events": events, "events_replay": replay})  # fmt: skip
+        register(self.conductor_url, "nodes",
+                 {"id": "local", "events": events, "events_replay": replay})  # fmt: skip
         roles = ["prefill"] * options.prefills + ["decode"] * options.decodes
         names = [f"P{n + 1}" for n in range(options.prefills)]
         names += [f"D{n + 1}" for n in range(options.decodes)]
@@ -200,7 +202,8 @@ class Cluster:
             arguments += ["--store", self.store_url, "--node", "local"]
             arguments += ["--conductor", self.conductor_url]
         if mode != "mono" and options.prefix_cache:
-            arguments += ["--events", "tcp://127.0.0.1:*", "--events-replay", "tcp://127.0.0.1:*"]
+            events = f"ipc://{self.directory}/{name}"
+            arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]
         return self._launch(name, arguments, LISTENING)
 
     def _launch(self, name: str, arguments: list[str], ready: str, *sets: str) -> Service:
@@ -226,16 +229,27 @@ def script(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def request(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    """One JSON request to a process of this machine.
+def register(conductor_url: str, kind: str, body: dict[str, Any]) -> None:
+    """Tell a Conductor that we started of an engine or node (``kind`` is the plural).
+
+    Raises:
+        ClusterError: it does not answer, or refuses.
+    """
+    token = token_for("conductor", conductor_url)
+    request("POST", f"{conductor_url}/v1/{kind}", body, token)
+
+
+def request(method: str, url: str, body: dict[str, Any] | None = None, token: str = "") -> Any:
+    """One JSON request to a process of this machine, with a token if need be.
 
     Raises:
         ClusterError: it does not answer, or not with success.
     """
     data = json.dumps(body).encode() if body is not None else None
-    call = urllib.request.Request(
-        url, data=data, method=method, headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    call = urllib.request.Request(url, data=data, method=method, headers=headers)
     try:
         with urllib.request.urlopen(call, timeout=_HTTP_TIMEOUT_S) as answer:
             return json.load(answer)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from bench.cluster import DAEMON_READY, LISTENING, ClusterError, Service, request, script
+from bench.cluster import DAEMON_READY, LISTENING, ClusterError, Service, register, request, script
 from bench.vllm_environment import interpreter
 
 MODEL: Final = "demo"
@@ -79,7 +79,7 @@ class VllmCluster:
         self.conductor_url = self.launch("conductor", arguments, LISTENING).wait_ready().group(1)
         for name, role in roles.items():
             body = {"id": name, "role": role, "url": self.urls[name], "model": MODEL}
-            request("POST", f"{self.conductor_url}/v1/engines", body)
+            register(self.conductor_url, "engines", body)
 
     def start_server(
         self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = (),

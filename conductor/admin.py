@@ -1,60 +1,76 @@
 """Everything the Conductor serves besides completions: engines, nodes, decisions, health."""
 
-from collections.abc import Awaitable, Callable
+import logging
+import re
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
+from conductor.auth import Auth, Role
 from conductor.config import EngineEntry, NodeEntry
 from conductor.engines import Engine, EngineRegistry
 from conductor.membership import Membership
 from conductor.metrics import Metrics
-from conductor.openai import BadRequestError, error_response, parse
+from conductor.openai import BadRequestError, ModelName, error_response, parse, read_body
 from conductor.prompts import Prompts
 from conductor.proxy import Parts, Proxy
 from conductor.upstream import EngineError, EngineRefusedError
+from kvstore.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
 _DECISIONS_LIMIT: Final = 20
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
 
 
 class _TokenizeBody(msgspec.Struct):
     prompt: str
-    model: str | None = None
+    model: ModelName | None = None
 
 
 class Admin:
     """Handlers over the parts of one Conductor."""
 
-    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy) -> None:
+    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
         self._parts = parts
         self._membership = membership
         self._proxy = proxy
+        self._auth = auth
 
     def routes(self) -> list[web.RouteDef]:
         """Every route."""
+
+        def asks(handler: Handler) -> Handler:
+            return self._auth.needs(Role.CLIENT, handler)
+
+        def reads(handler: Handler) -> Handler:
+            return self._auth.needs(Role.READ, handler)
+
+        def operates(handler: Handler) -> Handler:
+            return self._auth.needs(Role.OPERATE, handler)
+
         return [
-            web.post("/v1/completions", self._proxy.completions),
-            web.get("/v1/models", self._models),
-            web.post("/tokenize", self._tokenize),
             web.get("/health", self._health),
             web.get("/readyz", self._ready),
-            web.get("/metrics", self._scrape),
-            web.get("/v1/engines", self._engines),
-            web.post("/v1/engines", self._register),
-            web.get("/v1/engines/{id}", self._engine),
-            web.delete("/v1/engines/{id}", self._remove),
-            web.get("/v1/nodes", self._nodes),
-            web.post("/v1/nodes", self._add_node),
-            web.delete("/v1/nodes/{id}", self._remove_node),
-            web.get("/v1/decisions", self._decisions),
-            web.get("/v1/decisions/{id}", self._decision),
+            web.post("/v1/completions", asks(self._proxy.completions)),
+            web.get("/v1/models", asks(self._models)),
+            web.post("/tokenize", asks(self._tokenize)),
+            web.get("/metrics", reads(self._scrape)),
+            web.get("/v1/engines", reads(self._engines)),
+            web.get("/v1/engines/{id}", reads(self._engine)),
+            web.get("/v1/nodes", reads(self._nodes)),
+            web.get("/v1/decisions", reads(self._decisions)),
+            web.get("/v1/decisions/{id}", reads(self._decision)),
+            web.post("/v1/engines", operates(self._register)),
+            web.delete("/v1/engines/{id}", operates(self._remove)),
+            web.post("/v1/nodes", operates(self._add_node)),
+            web.delete("/v1/nodes/{id}", operates(self._remove_node)),
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -62,7 +78,7 @@ class Admin:
         return web.json_response({"object": "list", "data": data})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        raw = await http.read()
+        raw = await read_body(http)
         body = parse(raw, _TokenizeBody)
         models = self._registry.models()
         if body.model is not None and body.model not in models:
@@ -112,7 +128,7 @@ class Admin:
         }
 
     async def _register(self, http: web.Request) -> web.Response:
-        entry = parse(await http.read(), EngineEntry)
+        entry = parse(await read_body(http), EngineEntry)
         try:
             info = await self._membership.register(entry)
         except EngineError as error:
@@ -123,24 +139,30 @@ class Admin:
         engine_id = http.match_info["id"]
         if not self._membership.remove(engine_id):
             return _unknown("engine")
+        _log.info("engine %s was removed by %s", engine_id, http.remote)
         self._parts.queue.forget(engine_id)
+        self._metrics.forget(engine_id)
         return web.Response(status=204)
 
     async def _nodes(self, _: web.Request) -> web.Response:
-        return _json({"nodes": list(self._membership.nodes.values())})
+        return _json({"nodes": [_shown_node(node) for node in self._membership.nodes.values()]})
 
     async def _add_node(self, http: web.Request) -> web.Response:
-        node = parse(await http.read(), NodeEntry)
+        node = parse(await read_body(http), NodeEntry)
         self._membership.add_node(node)
-        return _json(node, status=201)
+        _log.info("node %s at %s was registered by %s", node.id, node.events, http.remote)
+        return _json(_shown_node(node), status=201)
 
     async def _remove_node(self, http: web.Request) -> web.Response:
-        known = self._membership.remove_node(http.match_info["id"])
-        return web.Response(status=204) if known else _unknown("node")
+        node_id = http.match_info["id"]
+        if not self._membership.remove_node(node_id):
+            return _unknown("node")
+        _log.info("node %s was removed by %s", node_id, http.remote)
+        return web.Response(status=204)
 
     async def _decisions(self, http: web.Request) -> web.Response:
         text = http.query.get("limit", str(_DECISIONS_LIMIT))
-        if not text.isdecimal() or not 1 <= int(text) <= DECISIONS_LIMIT_MAX:
+        if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= DECISIONS_LIMIT_MAX:
             raise BadRequestError("limit", f"must be in 1..{DECISIONS_LIMIT_MAX}")
         return _json({"decisions": self._parts.decisions.newest(int(text))})
 
@@ -155,18 +177,42 @@ def _json(value: object, status: int = 200) -> web.Response:
     )
 
 
+def _shown_node(node: NodeEntry) -> dict[str, object]:
+    """What may be told of a node: not its token."""
+    return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
+
+
 def _unknown(what: str) -> web.Response:
     return error_response(404, f"unknown_{what}", f"no such {what} is known", field="id")
 
 
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in OpenAI's form."""
-    try:
-        return await handler(request)
-    except BadRequestError as error:
-        return error_response(400, "invalid_value", str(error), field=error.field)
-    except EngineRefusedError as error:
-        return web.Response(status=error.status, body=error.body, content_type=error.content_type)
-    except web.HTTPException as error:
-        return error_response(error.status, "http", error.reason)
+def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> Middleware:
+    """A middleware: errors in OpenAI's form.
+
+    Args:
+        faults: counts what was our own fault.
+        broken: told when an assertion failed: our state cannot be trusted any more.
+    """
+
+    @web.middleware
+    async def told(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except BadRequestError as error:
+            return error_response(400, "invalid_value", str(error), field=error.field)
+        except EngineRefusedError as error:
+            return web.Response(
+                status=error.status, body=error.body, content_type=error.content_type
+            )
+        except web.HTTPException as error:
+            return error_response(error.status, "http", error.reason)
+        except AssertionError as error:
+            broken(error)
+            raise
+        except ConnectionError:
+            raise  # the client has gone
+        except Exception as error:
+            faults.note("internal", f"{request.method} {request.path[:200]!r}: {error!r}")
+            return error_response(500, "internal", "an error of the Conductor; its log says which")
+
+    return told

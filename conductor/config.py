@@ -4,7 +4,9 @@ A TOML file < environment (``KVSTORE_CONDUCTOR__QUEUE__WAITING_MAX``) <
 ``--set queue.waiting_max=9``.
 """
 
+import ipaddress
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,28 +16,28 @@ from msgspec import Meta
 from conductor.engines import Role
 from conductor.policy import POLICIES
 from kvstore.config import Loaded, Positive, Section, load
+from kvstore.errors import InvalidArgument
+from kvstore.listeners import parse_endpoint
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 
 Name = Annotated[
     str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -")
 ]
-Url = Annotated[
+Url = Annotated[str, Meta(max_length=512)]
+Endpoint = Annotated[str, Meta(max_length=512)]
+Tokens = Annotated[int, Meta(ge=1, le=65_536)]
+Space = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="64 hex digits")]
+Model = Annotated[
     str,
     Meta(
-        pattern="^https?://[^/?#]+$",
+        min_length=1,
         max_length=512,
-        description="an address such as http://host:8000, without a path",
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+        description="a name on one line",
     ),
 ]
-Endpoint = Annotated[
-    str,
-    Meta(
-        pattern="^(tcp|ipc|inproc)://.+$",
-        max_length=512,
-        description="an endpoint such as tcp://host:5557 or ipc:///path",
-    ),
-]
+Running = Annotated[int, Meta(ge=1, le=100_000)]
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -43,16 +45,57 @@ class HttpConfig(Section, frozen=True):
     """The OpenAI-compatible front.
 
     Attributes:
-        host: address to listen on; there is no authentication, so keep it on loopback.
+        host: address to listen on; anything but loopback needs tokens.
         port: 0 = any free port; the ready line says which.
         body_bytes_max: a longer request body is refused with 413.
         drain_s: what requests in flight get at SIGTERM before they are cut.
+        client_token: who shows it may send requests; empty = see the file.
+        client_token_file: a file that holds that token; empty = none.
+        read_token: who shows it may also read engines, nodes and decisions; empty = see the file.
+        read_token_file: a file that holds that token; empty = none.
+        operate_token: who shows it may also register and remove engines and nodes; empty = see the
+            file; without either, one is made at start and written where programs of the same user
+            find it.
+        operate_token_file: a file that holds that token; empty = none.
+        open_requests: beyond loopback, take requests from everybody: something in front of the
+            Conductor knows who they are.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535)] = 7700
     body_bytes_max: Count = 8 << 20
     drain_s: Positive = 10.0
+    client_token: str = ""
+    client_token_file: str = ""
+    read_token: str = ""
+    read_token_file: str = ""
+    operate_token: str = ""
+    operate_token_file: str = ""
+    open_requests: bool = False
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, whatever it begins with
+            return False
+
+    def __post_init__(self) -> None:
+        """Refuse to listen for strangers without tokens."""
+        if self.is_loopback:
+            return
+        where = f"http.host={self.host} is not loopback, so"
+        if not (self.operate_token or self.operate_token_file):
+            raise ValueError(f"{where} http.operate_token (or http.operate_token_file) is needed")
+        may_ask = (
+            self.client_token, self.client_token_file, self.read_token, self.read_token_file
+        )  # fmt: skip
+        if not any(may_ask) and not self.open_requests:
+            raise ValueError(
+                f"{where} http.client_token (or http.client_token_file) is needed for requests, or"
+                " http.open_requests=true when something in front of the Conductor checks them"
+            )
 
 
 class PolicyConfig(Section, frozen=True):
@@ -142,12 +185,10 @@ class EventsConfig(Section, frozen=True):
         replay_s: longest silence during a replay of missed batches.
         verify_s: without a live message for so long, the last batch is asked for again: it shows
             a publisher that was restarted, and batches that were missed at the end.
-        queue_max: batches that may wait in one subscription's socket.
     """
 
     replay_s: Positive = 5.0
     verify_s: Positive = 5.0
-    queue_max: Count = 10_000
 
 
 class DecisionsConfig(Section, frozen=True):
@@ -158,6 +199,37 @@ class DecisionsConfig(Section, frozen=True):
     """
 
     kept: Count = 4096
+
+
+_URL: Final = re.compile(
+    r"https?://(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
+)
+
+
+def check_url(url: str) -> None:
+    """Refuse what is not ``http(s)://host:port``.
+
+    Raises:
+        ValueError: says what is wrong, without repeating what could be a password.
+    """
+    if "@" in url:
+        raise ValueError("url: must not carry a user name or password")
+    found = _URL.fullmatch(url)
+    if found is None or not 1 <= int(found["port"] or 80) <= 65_535:
+        raise ValueError("url: must be http://host:port or https://host:port")
+
+
+def check_endpoint(field: str, endpoint: str | None) -> None:
+    """Refuse what nobody can follow events at.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if endpoint is not None:
+        try:
+            parse_endpoint(field, endpoint)
+        except InvalidArgument as error:
+            raise ValueError(str(error)) from error
 
 
 class EngineEntry(Section, frozen=True):
@@ -181,13 +253,19 @@ class EngineEntry(Section, frozen=True):
     id: Name
     role: Role
     url: Url
-    model: str | None = None
-    page_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    space: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="64 hex digits")] | None = None
+    model: Model | None = None
+    page_tokens: Tokens | None = None
+    space: Space | None = None
     events: Endpoint | None = None
     events_replay: Endpoint | None = None
     node: Name | None = None
-    max_running: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    max_running: Running | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a URL or endpoint that cannot be."""
+        check_url(self.url)
+        check_endpoint("events", self.events)
+        check_endpoint("events_replay", self.events_replay)
 
 
 class NodeEntry(Section, frozen=True):
@@ -197,11 +275,18 @@ class NodeEntry(Section, frozen=True):
         id: the name that engines give for their ``node``.
         events: endpoint of its KV events.
         events_replay: endpoint where missed batches are asked for.
+        events_token: the node's ``events.follow_token``, where it has one.
     """
 
     id: Name
     events: Endpoint
     events_replay: Endpoint | None = None
+    events_token: Annotated[str, Meta(pattern="^[!-~]{1,255}$")] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an endpoint that cannot be."""
+        check_endpoint("events", self.events)
+        check_endpoint("events_replay", self.events_replay)
 
 
 class ConductorConfig(Section, frozen=True):

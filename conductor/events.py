@@ -1,42 +1,46 @@
-"""Following KV events over ZeroMQ: one subscription an engine or node, replay, restarts.
+"""Following KV events: one subscription an engine or node, replay, restarts.
 
-Each follower is a task on the Conductor's loop: a SUB socket with a monitor that tells when the
-connection comes and goes, and a DEALER for each replay. What a worker holds counts only while its
-connection stands (``is_current``): a daemon that is gone, or stopped (ZMTP heartbeats), attracts no
-requests. Long bursts give the loop back every few batches, so that a replay delays no stream.
+Each follower is a task on the Conductor's loop with one connection for live batches and another one
+for each replay. What a worker holds counts only while its connection stands (``is_current``): a
+daemon that is gone, or stopped (heartbeats), attracts no requests. Long bursts and long batches
+give the loop back every few milliseconds, so that neither delays a stream.
+
+Whatever a publisher sends costs what is known of that worker, at most: a batch that cannot be read,
+a message that is none, a replay without an end. Each is counted by its cause.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Final, NamedTuple
 
-import msgspec
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
-
+from conductor.channel import Channel
 from conductor.config import EventsConfig, IndexConfig, NodeEntry
 from conductor.engines import EngineInfo
 from conductor.foreign import ForeignBlocks
 from conductor.index import PrefixIndex
 from conductor.ingest import WorkerIngest
 from conductor.prefixes import engine_worker, node_worker
+from conductor.reading import UnreadableError
 from conductor.sequence import Sequence, Verdict
+from kvstore import zmtp
 from kvstore.events import END_OF_REPLAY, wall_clock
+from kvstore.faults import Faults
 
 _log = logging.getLogger(__name__)
 
-_BURST: Final = 8
-"""Batches applied before others get the loop; one takes 0.1 to 0.5 ms."""
-_MESSAGE_BYTES_MAX: Final = 64 << 20
-_REPLAY_BATCHES_MAX: Final = 1_000_000
-_HEARTBEAT_MS: Final = 1_000
-_HEARTBEAT_TIMEOUT_MS: Final = 3_000
-_AGAIN_S: Final = 1.0
-"""Pause before a socket that cannot be made is tried again."""
-_WATCHED: Final = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+TOPIC_BYTES_MAX: Final = 256
+_TURN_S: Final = 0.002
+"""How long batches are applied before others get the loop."""
+_CONNECT_S: Final = 5.0
+_BEAT_S: Final = 1.0
+_BEATS_MISSED_MAX: Final = 3
+_REPLAY_S_MAX: Final = 60.0
+"""A replay that goes on for longer is no use; the publisher keeps a live connection that long."""
+_AGAIN_S_MIN: Final = 0.1
+_AGAIN_S_MAX: Final = 1.0
+"""Pause before a lost connection is made again; it grows from the one to the other."""
 
 
 class _Source(NamedTuple):
@@ -47,10 +51,25 @@ class _Source(NamedTuple):
     page_tokens: int
     endpoint: str
     replay_endpoint: str | None
+    token: str = ""
+
+
+class _NoReplayError(Exception):
+    """A replay was not what was asked for."""
+
+    def __init__(self, cause: str, what: str) -> None:
+        super().__init__(what)
+        self.cause = cause
 
 
 class Follower:
-    """Follows one worker."""
+    """Follows one worker.
+
+    Attributes:
+        connected: the connection stands.
+        current: and what was published before it is known.
+        faults: what its publisher did that it should not have, by cause.
+    """
 
     def __init__(
         self,
@@ -63,83 +82,86 @@ class Follower:
         self.connected = False
         self.current = False
         self.batches = 0
-        self.malformed = 0
         self.lag_s = 0.0
         self.sequence = Sequence()
         self.ingest = ingest
+        self.faults = Faults(_log, f"events of {source.worker}")
         self._config = config
         self._changed = changed
-        self._since_pause = 0
+        self._turn_ends = 0.0
 
-    async def run(self, context: zmq.asyncio.Context) -> None:
+    async def run(self) -> None:
         """Follow until cancelled."""
+        pause_s = _AGAIN_S_MIN
         while True:
             try:
-                await self._follow(context)
-            except zmq.ZMQError as error:
-                _log.warning("events of %s: %s", self.source.worker, error)
-                await asyncio.sleep(_AGAIN_S)
+                await self._follow()
+            except OSError as error:
+                self.faults.note("connection", f"{self.source.endpoint}: {_said(error)}")
+            except zmtp.PeerError as error:
+                self.faults.note(error.cause, f"{self.source.endpoint}: {error}")
             finally:
-                self.connected = self.current = False
+                was_current, self.connected, self.current = self.current, False, False
+            pause_s = _AGAIN_S_MIN if was_current else min(2 * pause_s, _AGAIN_S_MAX)
+            await asyncio.sleep(pause_s)
 
-    async def _follow(self, context: zmq.asyncio.Context) -> None:
-        with _socket(context, zmq.SUB) as sub:
-            sub.set(zmq.RCVHWM, self._config.queue_max)
-            sub.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-            sub.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            sub.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-            sub.set(zmq.RECONNECT_IVL_MAX, 1_000)
-            sub.subscribe(b"")
-            monitor = sub.get_monitor_socket(_WATCHED)
-            try:
-                sub.connect(self.source.endpoint)
-                poller = zmq.asyncio.Poller()
-                poller.register(sub, zmq.POLLIN)
-                poller.register(monitor, zmq.POLLIN)
-                while True:
-                    ready = dict(await poller.poll(int(self._config.verify_s * 1_000)))
-                    if monitor in ready:
-                        await self._heard_of_connection(context, await monitor.recv_multipart())
-                    if sub in ready:
-                        await self._drain(context, sub)
-                    if not ready and self.connected:
-                        await self._replay(context)
-            finally:
-                sub.disable_monitor()
+    async def _follow(self) -> None:
+        """Follow over one connection, as long as it stands.
 
-    async def _heard_of_connection(
-        self, context: zmq.asyncio.Context, message: list[bytes]
-    ) -> None:
-        event = parse_monitor_message(message)["event"]
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+        Raises:
+            OSError: it broke, or the publisher gives no sign of life.
+            PeerError: it is no publisher.
+        """
+        source = self.source
+        channel = await Channel.open(source.endpoint, zmtp.SUB, source.token, _CONNECT_S)
+        try:
+            await channel.send([b"\x01"])
             self.connected = True
-            await self._replay(context)
+            await self._replay()
             self.current = True
             self._changed()
-        else:
-            self.connected = self.current = False
+            await self._listen(channel)
+        finally:
+            channel.close()
 
-    async def _drain(self, context: zmq.asyncio.Context, sub: zmq.asyncio.Socket) -> None:
-        """Take what has arrived, a bounded number of messages."""
-        for _ in range(_BURST):
+    async def _listen(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        heard_at, missed = loop.time(), 0
+        while True:
             try:
-                message = await sub.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            await self._live(context, message)
-        self._changed()
-        await asyncio.sleep(0)
+                wait_s = min(_BEAT_S, self._config.verify_s)
+                async with asyncio.timeout(wait_s):
+                    messages = await channel.receive()
+            except TimeoutError:
+                messages = []
+                missed += channel.beats
+                if missed > _BEATS_MISSED_MAX * _BEAT_S / wait_s:
+                    raise OSError("it gives no sign of life") from None
+                if channel.beats:
+                    await channel.ping()
+            else:
+                missed = 0
+            for message in messages:
+                await self._live(message)
+                await self._let_others()
+            await self._let_others()
+            if messages:
+                heard_at = loop.time()
+                self._changed()
+            elif loop.time() - heard_at >= self._config.verify_s:
+                await self._replay()
+                heard_at = loop.time()
 
-    async def _live(self, context: zmq.asyncio.Context, message: list[bytes]) -> None:
-        if len(message) != 3 or len(message[1]) != 8:
-            self.malformed += 1
+    async def _live(self, message: zmtp.Message) -> None:
+        if len(message) != 3 or len(message[1]) != 8 or len(message[0]) > TOPIC_BYTES_MAX:
+            self.faults.note("frames", "a message that is no batch")
             return
         topic, number_frame, payload = message
         number = int.from_bytes(number_frame, "big")
         if self.sequence.met_live(topic, number):
-            self.ingest.clear()
+            await self._clear()
         if self.sequence.needs_replay(number):
-            await self._replay(context)
+            await self._replay()
         await self._take(number, payload)
 
     async def _take(self, number: int, payload: bytes) -> bool:
@@ -148,81 +170,111 @@ class Follower:
         if verdict is Verdict.SKIP:
             return False
         if verdict is not Verdict.APPLY:
-            self.ingest.clear()
+            await self._clear()
         if verdict is Verdict.RESTARTED:
             return True
         try:
-            published = self.ingest.apply(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            for _ in self.ingest.apply(payload):
+                await self._let_others()
+        except UnreadableError as error:
             # What it took away is not known: nothing that was there before can be believed.
-            _log.warning("events of %s: batch %d: %s", self.source.worker, number, error)
-            self.malformed += 1
-            self.ingest.clear()
+            self.faults.note("batch", f"batch {number} cannot be read: {error}")
+            await self._clear()
         else:
-            self.lag_s = max(0.0, wall_clock() - published)
+            self.lag_s = max(0.0, wall_clock() - self.ingest.published)
         self.batches += 1
-        self._since_pause += 1
-        if self._since_pause >= _BURST:
-            self._since_pause = 0
-            await asyncio.sleep(0)
         return False
 
-    async def _replay(self, context: zmq.asyncio.Context) -> None:
-        """Ask for the last batch and everything after it; again from the start after a restart."""
-        if self.source.replay_endpoint is None:
-            return
-        for _ in range(2):
-            try:
-                if not await self._replay_once(context, self.source.replay_endpoint):
-                    return
-            except TimeoutError:
-                _log.warning("events of %s: the replay was cut", self.source.worker)
-                self.ingest.clear()
-                self.sequence.forget()
-                return
+    async def _clear(self) -> None:
+        """Believe nothing any more of what the worker holds."""
+        for _ in self.ingest.clear():
+            await self._let_others()
 
-    async def _replay_once(self, context: zmq.asyncio.Context, endpoint: str) -> bool:
+    async def _let_others(self) -> None:
+        """Give the loop back when this turn was long."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now >= self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = loop.time() + _TURN_S
+
+    async def _replay(self) -> None:
+        """Ask for the last batch and everything after it; again from the start after a restart."""
+        endpoint = self.source.replay_endpoint
+        if endpoint is None:
+            return
+        try:
+            async with asyncio.timeout(_REPLAY_S_MAX):
+                if await self._replay_once(endpoint):
+                    await self._replay_once(endpoint)
+        except TimeoutError:
+            await self._not_replayed("replay", "it did not end in time")
+        except OSError as error:
+            await self._not_replayed("connection", f"replay: {_said(error)}")
+        except zmtp.PeerError as error:
+            await self._not_replayed(error.cause, f"replay: {error}")
+        except _NoReplayError as error:
+            await self._not_replayed(error.cause, str(error))
+
+    async def _not_replayed(self, cause: str, what: str) -> None:
+        self.faults.note(cause, what)
+        await self._clear()
+        self.sequence.forget()
+
+    async def _replay_once(self, endpoint: str) -> bool:
         """One replay; True when it shows a restart, so that another one from the start is due.
 
         Raises:
             TimeoutError: it was silent too long.
+            OSError: it broke off.
+            PeerError: it is no publisher.
+            _NoReplayError: it is no replay.
         """
         found = False
-        async with aclosing(self._replayed(context, endpoint)) as messages:
+        async with aclosing(self._replayed(endpoint)) as messages:
             async for topic, number, payload in messages:
                 if self.sequence.met(topic):
-                    self.ingest.clear()
+                    await self._clear()
                     return True
                 if number is not None:
                     found = True
                     if await self._take(number, payload):
                         return True
         if not found and self.sequence.replay_was_empty():
-            self.ingest.clear()
+            await self._clear()
         return False
 
     async def _replayed(
-        self, context: zmq.asyncio.Context, endpoint: str
+        self, endpoint: str
     ) -> AsyncGenerator[tuple[bytes, int | None, bytes], None]:
         """Topic, number and payload of each batch; at the end the topic alone (number None)."""
-        with _socket(context, zmq.DEALER) as dealer:
-            dealer.set(zmq.RCVHWM, self._config.queue_max)
-            dealer.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-            dealer.connect(endpoint)
-            first = self.sequence.replay_from.to_bytes(8, "big")
-            async with asyncio.timeout(self._config.replay_s):
-                await dealer.send_multipart([b"", first])
-            for _ in range(_REPLAY_BATCHES_MAX):
+        channel = await Channel.open(endpoint, zmtp.DEALER, self.source.token, _CONNECT_S)
+        try:
+            await channel.send([b"", self.sequence.replay_from.to_bytes(8, "big")])
+            before = -1
+            while True:
                 async with asyncio.timeout(self._config.replay_s):
-                    message = await dealer.recv_multipart()
-                if len(message) != 4 or len(message[2]) != 8:
-                    self.malformed += 1
-                    raise TimeoutError("not a replay")
-                _, topic, number, payload = message
-                if number == END_OF_REPLAY:
-                    yield topic, None, b""
-                    return
-                yield topic, int.from_bytes(number, "big"), payload
+                    while not (messages := await channel.receive()):
+                        await self._let_others()
+                for message in messages:
+                    if len(message) != 4 or len(message[2]) != 8:
+                        raise _NoReplayError("frames", "a replay of something that is no batch")
+                    _, topic, number, payload = message
+                    if len(topic) > TOPIC_BYTES_MAX:
+                        raise _NoReplayError("frames", "a topic that is too long")
+                    if number == END_OF_REPLAY:
+                        yield topic, None, b""
+                        return
+                    if int.from_bytes(number, "big") <= before:
+                        raise _NoReplayError("replay", "its numbers do not grow")
+                    before = int.from_bytes(number, "big")
+                    yield topic, before, payload
+        finally:
+            channel.close()
+
+
+def _said(error: OSError) -> str:
+    return str(error) or type(error).__name__
 
 
 class EventFollowers:
@@ -263,8 +315,8 @@ class EventFollowers:
         """Follow a node's events from now on; it is not followed yet."""
         worker = node_worker(node.id)
         page_tokens = self._index_config.page_tokens
-        source = _Source(worker, worker, page_tokens, node.events, node.events_replay)
-        self._follow(source)
+        token = node.events_token or ""
+        self._follow(_Source(worker, worker, page_tokens, node.events, node.events_replay, token))
 
     def _follow(self, source: _Source) -> None:
         assert source.worker not in self._followers, source.worker
@@ -289,7 +341,8 @@ class EventFollowers:
             task.cancel()
         follower = self._followers.pop(worker, None)
         if follower is not None:
-            follower.ingest.clear()  # its task applies nothing more: it is cancelled at its await
+            for _ in follower.ingest.clear():  # its task does no more: it is cancelled at its await
+                pass
 
     def is_current(self, worker: str) -> bool:
         """Whether a worker's events arrive, so that what it is said to hold is true."""
@@ -302,18 +355,13 @@ class EventFollowers:
 
     async def run(self) -> None:
         """Follow everybody until cancelled."""
-        context = zmq.asyncio.Context()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    self._wake.clear()
-                    for worker, follower in self._followers.items():
-                        if worker not in self._tasks:
-                            run = follower.run(context)
-                            self._tasks[worker] = tasks.create_task(run, name=worker)
-                    await self._wake.wait()
-        finally:
-            context.destroy(linger=0)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._wake.clear()
+                for worker, follower in self._followers.items():
+                    if worker not in self._tasks:
+                        self._tasks[worker] = tasks.create_task(follower.run(), name=worker)
+                await self._wake.wait()
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """State of the index and of every follower, for the metrics."""
@@ -329,7 +377,9 @@ class EventFollowers:
         gauges["events_batches"] = {(w,): float(f.batches) for w, f in each}
         gauges["events_restarts"] = {(w,): float(f.sequence.restarts) for w, f in each}
         gauges["events_unmapped"] = {(w,): float(f.ingest.unmapped) for w, f in each}
-        gauges["events_malformed"] = {(w,): float(f.malformed) for w, f in each}
+        gauges["events_faults"] = {
+            (w, cause): float(count) for w, f in each for cause, count in f.faults.counts.items()
+        }
         gauges["events_lag_seconds"] = {(w,): f.lag_s for w, f in each}
         gauges["events_gaps"] = {
             (worker, outcome): float(count)
@@ -337,12 +387,3 @@ class EventFollowers:
             for outcome, count in (("seen", f.sequence.gaps), ("lost", f.sequence.gaps_lost))
         }
         return gauges
-
-
-@contextmanager
-def _socket(context: zmq.asyncio.Context, kind: int) -> Iterator[zmq.asyncio.Socket]:
-    socket = context.socket(kind)
-    try:
-        yield socket
-    finally:
-        socket.close(linger=0)

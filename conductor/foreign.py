@@ -14,13 +14,20 @@ lose, it never lies.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 BlockHash = bytes | int
 
 _TOKEN_BYTES: Final = 4
+_POINTER_BYTES: Final = 8
+TAIL_BYTES_MAX: Final = 256 << 20
+"""What all blocks together may remember of pages that are not complete."""
+PARTS_PER_BLOCK: Final = 4
+"""Pages that a block may hold a part of, on average over all that can be remembered."""
+_WORK: Final = 2_048
+"""Blocks looked at, or so, after which others may run: a few milliseconds."""
 
 
 @dataclass(slots=True)
@@ -33,6 +40,7 @@ class _Block:
         tail: tokens after that page, little-endian uint32, less than a page of them.
         tail_blocks: the blocks that hold the tail, this one last.
         ends: pages that are complete in this block.
+        before: blocks that hold the start of the first page that ends here.
         part_of: pages that it holds tokens of, and that end in a later block.
     """
 
@@ -41,6 +49,7 @@ class _Block:
     tail: bytes
     tail_blocks: tuple[BlockHash, ...]
     ends: tuple[bytes, ...]
+    before: tuple[BlockHash, ...]
     part_of: set[bytes] = field(default_factory=set)
 
 
@@ -58,6 +67,8 @@ class ForeignBlocks:
         self._blocks_max = blocks_max
         self._blocks: dict[BlockHash, _Block] = {}
         self._pages: dict[bytes, tuple[BlockHash, ...]] = {}  # key → blocks that hold its tokens
+        self._tail_bytes = 0
+        self._parts = 0
         self.unmapped = 0
 
     def __len__(self) -> int:
@@ -70,7 +81,7 @@ class ForeignBlocks:
         parent: BlockHash | None,
         tokens: Sequence[int],
         block_tokens: int,
-    ) -> list[bytes]:
+    ) -> Iterator[list[bytes]]:
         """Blocks appeared.
 
         Args:
@@ -80,12 +91,13 @@ class ForeignBlocks:
             tokens: of exactly these blocks; empty when the engine does not tell again.
             block_tokens: tokens in a block.
 
-        Returns:
-            keys of the pages that are in ``medium`` now because of it.
+        Yields:
+            keys of the pages that are in ``medium`` now because of it, in pieces.
         """
         ids = _packed(tokens, len(hashes) * block_tokens)
         size = block_tokens * _TOKEN_BYTES
         keys: list[bytes] = []
+        work = 0
         for number, name in enumerate(hashes):
             block = self._blocks.get(name)
             if block is None and ids is not None:
@@ -95,43 +107,72 @@ class ForeignBlocks:
                 self.unmapped += len(hashes) - number  # what follows hangs on this one
                 break
             block.media.add(medium)
-            pages = (*block.ends, *block.part_of)
-            keys += [key for key in pages if self._is_whole(key, medium)]
-        return keys
+            work += 1 + len(block.tail_blocks)
+            for key in (*block.ends, *block.part_of):
+                holders = self._pages.get(key, ())
+                work += 1 + len(holders)
+                if self._are_there(holders, medium):
+                    keys.append(key)
+                if work >= _WORK:
+                    yield keys
+                    keys, work = [], 0
+        yield keys
 
     def _add(self, name: BlockHash, before: BlockHash | None, ids: bytes) -> _Block | None:
         """Go on with the chain; None when what is before is not known, or there is no room."""
         parent = self._blocks.get(before) if before is not None else None
-        if (before is not None and parent is None) or len(self._blocks) >= self._blocks_max:
+        if (before is not None and parent is None) or not self._has_room:
             return None
         chain = parent.chain if parent else b""
         data = (parent.tail if parent else b"") + ids
-        holders = (*(parent.tail_blocks if parent else ()), name)
+        started = parent.tail_blocks if parent else ()
+        holders = (*started, name)
         ends: list[bytes] = []
-        while len(data) >= self._page_bytes:
-            chain = hashlib.sha256(chain + data[: self._page_bytes]).digest()
-            data = data[self._page_bytes :]
+        at = 0
+        while len(data) - at >= self._page_bytes:
+            chain = hashlib.sha256(chain + data[at : at + self._page_bytes]).digest()
+            at += self._page_bytes
             ends.append(chain)
             self._pages[chain] = holders
             for holder in holders[:-1]:
                 if holder in self._blocks:
-                    self._blocks[holder].part_of.add(chain)
+                    self._join(self._blocks[holder], chain)
             holders = (name,)
-        block = _Block(set(), chain, data, holders if data else (), tuple(ends))
+        data = data[at:]
+        block = _Block(
+            set(), chain, data, holders if data else (), tuple(ends), started if ends else ()
+        )
         self._blocks[name] = block
+        self._tail_bytes += _tail_bytes(block)
         return block
 
-    def _is_whole(self, key: bytes, medium: str) -> bool:
-        holders = self._pages.get(key, ())
-        return bool(holders) and all(
-            holder in self._blocks and medium in self._blocks[holder].media for holder in holders
+    @property
+    def _has_room(self) -> bool:
+        return (
+            len(self._blocks) < self._blocks_max
+            and self._tail_bytes < TAIL_BYTES_MAX
+            and self._parts < PARTS_PER_BLOCK * self._blocks_max
         )
 
-    def removed(self, medium: str, hashes: Sequence[BlockHash]) -> list[bytes]:
+    def _join(self, block: _Block, key: bytes) -> None:
+        self._parts += key not in block.part_of
+        block.part_of.add(key)
+
+    def _are_there(self, holders: Iterable[BlockHash], medium: str) -> bool:
+        """Whether a page is whole; one that no block ends any more is not."""
+        there = False
+        for holder in holders:
+            block = self._blocks.get(holder)
+            if block is None or medium not in block.media:
+                return False
+            there = True
+        return there
+
+    def removed(self, medium: str, hashes: Sequence[BlockHash]) -> Iterator[list[bytes]]:
         """Blocks left a medium.
 
-        Returns:
-            keys of the pages that are no longer there because of it, or were not anyway.
+        Yields:
+            keys of the pages that are no longer there because of it, or were not anyway, in pieces.
         """
         keys: list[bytes] = []
         for name in hashes:
@@ -141,15 +182,29 @@ class ForeignBlocks:
             keys += [*block.ends, *block.part_of]
             block.media.remove(medium)
             if not block.media:
-                del self._blocks[name]
-                for key in block.ends:
-                    self._pages.pop(key, None)
-        return keys
+                self._forget(name, block)
+            while len(keys) >= _WORK:
+                yield keys[:_WORK]
+                keys = keys[_WORK:]
+        yield keys
+
+    def _forget(self, name: BlockHash, block: _Block) -> None:
+        del self._blocks[name]
+        self._tail_bytes -= _tail_bytes(block)
+        self._parts -= len(block.part_of)
+        for key in block.ends:
+            self._pages.pop(key, None)
+        for holder in block.before:
+            other = self._blocks.get(holder)
+            if other is not None and block.ends[0] in other.part_of:
+                other.part_of.remove(block.ends[0])
+                self._parts -= 1
 
     def clear(self) -> None:
         """Forget every block."""
         self._blocks.clear()
         self._pages.clear()
+        self._tail_bytes = self._parts = 0
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -158,8 +213,15 @@ class ForeignBlocks:
             assert block.media
             assert len(block.tail) < self._page_bytes
             assert bool(block.tail) == bool(block.tail_blocks)
-        ends = {key for block in self._blocks.values() for key in block.ends}
+        blocks = self._blocks.values()
+        ends = {key for block in blocks for key in block.ends}
         assert set(self._pages) <= ends
+        assert self._parts == sum(len(block.part_of) for block in blocks)
+        assert self._tail_bytes == sum(_tail_bytes(block) for block in blocks)
+
+
+def _tail_bytes(block: _Block) -> int:
+    return len(block.tail) + _POINTER_BYTES * len(block.tail_blocks)
 
 
 def _packed(tokens: Sequence[int], count: int) -> bytes | None:

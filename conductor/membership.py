@@ -12,9 +12,21 @@ from typing import Final, Protocol
 
 import msgspec
 
-from conductor.config import ConductorConfig, EngineEntry, NodeEntry
+from conductor.config import (
+    ConductorConfig,
+    Endpoint,
+    EngineEntry,
+    Model,
+    Name,
+    NodeEntry,
+    Running,
+    Space,
+    Tokens,
+    check_endpoint,
+)
 from conductor.engines import EngineInfo, EngineRegistry, Health, Role
 from conductor.openai import BadRequestError
+from conductor.reading import UnreadableError, read
 from conductor.upstream import EngineError, Upstream
 
 _log = logging.getLogger(__name__)
@@ -49,13 +61,16 @@ class _Described(msgspec.Struct):
     """``GET /v1/engine``; every field may be missing."""
 
     role: str | None = None
-    model: str | None = None
-    page_tokens: int | None = None
-    space: str | None = None
-    events: str | None = None
-    events_replay: str | None = None
-    node: str | None = None
-    max_running: int | None = None
+    model: Model | None = None
+    page_tokens: Tokens | None = None
+    space: Space | None = None
+    events: Endpoint | None = None
+    events_replay: Endpoint | None = None
+    node: Name | None = None
+    max_running: Running | None = None
+
+
+_DESCRIBED: Final = msgspec.json.Decoder(_Described)
 
 
 class Membership:
@@ -114,8 +129,8 @@ class Membership:
         url = f"{entry.url}/v1/engine"
         try:
             raw = await self._upstream.get(entry.id, url, self._config.health.probe_timeout_s)
-            return msgspec.json.decode(raw, type=_Described)
-        except (EngineError, msgspec.MsgspecError) as error:
+            return read(_DESCRIBED.decode, raw)
+        except (EngineError, UnreadableError) as error:
             if entry.model is not None:
                 return _Described()
             raise EngineError(entry.id, f"does not say what it is: {error}") from error
@@ -242,20 +257,22 @@ def _combine(entry: EngineEntry, said: _Described, page_tokens_default: int) -> 
     if not model:
         raise BadRequestError("model", "neither the registration nor the engine names one")
     space = entry.space or said.space
-    page_tokens = entry.page_tokens or said.page_tokens or page_tokens_default
-    max_running = entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT
-    for field, value in (("page_tokens", page_tokens), ("max_running", max_running)):
-        if value < 1:
-            raise BadRequestError(field, f"{value} is not positive")
+    events = entry.events or said.events
+    events_replay = entry.events_replay or said.events_replay
+    for field, endpoint in (("events", events), ("events_replay", events_replay)):
+        try:
+            check_endpoint(field, endpoint)
+        except ValueError as error:
+            raise BadRequestError(field, str(error).removeprefix(f"{field}: ")) from error
     return EngineInfo(
         id=entry.id,
         role=entry.role,
         url=entry.url,
         model=model,
-        page_tokens=page_tokens,
+        page_tokens=entry.page_tokens or said.page_tokens or page_tokens_default,
         domain=space or f"model:{model}",
-        events=entry.events or said.events,
-        events_replay=entry.events_replay or said.events_replay,
+        events=events,
+        events_replay=events_replay,
         node=entry.node or said.node,
-        max_running=max_running,
+        max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
     )

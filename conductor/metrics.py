@@ -1,5 +1,6 @@
 """What the Conductor counts and times, for Prometheus."""
 
+import contextlib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ Snapshot = Callable[[], dict[str, dict[tuple[str, ...], float]]]
 """Gauges read at a scrape: name → label values → value."""
 
 _GAUGES = {
+    "faults": ("Connections and requests that were refused or broke, by cause.", ("cause",)),
     "queue_length": ("Requests waiting for an engine.", ()),
     "engine_state": ("1 for the state that each engine is in.", ("engine", "role", "state")),
     "engine_in_flight": ("Requests assigned to each engine.", ("engine",)),
@@ -27,7 +29,7 @@ _GAUGES = {
     "events_gaps": ("Gaps in the sequence since the start; filled or not.", ("worker", "outcome")),
     "events_restarts": ("Restarts of the publisher seen since the start.", ("worker",)),
     "events_unmapped": ("Blocks that could not be mapped to pages.", ("worker",)),
-    "events_malformed": ("Messages or events that were not understood.", ("worker",)),
+    "events_faults": ("What publishers did that they should not.", ("worker", "cause")),
     "events_lag_seconds": ("Publication to application of the newest batch.", ("worker",)),
 }
 
@@ -89,6 +91,11 @@ class Metrics(Collector):
         self._failures.labels(engine).inc()
         if retried:
             self._retries.inc()
+
+    def forget(self, engine: str) -> None:
+        """An engine was removed: its series ends."""
+        with contextlib.suppress(KeyError):
+            self._failures.remove(engine)
 
     def refused(self, status: int, outcome: str) -> None:
         """A request was refused before anything was decided about it."""

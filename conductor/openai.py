@@ -1,5 +1,6 @@
 """OpenAI's JSON: what clients send, what errors look like, what engines report at the end."""
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,13 @@ import msgspec
 from aiohttp import web
 
 from conductor.decisions import Measured
+from conductor.reading import UnreadableError, read
 
+ModelName = Annotated[str, msgspec.Meta(max_length=512)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
+_BODY_S: Final = 60.0
+"""How long a client may take to send its request."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -27,7 +32,7 @@ class _Fields(msgspec.Struct, frozen=True):
     """The fields that the Conductor itself looks at; all others are relayed unseen."""
 
     prompt: str | Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-    model: str | None = None
+    model: ModelName | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool = False
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
@@ -83,16 +88,35 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
         BadRequestError: it is no JSON, or a field does not fit; names it.
     """
     try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
+        return read(lambda data: msgspec.json.decode(data, type=kind), raw)
+    except UnreadableError as error:
+        if not isinstance(error.__cause__, msgspec.ValidationError):
+            raise BadRequestError("body", f"not JSON: {error}") from error
         what, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".").partition("[")[0]
         if not field:
             _, quoted, name = what.partition("field `")
             field = name.rstrip("`") if quoted else "body"
+            head, colon, rest = what.partition(": ")
+            if colon and head.isidentifier():  # what one of our own checks says
+                field, what = head, rest
         raise BadRequestError(field, what) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError("body", f"not JSON: {error}") from error
+
+
+async def read_body(http: web.Request) -> bytes:
+    """The whole body.
+
+    Raises:
+        BadRequestError: it cannot be decompressed, or breaks off.
+        HTTPException: it is too long, or takes too long.
+    """
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await http.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
+    except web.RequestPayloadError as error:
+        raise BadRequestError("body", f"cannot be read: {error}") from error
 
 
 def parse_completion(raw: bytes) -> Completion:
@@ -106,7 +130,7 @@ def parse_completion(raw: bytes) -> Completion:
         raise BadRequestError("kv_transfer_params", "is set by the Conductor, not by clients")
     if not known.prompt:
         raise BadRequestError("prompt", "must not be empty")
-    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    fields = parse(raw, dict[str, msgspec.Raw])
     fields.pop("kv_transfer_params", None)
     return Completion(fields, known.prompt, known.model, known.stream, known.request_id)
 
@@ -194,14 +218,20 @@ class EngineAnswer(msgspec.Struct):
 def read_answer(raw: bytes) -> EngineAnswer | None:
     """The engine's JSON answer; None when it is not one."""
     try:
-        return msgspec.json.decode(raw, type=EngineAnswer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return read(_ANSWER.decode, raw)
+    except UnreadableError:
         return None
 
 
+_ANSWER: Final = msgspec.json.Decoder(EngineAnswer)
+_END_BYTES: Final = 64 << 10
+_END_LINES: Final = 8
+
+
 def read_stream_end(events: Iterable[bytes]) -> EngineAnswer | None:
-    """The last event that reports usage or timings, in the last pieces of a stream."""
-    for line in reversed(b"".join(events).splitlines()):
+    """The last event that reports usage or timings, at the very end of a stream."""
+    end = b"".join(events)[-_END_BYTES:].splitlines()[-_END_LINES:]
+    for line in reversed(end):
         if line.startswith(b"data: {"):
             answer = read_answer(line[6:])
             if answer is not None and (answer.usage or answer.timings):

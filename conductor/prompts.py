@@ -7,15 +7,24 @@ from typing import Final
 import msgspec
 
 from conductor.engines import EngineRegistry, Health
+from conductor.openai import TokenId
+from conductor.reading import UnreadableError, read
 from conductor.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
 
 TOKENS_KEPT_MAX: Final = 2_000_000
 """Token ids that the cache holds, all prompts together: a few tens of MB."""
+_ANSWER_BYTES_MAX: Final = 4 << 20
+"""More would hold the loop for too long; such a prompt is routed without its tokens."""
+_PROMPT_TOKENS: Final = 16
+"""What a prompt counts for besides its tokens, so that empty ones are bounded too."""
 _TRIES: Final = 2
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
+
+
+_TOKENS: Final = msgspec.json.Decoder(_Tokens)
 
 
 class Prompts:
@@ -49,11 +58,11 @@ class Prompts:
         for engine_id in self.askable(model)[:_TRIES]:
             try:
                 raw = await self.ask(engine_id, body)
-                tokens = msgspec.json.decode(raw, type=_Tokens).tokens
+                tokens = read(_TOKENS.decode, raw).tokens
             except EngineError as error:
                 if error.sick:
                     self._reports.broke(engine_id)
-            except (EngineRefusedError, msgspec.MsgspecError):
+            except (EngineRefusedError, UnreadableError):
                 continue
             else:
                 self._remember(key, tokens)
@@ -71,7 +80,9 @@ class Prompts:
         if engine is None:
             raise EngineError(engine_id, "was removed", sick=False)
         url = f"{engine.info.url}/tokenize"
-        raw, _ = await self._upstream.post(engine_id, url, body, timeout_s=self._timeout_s)
+        raw, _ = await self._upstream.post(
+            engine_id, url, body, timeout_s=self._timeout_s, answer_bytes_max=_ANSWER_BYTES_MAX
+        )
         return raw
 
     def askable(self, model: str) -> list[str]:
@@ -83,7 +94,7 @@ class Prompts:
     def _remember(self, key: bytes, tokens: list[int]) -> None:
         if key not in self._known:
             self._known[key] = tokens
-            self._kept += len(tokens)
+            self._kept += len(tokens) + _PROMPT_TOKENS
         while self._kept > TOKENS_KEPT_MAX:
             _, dropped = self._known.popitem(last=False)
-            self._kept -= len(dropped)
+            self._kept -= len(dropped) + _PROMPT_TOKENS

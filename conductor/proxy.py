@@ -28,6 +28,7 @@ from conductor.openai import (
     error_response,
     parse_completion,
     read_answer,
+    read_body,
     read_stream_end,
 )
 from conductor.policy import Plan, Waiting
@@ -125,7 +126,7 @@ class Proxy:
                 f"{self.active} requests are here already",
                 retry_after_s=self._parts.queue.retry_after_s,
             )
-        raw = await http.read()
+        raw = await read_body(http)
         try:
             body = parse_completion(raw)
         except BadRequestError:
@@ -141,7 +142,7 @@ class Proxy:
             )
         if model not in known:
             self._parts.metrics.refused(404, "invalid")
-            what = f"model: {model!r} is not served here; known: {', '.join(known)}"
+            what = f"model: {model!r} is not served here; known: {', '.join(known)[:1_000]}"
             return error_response(
                 404, "model_not_found", what, field="model", request_id=request_id
             )

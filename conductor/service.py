@@ -3,10 +3,13 @@
 import argparse
 import asyncio
 import logging
+import resource
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -14,10 +17,12 @@ import uvloop
 from aiohttp import web
 
 from conductor.admin import Admin, errors_as_json
+from conductor.auth import Auth, MadeToken
 from conductor.config import ConductorConfig, load_conductor
 from conductor.decisions import DecisionLog
 from conductor.engines import EngineRegistry
 from conductor.events import EventFollowers
+from conductor.front import CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.index import PrefixIndex
 from conductor.membership import Membership
 from conductor.metrics import Metrics
@@ -29,6 +34,7 @@ from conductor.queue import RequestQueue
 from conductor.upstream import Upstream
 from kvstore.config import show
 from kvstore.errors import ConfigError
+from kvstore.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
 _LAG_WINDOW: Final = 20
@@ -36,11 +42,22 @@ _LAG_WINDOW: Final = 20
 _CUT_GRACE_S: Final = 1.0
 """What cancelled handlers get to end after the drain."""
 
+_PUMP_S: Final = 0.01
+"""Events that come together are one reason to look at what waits."""
+_DESCRIPTORS_PER_CONNECTION: Final = 3
+"""A client's, an engine's, and some to spare."""
+LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 _log = logging.getLogger(__name__)
 
 
 class Conductor:
-    """One Conductor on a running event loop."""
+    """One Conductor on a running event loop.
+
+    Attributes:
+        failed: an assertion failed; the state could not be trusted any more.
+        token_path: the file with the token that was made at start; None when one is configured.
+    """
 
     def __init__(self, config: ConductorConfig, clock: Callable[[], float] = time.monotonic):
         """Wire the parts; nothing listens or connects yet.
@@ -50,10 +67,16 @@ class Conductor:
             clock: seconds, monotonic; also drives health and deadlines of the queue.
         """
         self.config = config
+        self.failed = False
+        self.token_path: Path | None = None
+        self._stop: asyncio.Event | None = None
+        self._pumping: asyncio.TimerHandle | None = None
+        self.faults = Faults(_log, "HTTP")
+        self._auth = Auth(config.http, self.faults)
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
-        self.index = PrefixIndex(config.index.entries_max)
-        self.followers = EventFollowers(self.index, config.index, config.events, self._pump)
+        self.index = PrefixIndex(config.index.entries_max, secrets.randbits(64))
+        self.followers = EventFollowers(self.index, config.index, config.events, self._pump_soon)
         self._upstream = Upstream(config.deadline)
         scheduler = Scheduler(config.policy.name)
         prefixes = PrefixView(
@@ -85,10 +108,27 @@ class Conductor:
             clock,
         )
         self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline)
+        self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
-            client_max_size=config.http.body_bytes_max, middlewares=[errors_as_json]
+            client_max_size=config.http.body_bytes_max,
+            middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(Admin(parts, self.membership, self.proxy).routes())
+        self._app.add_routes(Admin(parts, self.membership, self.proxy, self._auth).routes())
+
+    def _pump_soon(self) -> None:
+        if len(self.queue) and self._pumping is None:
+            self._pumping = asyncio.get_running_loop().call_later(_PUMP_S, self._pump_now)
+
+    def _pump_now(self) -> None:
+        self._pumping = None
+        self._pump()
+
+    def _broken(self, error: BaseException | None) -> None:
+        """Our own state is not what it must be: end, loudly, rather than go on with it."""
+        _log.critical("a bug: the Conductor ends", exc_info=error)
+        self.failed = True
+        if self._stop is not None:
+            self._stop.set()
 
     def _pump(self) -> None:
         if len(self.queue):
@@ -96,6 +136,7 @@ class Conductor:
 
     def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         return {
+            "faults": {(cause,): float(n) for cause, n in self.faults.counts.items()},
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
             "engine_in_flight": {
@@ -111,30 +152,61 @@ class Conductor:
         Args:
             stop: ends the service.
             ready: called with the URL once it answers.
+
+        Raises:
+            OSError: the address cannot be listened on.
+            ConfigError: the token that was made cannot be written anywhere.
         """
         http = self.config.http
+        self._stop = stop
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
-            self._app, handler_cancellation=True, access_log=None, shutdown_timeout=_CUT_GRACE_S
-        )
+            self._app, handler_cancellation=True, access_log=None, shutdown_timeout=_CUT_GRACE_S,
+            keepalive_timeout=KEEPALIVE_S, logger=complaints(self.faults),
+        )  # fmt: skip
         await runner.setup()
+        server: asyncio.Server | None = None
+        token: MadeToken | None = None
         try:
-            await web.TCPSite(runner, http.host, http.port).start()
+            assert runner.server is not None
+            server = await loop.create_server(
+                self._front.serve(runner.server), http.host, http.port
+            )
+            port: int = server.sockets[0].getsockname()[1]
+            token = MadeToken(self._auth.made, port)
+            self.token_path = token.path
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self.membership.run(), name="membership"),
                     tasks.create_task(self.followers.run(), name="events"),
+                    tasks.create_task(self._front.run(), name="front"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                 ]
-                port = runner.addresses[0][1]
                 host = f"[{http.host}]" if ":" in http.host else http.host
                 ready(f"http://{host}:{port}")
                 await stop.wait()
-                await self._drain()
+                if not self.failed:
+                    await self._drain()
                 for task in background:
                     task.cancel()
         finally:
+            if server is not None:
+                server.close()
+            if token is not None:
+                token.remove()
+            if self._pumping is not None:
+                self._pumping.cancel()
             await runner.cleanup()
             await self._upstream.close()
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Something raised where nobody waits for it."""
+        error = context.get("exception")
+        if isinstance(error, AssertionError):
+            self._broken(error)
+        else:
+            loop.default_exception_handler(context)
 
     async def _drain(self) -> None:
         """Refuse new requests; give those that are here their time, then refuse what waits."""
@@ -156,17 +228,38 @@ class Conductor:
             self.metrics.loop_lag(max(0.0, worst))
 
 
-async def run(config: ConductorConfig, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def run(config: ConductorConfig) -> int:
+    """Serve until SIGTERM or SIGINT; say where on standard output.
+
+    Returns:
+        exit status: 1 when an assertion failed.
 
     Raises:
         OSError: the address cannot be listened on.
+        ConfigError: a token cannot be read or written.
     """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await Conductor(config).serve(stop, ready)
+    conductor = Conductor(config)
+
+    def announce(url: str) -> None:
+        sys.stdout.write(f"listening on {url}\n")
+        if conductor.token_path is not None:
+            sys.stdout.write(f"token to operate: {conductor.token_path}\n")
+        sys.stdout.flush()
+
+    await conductor.serve(stop, announce)
+    return int(conductor.failed)
+
+
+def _connections_max() -> int:
+    """Connections that there are descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(CONNECTIONS_MAX, max(16, soft // _DESCRIPTORS_PER_CONNECTION))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,8 +267,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         exit status: 0 after a clean end, 2 for a configuration that cannot be used, 1 when the
-        address cannot be listened on.
+        address cannot be listened on or an assertion failed.
     """
+    if not __debug__:
+        sys.stderr.write("kvstore-conductor relies on assertions: it does not run with -O\n")
+        return 2
     args = _parser().parse_args(arguments)
     flags = {"http.host": args.host, "http.port": args.port, "policy.name": args.policy}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
@@ -187,19 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.print_config:
             sys.stdout.write(show(loaded))
             return 0
-        uvloop.run(run(loaded.config, _announce))
+        return uvloop.run(run(loaded.config))
     except ConfigError as error:
         sys.stderr.write(f"kvstore-conductor: {error}\n")
         return 2
     except OSError as error:
         sys.stderr.write(f"kvstore-conductor: {error}\n")
         return 1
-    return 0
-
-
-def _announce(url: str) -> None:
-    sys.stdout.write(f"listening on {url}\n")
-    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,7 +302,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--print-config", action="store_true", help="print the tree and end")
-    parser.add_argument("--log-level", default="WARNING", help="of Python's logging")
+    parser.add_argument(
+        "--log-level",
+        default="WARNING",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        help="what is logged (default: %(default)s)",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('kvstore')}")
     return parser
 
 

@@ -13,10 +13,16 @@ from typing import Final, Protocol
 import aiohttp
 
 from conductor.config import DeadlineConfig
+from kvstore.faults import printable
 
 EVENT_BYTES_MAX: Final = 4 << 20
 """One server-sent event; the last one of a stream carries usage and timings, the others a token."""
-ANSWER_BYTES_MAX: Final = 64 << 20
+ANSWER_BYTES_MAX: Final = 16 << 20
+"""A whole completion."""
+SMALL_ANSWER_BYTES_MAX: Final = 1 << 20
+"""What an engine says of itself or of an error."""
+_HEADER_BYTES_MAX: Final = 16 << 10
+_UNKNOWN_TYPE: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
 
 
@@ -29,7 +35,7 @@ class EngineError(Exception):
     """
 
     def __init__(self, engine: str, what: str, *, sick: bool = True) -> None:
-        super().__init__(f"engine {engine}: {what}")
+        super().__init__(f"engine {engine}: {printable(what)}")
         self.engine = engine
         self.sick = sick
 
@@ -62,7 +68,7 @@ async def _foreign_errors(engine: str, what: str) -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise EngineError(engine, f"{what}: no answer in time") from error
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
         text = str(error) or type(error).__name__
         raise EngineError(engine, f"{what}: {text}") from error
 
@@ -80,7 +86,12 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline.connect_s),
-            auto_decompress=True,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # A few bytes could become more than there is memory: we never ask for that.
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            max_line_size=_HEADER_BYTES_MAX,
+            max_field_size=_HEADER_BYTES_MAX,
         )
 
     async def close(self) -> None:
@@ -96,9 +107,9 @@ class Upstream:
         async with (
             _foreign_errors(engine, f"GET {url}"),
             asyncio.timeout(timeout_s),
-            self._session.get(url) as answer,
+            self._session.get(url, allow_redirects=False) as answer,
         ):
-            body = await _read(answer)
+            body = await _read(answer, SMALL_ANSWER_BYTES_MAX)
             if answer.status != 200:
                 raise EngineError(engine, f"GET {url}: status {answer.status}")
             return body
@@ -111,6 +122,7 @@ class Upstream:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[bytes, str]:
         """The whole body of an answer, and its content type.
 
@@ -123,22 +135,22 @@ class Upstream:
             asyncio.timeout(timeout_s),
             await self._open(engine, url, body, headers) as answer,
         ):
-            return await _read(answer), answer.content_type
+            return await _read(answer, answer_bytes_max), _content_type(answer)
 
     async def _open(
         self, engine: str, url: str, body: bytes, headers: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
         """Send a request; the answer's status is good, its body not read yet."""
         send = {"Content-Type": "application/json", **(headers or {})}
-        answer = await self._session.post(url, data=body, headers=send)
-        if answer.status < 400:
+        answer = await self._session.post(url, data=body, headers=send, allow_redirects=False)
+        if answer.status == 200 and "Content-Encoding" not in answer.headers:
             return answer
         async with answer:
-            raw = await _read(answer)
-        if answer.status in _BUSY or answer.status >= 500:
-            what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
-            raise EngineError(engine, what, sick=answer.status not in _BUSY)
-        raise EngineRefusedError(engine, answer.status, raw, answer.content_type)
+            raw = await _read(answer, SMALL_ANSWER_BYTES_MAX)
+        if 400 <= answer.status < 500 and answer.status not in _BUSY:
+            raise EngineRefusedError(engine, answer.status, raw, _content_type(answer))
+        what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
+        raise EngineError(engine, what, sick=answer.status not in _BUSY)
 
     @asynccontextmanager
     async def stream(
@@ -165,7 +177,7 @@ class Upstream:
             answer.close()  # an answer read to its end has given its connection back already
 
     async def _events(self, engine: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        rest, done = b"", False
+        rest, done = bytearray(), False
         wait_s = self._deadline.first_byte_s
         while True:
             async with _foreign_errors(engine, "stream"), asyncio.timeout(wait_s):
@@ -174,10 +186,12 @@ class Upstream:
                 if rest.strip() or not done:
                     raise EngineError(engine, "the stream ended before it was complete")
                 return
+            seen = max(0, len(rest) - 3)  # no end of an event begins before that
             rest += piece
-            end = max(rest.rfind(b"\n\n") + 2, rest.rfind(b"\r\n\r\n") + 4)
+            end = max(rest.rfind(b"\n\n", seen) + 2, rest.rfind(b"\r\n\r\n", seen) + 4)
             if end >= 4:
-                events, rest = rest[:end], rest[end:]
+                events = bytes(rest[:end])
+                del rest[:end]
                 done = events.rstrip().endswith(b"data: [DONE]")
                 wait_s = self._deadline.idle_s
                 yield events
@@ -185,7 +199,13 @@ class Upstream:
                 raise EngineError(engine, "an event of the stream is too long")
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
+def _content_type(answer: aiohttp.ClientResponse) -> str:
+    """The kind of body, without parameters: one that can be passed on."""
+    kind = answer.content_type
+    return kind if kind.isascii() and kind.isprintable() and ";" not in kind else _UNKNOWN_TYPE
+
+
+async def _read(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     """The whole body.
 
     Raises:
@@ -196,6 +216,6 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     async for piece in answer.content.iter_any():
         pieces.append(piece)
         size += len(piece)
-        if size > ANSWER_BYTES_MAX:
-            raise ValueError(f"the answer is longer than {ANSWER_BYTES_MAX} bytes")
+        if size > bytes_max:
+            raise ValueError(f"the answer is longer than {bytes_max} bytes")
     return b"".join(pieces)

@@ -226,19 +226,40 @@ class AdminConfig(Section, frozen=True):
 
 
 class EventsConfig(Section, frozen=True):
-    """KV events over ZeroMQ.
+    """KV events, in the frames of ZeroMQ.
 
     Attributes:
-        endpoint: where to publish; ``tcp://127.0.0.1:*`` takes a free port, empty = no events.
-        replay_endpoint: where missed events are asked for again; empty = nowhere.
+        endpoint: where to publish: ``ipc`` = a Unix socket beside the node's, for its user and,
+            with ``socket.group_access`` and no ``socket.tenants``, its group; ``ipc:///path``, for
+            the same; ``tcp://address:port``, which needs a token (port ``*`` is any free one);
+            empty = no events.
+        replay_endpoint: where missed events are asked for again, in the same forms; empty =
+            nowhere.
+        tokens: publish the token ids of pages too, for readers that cannot go by prefix keys;
+            whoever follows can read the prompts of every tenant then.
+        follow_token: who shows it may follow over TCP; empty = see the file.
+        follow_token_file: a file that holds that token; empty = none.
         queue_max: event batches that may wait for the publisher before they are dropped.
         replay_max: event batches kept for replay.
     """
 
-    endpoint: str = "tcp://127.0.0.1:*"
-    replay_endpoint: str = "tcp://127.0.0.1:*"
+    endpoint: str = "ipc"
+    replay_endpoint: str = "ipc"
+    tokens: bool = False
+    follow_token: str = ""
+    follow_token_file: str = ""
     queue_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
-    replay_max: Annotated[int, msgspec.Meta(ge=0)] = 10_000
+    replay_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+
+    def __post_init__(self) -> None:
+        """Refuse to publish for everybody who can open a TCP connection."""
+        for name in ("endpoint", "replay_endpoint"):
+            where = getattr(self, name)
+            if where.startswith("tcp:") and not (self.follow_token or self.follow_token_file):
+                raise ValueError(
+                    f"events.{name}={where}: over TCP, events.follow_token (or"
+                    " events.follow_token_file) is needed; 'ipc' is a Unix socket for this machine"
+                )
 
 
 class ServerConfig(Section, frozen=True):
@@ -378,6 +399,10 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def _masked(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_masked(name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _masked(key, one) for key, one in value.items()}
     return "***" if name.endswith("_token") and value else value
 
 

@@ -15,9 +15,9 @@ One :class:`EventPublisher` is one sequence that starts at 0 with the process (t
 in the topic). A batch that finds the queue full is lost *visibly*: its number is used up, so every
 subscriber sees the gap, and replay cannot fill it. The publisher never makes its caller wait.
 
-Threads: :meth:`EventPublisher.publish` may be called from any; one thread owns the ZMQ sockets and
-the replay buffer. ``_lock`` protects the queue, the sequence and the counters, and is never held
-while anything is sent or encoded.
+Threads: :meth:`EventPublisher.publish` may be called from any; one thread owns the sockets and the
+replay buffer (:mod:`kvstore.eventserver`). ``_lock`` protects the queue, the sequence and the
+counters, and is never held while anything is sent or encoded.
 """
 
 import logging
@@ -25,36 +25,36 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import msgspec
-import zmq
 from msgspec import UNSET, UnsetType
 
 from kvstore.errors import InvalidArgument, TransferTimeout
+from kvstore.eventserver import END_OF_REPLAY as END_OF_REPLAY
+from kvstore.eventserver import Bounds, EventServer
+from kvstore.listeners import Listener, parse_endpoint
+from kvstore.zmtp import TOKEN_BYTES_MAX
 
 BlockHash = bytes | int
 """32 bytes (ours, and vLLM's long form) or the low 64 bits of them (vLLM's default)."""
 
-END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
-"""The sequence frame that ends a replay."""
-
+_BATCH_BYTES: Final = 512 << 10
+"""About as long as a batch may get; longer ones are published as several."""
+_HASH_BYTES: Final = 34
+_TOKEN_BYTES: Final = 5
 _SEND_BURST: Final = 256
-"""Batches sent before replay requests are looked at again."""
-_POLL_MS: Final = 1_000
+"""Batches sent before followers are looked at again."""
+_POLL_S: Final = 1.0
 """Every wait has a deadline; the wake-up descriptor normally ends this one at once."""
 _GATHER_S: Final = 0.002
 """How long a first batch waits for others: one turn at the interpreter lock sends them all, so that
 a node under load does not share the lock with this thread after every put."""
 _CLOSE_GRACE_S: Final = 1.0
 """What the thread gets beyond the timeout of ``close`` to give its sockets back."""
-_REPLAY_REQUESTS_MAX: Final = 64
-"""Replay requests of one client that may wait in its socket."""
-_REQUEST_BYTES_MAX: Final = 1_024
-"""A longer frame is no replay request; ZMQ drops the connection it came from."""
 
 _log = logging.getLogger(__name__)
 
@@ -141,9 +141,12 @@ class PublisherStats(msgspec.Struct, frozen=True):
 
     Attributes:
         sequence_next: number of the next batch; so many were published or dropped.
-        batches_sent: given to the PUB socket.
+        batches_sent: given to whoever follows.
         batches_dropped: lost to a full queue, to ``close`` or because they could not be encoded.
         batches_queued: waiting for the thread.
+        batches_lost: that a follower did not get because it does not read, for each follower.
+        followers: connections now, those of replays included.
+        followers_cut: connections that were closed for what they did, or refused.
         replays_served: requests answered to the end.
         replays_cut: answers broken off because the client does not read, and malformed requests.
     """
@@ -152,6 +155,9 @@ class PublisherStats(msgspec.Struct, frozen=True):
     batches_sent: int
     batches_dropped: int
     batches_queued: int
+    batches_lost: int
+    followers: int
+    followers_cut: int
     replays_served: int
     replays_cut: int
 
@@ -161,9 +167,20 @@ class _Queued(NamedTuple):
     batch: EventBatch
 
 
-class _Sent(NamedTuple):
-    sequence: int
-    payload: bytes
+class Access(NamedTuple):
+    """Who may follow a publisher.
+
+    Attributes:
+        token: password (ZMTP's mechanism PLAIN) that followers over TCP must show; empty for none.
+        mode: of the files of ``ipc`` endpoints.
+    """
+
+    token: bytes = b""
+    mode: int = 0o600
+
+
+OWNER: Final = Access()
+"""The user of this process over Unix sockets, everybody over TCP."""
 
 
 def wall_clock() -> float:
@@ -183,6 +200,7 @@ class EventPublisher:
         replay_endpoint: str | None = None,
         *,
         topic: bytes = b"",
+        access: Access = OWNER,
         queue_max: int = 1_024,
         replay_max: int = 10_000,
         replay_bytes_max: int = 64 << 20,
@@ -191,13 +209,14 @@ class EventPublisher:
         """Bind the sockets and start the thread.
 
         Args:
-            endpoint: where the PUB socket binds: ``tcp://127.0.0.1:*`` or ``ipc:///path``; a
-                wildcard or port 0 is resolved, see :attr:`bound_endpoint`. The file of an
-                ``ipc`` endpoint stays; the next publisher there replaces it.
-            replay_endpoint: where the ROUTER for replay binds; None for no replay.
+            endpoint: where batches are published: ``ipc:///path`` or ``tcp://127.0.0.1:*``; a
+                wildcard or port 0 is resolved, see :attr:`bound_endpoint`. The socket of a dead
+                process is replaced.
+            replay_endpoint: where missed batches are asked for again; None for nowhere.
             topic: first frame of every message.
-            queue_max: batches that may wait for the thread, at least 1; and messages that may
-                wait for one slow subscriber.
+            access: who may follow.
+            queue_max: batches that may wait for the thread, at least 1; and batches that may wait
+                for one slow subscriber.
             replay_max: batches kept for replay.
             replay_bytes_max: bytes of payload kept for replay; the oldest batches go first.
             clock: seconds since the epoch, stamped on every batch.
@@ -209,54 +228,54 @@ class EventPublisher:
         for field, bound in (bounds | {"replay_bytes_max": replay_bytes_max}).items():
             if bound < 1:
                 raise InvalidArgument(field, f"{bound} is not positive")
-        self._topic = topic
+        if len(access.token) > TOKEN_BYTES_MAX:
+            raise InvalidArgument("access", f"a token has {TOKEN_BYTES_MAX} bytes at most")
         self._queue_max = queue_max
-        self._replay_max = replay_max
-        self._replay_bytes_max = replay_bytes_max
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[_Queued] = deque()
         self._sequence_next = 0
         self._closing = False
         self._close_deadline = 0.0
-        self._counts = dict.fromkeys(("sent", "dropped", "replayed", "cut"), 0)
-        self._kept: deque[_Sent] = deque()
-        self._kept_bytes = 0
-        self._context = zmq.Context()
+        self._counts = dict.fromkeys(("sent", "dropped"), 0)
+        listeners: list[Listener] = []
         try:
-            self._pub = self._context.socket(zmq.PUB)
-            self._pub.set_hwm(queue_max)
-            self.bound_endpoint = _bind(self._pub, "endpoint", endpoint)
-            self._router: zmq.Socket[bytes] | None = None
-            self.bound_replay_endpoint: str | None = None
-            if replay_endpoint is not None:
-                self._router = self._context.socket(zmq.ROUTER)
-                # One whole replay fits, whatever the client's speed; a client that asks again
-                # without reading gets EAGAIN here instead of messages that silently vanish.
-                self._router.set(zmq.SNDHWM, replay_max + 1)
-                self._router.set(zmq.RCVHWM, _REPLAY_REQUESTS_MAX)
-                self._router.set(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
-                self._router.set(zmq.ROUTER_MANDATORY, 1)
-                self.bound_replay_endpoint = _bind(self._router, "replay_endpoint", replay_endpoint)
+            for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+                if where is not None:
+                    listeners.append(Listener(field, parse_endpoint(field, where), access.mode))
         except InvalidArgument:
-            self._context.destroy(linger=0)
+            for listener in listeners:
+                listener.close()
             raise
+        live, *replay = listeners
+        self.bound_endpoint = str(live.endpoint)
+        self.bound_replay_endpoint = str(replay[0].endpoint) if replay else None
+        self._server = EventServer(
+            live,
+            replay[0] if replay else None,
+            topic=topic,
+            token=access.token,
+            waiting_max=queue_max,
+            kept=Bounds(replay_max, replay_bytes_max),
+        )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The sockets change hands here: starting a thread is the full fence that ZMQ asks for.
+        self._server.watch(self._wake_fd)
         self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=False)
         self._thread.start()
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Queue one batch; never blocks, never fails.
+        """Queue what happened; never blocks, never fails.
 
-        A full queue, or a publisher that is closed, costs the batch and its sequence number.
+        Much at once becomes several batches. A full queue, or a publisher that is closed, costs a
+        batch and its sequence number.
 
         Args:
             events: in the order in which they happened; not changed afterwards. None: no batch.
         """
-        if not events:
-            return
-        batch = EventBatch(self._clock(), tuple(events))
+        for batch in _batches(events):
+            self._enqueue(EventBatch(self._clock(), batch))
+
+    def _enqueue(self, batch: EventBatch) -> None:
         with self._lock:
             sequence = self._sequence_next
             self._sequence_next += 1
@@ -275,8 +294,11 @@ class EventPublisher:
                 batches_sent=self._counts["sent"],
                 batches_dropped=self._counts["dropped"],
                 batches_queued=len(self._queue),
-                replays_served=self._counts["replayed"],
-                replays_cut=self._counts["cut"],
+                batches_lost=self._server.counts["lost"],
+                followers=len(self._server),
+                followers_cut=self._server.faults.counts.total(),
+                replays_served=self._server.counts["served"],
+                replays_cut=self._server.counts["cut"],
             )
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -309,23 +331,20 @@ class EventPublisher:
         self.close()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
-        more = False
+        busy = False
         try:
             while True:
-                ready = dict(poller.poll(0 if more else _POLL_MS))
-                if self._wake_fd in ready:
+                woken = self._server.turn(0.0 if busy else _POLL_S)
+                if woken:
                     os.eventfd_read(self._wake_fd)
                     if not self._closing:
                         time.sleep(_GATHER_S)
-                more = self._send_burst()
-                if self._router is not None and self._router in ready:
-                    self._answer(self._router)
-                if self._closing and (not more or time.monotonic() >= self._close_deadline):
-                    return
+                busy = self._send_burst()
+                waiting = self._server.flush()
+                if self._closing:
+                    left_s = self._close_deadline - time.monotonic()
+                    if left_s <= 0 or not (busy or waiting):
+                        return
         finally:
             self._release()
 
@@ -336,11 +355,7 @@ class EventPublisher:
             self._counts["dropped"] += len(self._queue)
             self._queue.clear()
             os.close(self._wake_fd)
-        linger_s = max(0.0, self._close_deadline - time.monotonic())
-        self._pub.close(linger=int(linger_s * 1_000))
-        if self._router is not None:
-            self._router.close(linger=0)  # who has not read its replay asks the next publisher
-        self._context.term()
+        self._server.close()
 
     def _send_burst(self) -> bool:
         """Send up to ``_SEND_BURST`` batches; True when there are more."""
@@ -351,45 +366,54 @@ class EventPublisher:
                 queued = self._queue.popleft()
             payload = _encode(queued.batch)
             if payload is not None:
-                number = queued.sequence.to_bytes(8, "big")
-                self._pub.send_multipart((self._topic, number, payload))
-                self._keep(_Sent(queued.sequence, payload))
+                self._server.send(queued.sequence, payload)
             with self._lock:
                 self._counts["sent" if payload is not None else "dropped"] += 1
         return True
 
-    def _keep(self, sent: _Sent) -> None:
-        """Remember a batch for replay, within both bounds."""
-        if self._router is None:
-            return
-        self._kept.append(sent)
-        self._kept_bytes += len(sent.payload)
-        while len(self._kept) > self._replay_max or self._kept_bytes > self._replay_bytes_max:
-            self._kept_bytes -= len(self._kept.popleft().payload)
 
-    def _answer(self, router: "zmq.Socket[bytes]") -> None:
-        """Serve one replay request; the next poll brings the next one."""
-        client, *request = router.recv_multipart(zmq.NOBLOCK)
-        wellformed = len(request) == 2 and request[0] == b"" and len(request[1]) == 8
-        outcome = "replayed" if wellformed else "cut"
-        try:
-            if wellformed:
-                first = int.from_bytes(request[1], "big")
-                for sequence, payload in self._kept:
-                    if sequence >= first:
-                        self._reply(router, client, sequence.to_bytes(8, "big"), payload)
-            self._reply(router, client, END_OF_REPLAY, b"")
-        except zmq.ZMQError as error:  # EAGAIN: it does not read. EHOSTUNREACH: it is gone.
-            _log.info("replay to a subscriber was cut: %s", error)
-            outcome = "cut"
-        with self._lock:
-            self._counts[outcome] += 1
+def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    """The events in pieces of which none is much longer than it should be."""
+    batch: list[Event] = []
+    size = 0
+    for event in events:
+        for piece in _pieces(event):
+            if batch and size + _size(piece) > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += _size(piece)
+    if batch:
+        yield batch
 
-    def _reply(
-        self, router: "zmq.Socket[bytes]", client: bytes, sequence: bytes, payload: bytes
-    ) -> None:
-        # Copied: pyzmq's zero-copy sends start a thread of its own that never ends.
-        router.send_multipart((client, b"", self._topic, sequence, payload), zmq.NOBLOCK)
+
+def _size(event: Event) -> int:
+    """About how many bytes an event takes."""
+    if isinstance(event, ClearedEvent):
+        return _HASH_BYTES
+    tokens = len(event.token_ids) if isinstance(event, StoredEvent) else 0
+    return (len(event.block_hashes) + 4) * _HASH_BYTES + tokens * _TOKEN_BYTES
+
+
+def _pieces(event: Event) -> Iterator[Event]:
+    """One event as several, when it is long."""
+    if isinstance(event, ClearedEvent) or _size(event) <= _BATCH_BYTES:
+        yield event
+        return
+    hashes = event.block_hashes
+    step = max(1, len(hashes) * (_BATCH_BYTES // 2) // _size(event))
+    for start in range(0, len(hashes), step):
+        some = hashes[start : start + step]
+        if isinstance(event, RemovedEvent):
+            yield msgspec.structs.replace(event, block_hashes=some)
+            continue
+        size = event.block_size if event.token_ids else 0
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=some,
+            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
+            token_ids=event.token_ids[start * size : (start + step) * size],
+        )
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -402,16 +426,3 @@ def _encode(batch: EventBatch) -> bytes | None:
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError):
         _log.exception("a batch of %d events cannot be encoded", len(batch.events))
         return None
-
-
-def _bind(socket: "zmq.Socket[bytes]", field: str, endpoint: str) -> str:
-    """Bind and return the real endpoint.
-
-    Raises:
-        InvalidArgument: the endpoint is malformed, taken or not allowed.
-    """
-    try:
-        socket.bind(endpoint)
-    except (zmq.ZMQError, ValueError) as error:
-        raise InvalidArgument(field, f"cannot bind {endpoint!r}: {error}") from error
-    return socket.get_string(zmq.LAST_ENDPOINT)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import uuid
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from engine_adapters.reference.config import MODELS
 from engine_adapters.reference.engine import Engine, EngineOptions
 from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.scheduler import Limits
-from engine_adapters.reference.server import Identity, Server, serve
+from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from engine_adapters.reference.store_client import Store
 
 
@@ -31,6 +32,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="copies of pages loaded from the store in this process; 0: none")  # fmt: skip
     add("--node", metavar="NAME", help="id of the node behind --store, told to the Conductor")
     add("--conductor", metavar="URL", help="register there, again and again")
+    add(
+        "--conductor-token-file",
+        type=Path,
+        metavar="FILE",
+        help="a token that may operate it;"
+        " default: what a Conductor of this user on this machine made",
+    )
     add("--prefix-cache", choices=("on", "off"), default="on")
     add("--kv-hashes", choices=("on", "off"), default="on")
     add("--threads", type=int, default=2, help="of torch")
@@ -86,7 +94,9 @@ async def run(args: argparse.Namespace) -> int:
         Server(engine, identity),
         engine,
         port=args.port,
-        conductor=args.conductor,
+        conductor=ConductorAt(args.conductor, args.conductor_token_file)
+        if args.conductor
+        else None,
         stop=stop,
         ready=_announce,
         engine_id=args.id,

@@ -1,4 +1,8 @@
-"""What the local prefix cache gains and loses, published as KV events."""
+"""What the local prefix cache gains and loses, published as KV events.
+
+Pages are named by their prefix keys alone: whoever routes requests needs no more, and nobody who
+follows can read prompts.
+"""
 
 import os
 from collections.abc import Sequence
@@ -41,7 +45,7 @@ class EngineEvents:
         return StoredEvent(
             block_hashes=hashes,
             parent_block_hash=keys.parent or None,
-            token_ids=[] if keys.tokens is None else keys.tokens.tolist(),
+            token_ids=[],
             block_size=self._page_tokens,
             medium=MEDIUM,
             space=self._space,

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -29,6 +30,7 @@ from engine_adapters.reference.protocol import (
     usage,
 )
 from engine_adapters.reference.request import Output, Request
+from kvstore.privatefile import token_for
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ BODY_BYTES_MAX: Final = 8 << 20
 _OUTPUT_WAIT_S: Final = 600.0  # for one more token; a longer silence ends the request
 _REGISTER_EVERY_S: Final = 3.0
 _REGISTER_TIMEOUT_S: Final = 2.0
+_REFUSED: Final = frozenset({401, 403})
 _ERROR_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error"}
 
 
@@ -52,6 +55,30 @@ class Identity:
     events: str | None = None
     events_replay: str | None = None
     node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorAt:
+    """Where to register.
+
+    Attributes:
+        url: of the Conductor.
+        token_file: holds a token that may operate it; None = the one that a Conductor of this user
+            on this machine made at its start.
+    """
+
+    url: str
+    token_file: Path | None = None
+
+    def headers(self) -> dict[str, str]:
+        """What shows the token; read anew each time, since a restarted Conductor has another."""
+        token = token_for("conductor", self.url) if self.token_file is None else ""
+        if self.token_file is not None:
+            try:
+                token = self.token_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                _log.warning("the conductor's token: %s", error)
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class Server:
@@ -259,28 +286,34 @@ def _error(status: int, code: str, message: str) -> web.Response:
     return web.json_response(body, status=status)
 
 
-async def keep_registered(conductor: str, engine_id: str, role: str, url: str) -> None:
+async def keep_registered(conductor: "ConductorAt", engine_id: str, role: str, url: str) -> None:
     """Tell the Conductor about this engine, again and again, so that a restarted one learns it.
 
     Ends when cancelled; then says good-bye, once, without insisting.
     """
+    known = refused = False
     body = {"id": engine_id, "role": "mixed" if role == "mono" else role, "url": url}
     timeout = aiohttp.ClientTimeout(total=_REGISTER_TIMEOUT_S)
-    known = False
     async with aiohttp.ClientSession(timeout=timeout) as session:
         try:
             while True:
                 was_known, known = known, False
                 try:
-                    async with session.post(f"{conductor}/v1/engines", json=body) as response:
+                    address = f"{conductor.url}/v1/engines"
+                    headers = conductor.headers()
+                    async with session.post(address, json=body, headers=headers) as response:
                         known = response.status < 300
+                    if response.status in _REFUSED and not refused:
+                        _log.warning("the conductor refuses our token (%d)", response.status)
+                    refused = response.status in _REFUSED
                 except (aiohttp.ClientError, TimeoutError) as error:
                     if was_known:
                         _log.warning("the conductor does not answer: %s", error)
                 await asyncio.sleep(_REGISTER_EVERY_S)
         finally:
             try:
-                async with session.delete(f"{conductor}/v1/engines/{engine_id}"):
+                address = f"{conductor.url}/v1/engines/{engine_id}"
+                async with session.delete(address, headers=conductor.headers()):
                     pass
             except (aiohttp.ClientError, TimeoutError):
                 _log.info("the conductor was not there to be told good-bye")
@@ -291,7 +324,7 @@ async def serve(
     engine: Engine,
     *,
     port: int,
-    conductor: str | None,
+    conductor: ConductorAt | None,
     stop: asyncio.Event,
     ready: Callable[[str], None],
     drain_s: float = 5.0,
@@ -303,7 +336,7 @@ async def serve(
         server: its engine has been started.
         engine: closed at the end.
         port: 0 for any.
-        conductor: URL to register at, or None.
+        conductor: where to register, or None.
         stop: ends the service.
         ready: called with our URL once it answers.
         drain_s: for requests that run.

@@ -101,7 +101,7 @@ class Daemon:
         self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
         undo.callback(self.memory.close)
         self.memory.create(extent.number for extent in slots.extents)
-        self.publication = Publication(config.events, config.node.name, self.boot)
+        self.publication = Publication(config.events, config.socket, config.node.name, self.boot)
         undo.callback(self._close_publication)
         self.socket = SocketServer(
             config.socket, self.node, self.memory, self._publish, self._stats_json

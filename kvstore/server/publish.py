@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from kvstore.config import EventsConfig
+from kvstore.config import EventsConfig, SocketConfig
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.events import Event, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events import Access, Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import PrefixKey
 from kvstore.state.outcomes import (
     Abandoned,
@@ -19,33 +20,54 @@ from kvstore.state.outcomes import (
     TierRemoved,
     TierStored,
 )
+from kvstore.zmtp import TOKEN_BYTES_MAX
 
 MEDIA: Final = {"host": "CPU", "ssd": "STORAGE"}
 """What events call a tier; the words are vLLM's."""
+BESIDE: Final = "ipc"
+"""The endpoint that is a Unix socket beside the node's."""
 _OTHER: Final = {"host": "ssd", "ssd": "host"}
+
+
+_TOKEN_CHARACTERS: Final = range(16, TOKEN_BYTES_MAX + 1)
 
 
 class Publication:
     """Turns the node's actions into events; does nothing when events are configured off."""
 
-    def __init__(self, config: EventsConfig, node: str, boot: bytes) -> None:
+    def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
         """Bind the sockets.
 
+        Args:
+            config: where, and what.
+            socket: of the node; Unix sockets of events lie beside it and have its permissions.
+            node: its name.
+            boot: names this life of it.
+
         Raises:
-            ConfigError: an endpoint cannot be bound; names its key.
+            ConfigError: an endpoint cannot be bound, or a token cannot be read or is none; names
+                its key.
         """
         self._publisher: EventPublisher | None = None
-        if config.endpoint:
-            try:
-                self._publisher = EventPublisher(
-                    config.endpoint,
-                    config.replay_endpoint or None,
-                    topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                    queue_max=config.queue_max,
-                    replay_max=config.replay_max,
-                )
-            except InvalidArgument as error:
-                raise ConfigError(f"events.{error}") from error
+        self._tokens = config.tokens
+        if not config.endpoint:
+            return
+        # Events tell of every tenant: not for a group of which each member has its own.
+        mode = 0o660 if socket.group_access and not socket.tenants else 0o600
+        replay = config.replay_endpoint
+        try:
+            self._publisher = EventPublisher(
+                _resolved(config.endpoint, socket, "events"),
+                _resolved(replay, socket, "replay") if replay else None,
+                topic=f"kvstore@{node}@{boot.hex()}".encode(),
+                access=Access(_follow_token(config), mode),
+                queue_max=config.queue_max,
+                replay_max=config.replay_max,
+            )
+        except InvalidArgument as error:
+            if getattr(config, error.field, "") == BESIDE:
+                raise ConfigError(f"socket.path={socket.path}: events.{error}") from error
+            raise ConfigError(f"events.{error}") from error
 
     @property
     def endpoint(self) -> str:
@@ -60,7 +82,7 @@ class Publication:
     def publish(self, actions: Sequence[Action]) -> None:
         """Queue one batch; never waits."""
         if self._publisher is not None:
-            self._publisher.publish(events_of(actions))
+            self._publisher.publish(events_of(actions, tokens=self._tokens))
 
     def stats(self) -> dict[str, object]:
         """Counters of the publisher; empty when events are off."""
@@ -72,8 +94,37 @@ class Publication:
             self._publisher.close()
 
 
-def events_of(actions: Sequence[Action]) -> list[Event]:
+def _resolved(endpoint: str, socket: SocketConfig, name: str) -> str:
+    """The endpoint itself, or the Unix socket of that name beside the node's."""
+    return f"ipc://{Path(socket.path).absolute()}.{name}" if endpoint == BESIDE else endpoint
+
+
+def _follow_token(config: EventsConfig) -> bytes:
+    """What followers over TCP must show; a Unix socket has permissions instead.
+
+    Raises:
+        ConfigError: it cannot be read, or is no good.
+    """
+    if "tcp:" not in f"{config.endpoint} {config.replay_endpoint}":
+        return b""
+    text, key = config.follow_token, "events.follow_token"
+    if not text:
+        key = f"{key}_file={config.follow_token_file}"
+        try:
+            text = Path(config.follow_token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+    if len(text) not in _TOKEN_CHARACTERS or not (text.isascii() and text.isprintable()):
+        first, last = _TOKEN_CHARACTERS[0], _TOKEN_CHARACTERS[-1]
+        raise ConfigError(f"{key}: {first} to {last} printable ASCII characters are needed")
+    return text.encode()
+
+
+def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]:
     """The events that tell what ``actions`` did, in order; neighbours of one kind become one.
+
+    Token ids are told only if ``tokens`` asks for them: keys name pages without saying what is in
+    them.
 
     A page that left one medium and stays in another is told of as removed from the one and stored
     in the other again: whoever follows events without looking at media ends right too.
@@ -95,7 +146,7 @@ def events_of(actions: Sequence[Action]) -> list[Event]:
             case TierStored(tier=tier):
                 events += _stored([one for one in members if isinstance(one, TierStored)], tier)
             case _:
-                events += [_event(one) for one in members if isinstance(one, Stored)]
+                events += [_event(one, tokens) for one in members if isinstance(one, Stored)]
     return events
 
 
@@ -111,11 +162,11 @@ def _kind(action: Action) -> tuple[object, ...]:
             return where
 
 
-def _event(action: Stored) -> StoredEvent:
+def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
     return StoredEvent(
         block_hashes=action.keys,
         parent_block_hash=action.parent or None,
-        token_ids=np.frombuffer(action.tokens, dtype="<u4").tolist(),
+        token_ids=np.frombuffer(action.tokens if tokens else b"", dtype="<u4").tolist(),
         block_size=action.space.identity.page_tokens,
         medium=MEDIA["host"],
         space=action.space.label,

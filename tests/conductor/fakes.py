@@ -17,6 +17,7 @@ from conductor.config import ConductorConfig
 from conductor.service import Conductor
 
 WAIT_S = 10.0
+OPERATE = "operate-token-of-tests"
 PAUSE_S = 0.002
 
 
@@ -190,6 +191,11 @@ class FakeEngine:
         return response
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token; none for an empty one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 class Client:
     """Talks to a Conductor."""
 
@@ -198,15 +204,20 @@ class Client:
         self.conductor = conductor
         self.url = url
 
-    async def get(self, path: str) -> tuple[int, Any]:
-        async with self.session.get(self.url + path) as response:
+    async def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=headers) as response:
             raw = await response.read()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(raw) if is_json else raw.decode()
 
-    async def delete(self, path: str) -> int:
-        async with self.session.delete(self.url + path) as response:
+    async def delete(self, path: str, token: str = OPERATE) -> int:
+        headers = bearer(token)
+        async with self.session.delete(self.url + path, headers=headers) as response:
             return response.status
+
+    async def operate(self, path: str, body: object) -> tuple[int, Any, Any]:
+        """POST with the token that may."""
+        return await self.post(path, body, **bearer(OPERATE))
 
     async def post(
         self, path: str, body: object, **headers: str
@@ -224,7 +235,7 @@ class Client:
     async def register(self, *engines: FakeEngine) -> None:
         for engine in engines:
             body = {"id": engine.id, "role": engine.role, "url": engine.url}
-            status, answer, _ = await self.post("/v1/engines", body)
+            status, answer, _ = await self.operate("/v1/engines", body)
             assert status == 201, answer
 
     async def decision(self, request_id: str) -> Any:
@@ -252,7 +263,7 @@ def texts(events: Iterable[Any]) -> list[str]:
 def configured(**sections: Any) -> ConductorConfig:
     """A configuration for tests: quick probes, short deadlines, a free port."""
     tree: dict[str, Any] = {
-        "http": {"port": 0, "drain_s": 2.0},
+        "http": {"port": 0, "drain_s": 2.0, "operate_token": OPERATE},
         "policy": {"name": "round-robin"},
         "queue": {"wait_s": 5.0},
         "deadline": {"connect_s": 2.0, "first_byte_s": 5.0, "idle_s": 5.0, "prefill_s": 5.0},

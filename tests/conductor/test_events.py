@@ -1,149 +1,16 @@
 """Following events over real ZMQ sockets: gaps, replay, restarts, loss, and engines' own hashes."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
-import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
 
-from conductor.config import EventsConfig, IndexConfig, NodeEntry
+from conductor.config import EventsConfig
 from conductor.engines import EngineInfo, Role
-from conductor.events import EventFollowers, Follower
-from conductor.index import PrefixIndex
-from kvstore.events import END_OF_REPLAY, ClearedEvent, EventPublisher, RemovedEvent, StoredEvent
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.events import ClearedEvent, EventPublisher
+from kvstore.page import page_keys
 from tests.conductor.fakes import eventually, in_loop
-
-SPACE = "ab" * 32
-KEYS = page_keys(np.arange(64), 4)
-
-
-def stored(keys: PrefixKeys, medium: str = "CPU") -> StoredEvent:
-    return StoredEvent(
-        block_hashes=[bytes(key) for key in keys],
-        parent_block_hash=keys.parent or None,
-        token_ids=[],
-        block_size=4,
-        medium=medium,
-        space=SPACE,
-        shard=0,
-    )
-
-
-def removed(keys: PrefixKeys, medium: str = "CPU") -> RemovedEvent:
-    hashes = [bytes(key) for key in keys]
-    return RemovedEvent(block_hashes=hashes, medium=medium, space=SPACE, shard=0)
-
-
-class FakePublisher:
-    """PUB and ROUTER whose every message the test decides about.
-
-    Attributes:
-        kept: what replay gives: number → payload.
-    """
-
-    def __init__(self, context: zmq.asyncio.Context, topic: bytes = b"kvstore@n@aa") -> None:
-        self.topic = topic
-        self.kept: dict[int, bytes] = {}
-        self.asked: list[int] = []
-        self.silent = False
-        self._pub = context.socket(zmq.XPUB)  # a PUB that hears of subscriptions
-        self._router = context.socket(zmq.ROUTER)
-        self._pub.bind("tcp://127.0.0.1:*")
-        self._router.bind("tcp://127.0.0.1:*")
-        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
-        self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT)
-
-    async def answer(self) -> None:
-        while True:
-            client, _, first = await self._router.recv_multipart()
-            self.asked.append(int.from_bytes(first, "big"))
-            if self.silent:
-                continue
-            for number, payload in sorted(self.kept.items()):
-                if number >= self.asked[-1]:
-                    frames = [client, b"", self.topic, number.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(frames)
-            await self._router.send_multipart([client, b"", self.topic, END_OF_REPLAY, b""])
-
-    async def subscribed(self) -> None:
-        """From here on nothing that is sent live is lost."""
-        assert await self._pub.recv() == b"\x01"
-
-    async def send(
-        self, number: int, *events: object, live: bool = True, keep: bool = True
-    ) -> None:
-        payload = msgspec.msgpack.encode([1.0, list(events), None])
-        if keep:
-            self.kept[number] = payload
-        if live:
-            await self.send_raw([self.topic, number.to_bytes(8, "big"), payload])
-
-    async def send_raw(self, frames: list[bytes]) -> None:
-        await self._pub.send_multipart(frames)
-
-    def close(self) -> None:
-        self._pub.close(linger=0)
-        self._router.close(linger=0)
-
-
-class Following:
-    """Followers over an index of their own."""
-
-    def __init__(self) -> None:
-        self.index = PrefixIndex(4096)
-        self.context = zmq.asyncio.Context()
-        config = EventsConfig(replay_s=10.0, verify_s=0.05)
-        self.followers = EventFollowers(self.index, IndexConfig(), config, lambda: None)
-
-    @property
-    def node(self) -> Follower:
-        follower = self.followers.get("node/n")
-        assert follower is not None
-        return follower
-
-    def prefix(self, keys: PrefixKeys = KEYS, worker: str = "node/n", domain: str = SPACE) -> int:
-        return self.index.match(domain, keys.packed).prefix(worker)
-
-    async def follow(self, endpoint: str | None, replay_endpoint: str | None) -> None:
-        assert endpoint is not None
-        node = NodeEntry(id="n", events=endpoint, events_replay=replay_endpoint)
-        self.followers.follow_node(node)
-        await eventually(lambda: self.node.current, "connected")
-
-
-@asynccontextmanager
-async def following() -> AsyncIterator[Following]:
-    it = Following()
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(it.followers.run())
-        try:
-            yield it
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
-            it.context.destroy(linger=0)
-
-
-@asynccontextmanager
-async def with_fake(
-    topic: bytes = b"kvstore@n@aa",
-) -> AsyncIterator[tuple[Following, FakePublisher]]:
-    async with following() as it:
-        publisher = FakePublisher(it.context, topic)
-        answering = asyncio.create_task(publisher.answer())
-        try:
-            yield it, publisher
-        finally:
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
-            publisher.close()
+from tests.conductor.publishers import KEYS, following, removed, stored, with_fake
 
 
 @in_loop
@@ -279,12 +146,12 @@ async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() ->
         await publisher.subscribed()
         await publisher.send_raw([b"only", b"two"])
         await publisher.send_raw([publisher.topic, b"short", b"x"])
-        await eventually(lambda: it.node.malformed == 2)
+        await eventually(lambda: it.malformed() == 2)
         assert it.prefix() == 2  # these were no batches at all
         publisher.kept[1] = b"\xc1 not msgpack"
-        await eventually(lambda: it.node.malformed == 3 and it.prefix() == 0)
+        await eventually(lambda: it.malformed() == 3 and it.prefix() == 0)
         await publisher.send(2, {"type": "BlockStored", "block_hashes": "no"})
-        await eventually(lambda: it.node.malformed == 4)
+        await eventually(lambda: it.malformed() == 4)
         await publisher.send(3, {"type": "SomethingNew", "x": 1}, stored(KEYS[:3]))
         await eventually(lambda: it.prefix() == 3 and it.node.ingest.skipped == 1)
 

@@ -1,13 +1,23 @@
 """The prefix index against a dictionary, and at its bounds."""
 
 import hashlib
+import time
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from conductor.index import HOLDERS_MAX, PrefixIndex, prefix_length
+from conductor import index
+from conductor.index import (
+    HOLDERS_MAX,
+    HOLDERS_PER_WORKER_MAX,
+    SEGMENT_SLOTS,
+    PrefixIndex,
+    prefix_length,
+)
 
 WORKERS = ["engine/a", "engine/b", "node/n"]
 MEDIA = ["GPU", "CPU"]
@@ -30,9 +40,13 @@ shards = st.sampled_from([0, 0, 0, 1])
 class IndexMachine(RuleBasedStateMachine):
     """A dictionary says who holds what; the table must say the same."""
 
+    segment_slots = index.SEGMENT_SLOTS
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(ENTRIES_MAX)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(index, "SEGMENT_SLOTS", self.segment_slots)
+            self.index = PrefixIndex(ENTRIES_MAX, seed=7)
         self.model: dict[tuple[str, int], set[tuple[str, str, int]]] = {}
         self.shards: dict[tuple[str, str], set[int]] = {}
         self.dropped = 0
@@ -89,7 +103,27 @@ class IndexMachine(RuleBasedStateMachine):
             if not kept:
                 del self.model[page]
         self.shards = {k: v for k, v in self.shards.items() if k[0] != worker}
-        assert self.index.drop(worker) == held
+        assert sum(self.index.drop(worker)) == held
+
+    @rule(worker=st.sampled_from(WORKERS), steps=st.integers(0, 3))
+    def begin_to_drop(self, worker: str, steps: int) -> None:
+        """What a step is not taken for is done by the next drop; meanwhile it holds nothing."""
+        dropping = self.index.drop(worker)
+        for _ in range(steps):
+            next(dropping, 0)
+        dropping.close()
+        match = self.index.match("d1", packed(list(range(60))))
+        assert steps == 0 or not match.present(worker).any()
+        self.drop_the_rest(worker)
+
+    def drop_the_rest(self, worker: str) -> None:
+        for page in list(self.model):
+            self.model[page] = {holder for holder in self.model[page] if holder[0] != worker}
+            if not self.model[page]:
+                del self.model[page]
+        self.shards = {k: v for k, v in self.shards.items() if k[0] != worker}
+        for _ in self.index.drop(worker):
+            pass
 
     @rule(domain=st.sampled_from(DOMAINS), numbers=runs)
     def match(self, domain: str, numbers: list[int]) -> None:
@@ -111,7 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_dead(self) -> None:
-        self.index._clear_dead()
+        for segment in range(len(self.index._used)):
+            self.index._clear_dead(segment)
 
     @invariant()
     def agrees(self) -> None:
@@ -120,8 +155,16 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.dropped == self.dropped
 
 
+class SegmentedMachine(IndexMachine):
+    """The same in four segments of 32 slots."""
+
+    segment_slots = 32
+
+
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=30, stateful_step_count=30)
+TestSegmentedIndex = SegmentedMachine.TestCase
+TestSegmentedIndex.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def many(count: int, seed: int = 0) -> bytes:
@@ -129,50 +172,127 @@ def many(count: int, seed: int = 0) -> bytes:
 
 
 def test_a_full_index_drops_tails_and_counts_them() -> None:
-    index = PrefixIndex(100)
+    pages = PrefixIndex(100)
     keys = many(150)
-    assert index.store("w", "GPU", "d", keys) == 50
-    assert (len(index), index.dropped) == (100, 50)
-    assert index.match("d", keys).prefix("w") == 100
-    index.remove("w", "GPU", "d", keys[:320])
-    assert index.store("w", "GPU", "d", keys[3200:]) == 40
-    index.check()
+    assert pages.store("w", "GPU", "d", keys) == 50
+    assert (len(pages), pages.dropped) == (100, 50)
+    assert pages.match("d", keys).prefix("w") == 100
+    pages.remove("w", "GPU", "d", keys[:320])
+    assert pages.store("w", "GPU", "d", keys[3200:]) == 40
+    pages.check()
 
 
 def test_years_of_coming_and_going_do_not_fill_the_table_with_the_dead() -> None:
-    index = PrefixIndex(1000)
+    pages = PrefixIndex(1000)
     for round_number in range(60):
         keys = many(700, round_number)
-        assert index.store("w", "GPU", "d", keys) == 0
-        assert index.match("d", keys).prefix("w") == 700
-        assert index.remove("w", "GPU", "d", keys[16 * 700 :]) == 350
-        assert index.remove("w", "GPU", "d", keys) == 350
-    index.check()
-    assert len(index) == 0
+        assert pages.store("w", "GPU", "d", keys) == 0
+        assert pages.match("d", keys).prefix("w") == 700
+        assert pages.remove("w", "GPU", "d", keys[16 * 700 :]) == 350
+        assert pages.remove("w", "GPU", "d", keys) == 350
+    pages.check()
+    assert len(pages) == 0
 
 
 def test_more_than_64_holders_widen_the_table_and_too_many_are_dropped() -> None:
-    index = PrefixIndex(64)
+    pages = PrefixIndex(64)
     keys = many(3)
     for number in range(HOLDERS_MAX):
-        assert index.store(f"w{number}", "GPU", "d", keys[: 32 * (1 + number % 3)]) == 0
-    assert index.store("one more", "GPU", "d", keys) == 3
-    match = index.match("d", keys)
+        assert pages.store(f"w{number}", "GPU", "d", keys[: 32 * (1 + number % 3)]) == 0
+    assert pages.store("one more", "GPU", "d", keys) == 3
+    match = pages.match("d", keys)
     assert [match.prefix(f"w{number}") for number in (0, 1, 65, 1001)] == [1, 2, 3, 3]
     assert match.prefix("one more") == 0
-    index.drop("w7")
-    assert index.store("one more", "GPU", "d", keys) == 0
-    assert index.match("d", keys).prefix("one more") == 3
+    assert sum(pages.drop("w7")) == 2
+    assert pages.store("one more", "GPU", "d", keys) == 0
+    assert pages.match("d", keys).prefix("one more") == 3
 
 
 def test_domains_do_not_mix() -> None:
-    index = PrefixIndex(64)
+    pages = PrefixIndex(64)
     keys = many(4)
-    index.store("w", "GPU", "one", keys)
-    assert index.match("one", keys).prefix("w") == 4
-    assert index.match("two", keys).prefix("w") == 0
+    pages.store("w", "GPU", "one", keys)
+    assert pages.match("one", keys).prefix("w") == 4
+    assert pages.match("two", keys).prefix("w") == 0
 
 
 def test_a_page_takes_34_bytes_when_the_index_is_full() -> None:
-    index = PrefixIndex(1_000_000)
-    assert index.table_bytes / 1_000_000 <= 34
+    pages = PrefixIndex(1_000_000)
+    assert pages.table_bytes / 1_000_000 <= 34
+
+
+def steps_of(work: Iterator[object]) -> list[float]:
+    """CPU seconds of each step."""
+    found, before = [], time.thread_time()
+    for _ in work:
+        found.append(time.thread_time() - before)
+        before = time.thread_time()
+    return [*found, time.thread_time() - before]
+
+
+def test_no_step_takes_long_however_much_a_worker_holds() -> None:
+    pages = PrefixIndex(1_000_000, seed=5)
+    chance = np.random.default_rng(1)
+    fill = (pages.store("w", "GPU", "d", chance.bytes(32 * 1024)) for _ in range(976))
+    assert max(steps_of(fill)) < 0.05
+    assert len(pages) == 976 * 1024
+
+    def come_and_go() -> Iterator[None]:
+        held: list[bytes] = []
+        for _ in range(1_500):
+            held.append(chance.bytes(32 * 1024))
+            pages.store("v", "GPU", "d", held[-1])
+            if len(held) > 20:
+                pages.remove("v", "GPU", "d", held.pop(0))
+            yield
+
+    assert max(steps_of(come_and_go())) < 0.05
+    assert max(steps_of(pages.drop("w"))) < 0.05
+    assert max(steps_of(pages.drop("v"))) < 0.05
+    assert len(pages) == 0
+    pages.check()
+
+
+def test_keys_that_were_chosen_to_collide_do_not() -> None:
+    """Their last bits are the same: without a seed they would all belong to one slot."""
+    keys = np.zeros((16_384, 4), dtype="<u8")
+    keys[:, 0] = np.arange(16_384, dtype=np.uint64) << np.uint64(40)
+    pages = PrefixIndex(1_000_000, seed=0x9E3779B97F4A7C15)
+
+    assert max(steps_of(iter(lambda: pages.store("w", "GPU", "d", keys.tobytes()), 0))) < 0.05
+
+    home = np.bincount(pages._home(pages._tags[pages._tags != 0]))
+    assert home.max() < 10
+
+
+def test_a_segment_that_is_full_takes_no_more_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(index, "SEGMENT_SLOTS", 16)
+    pages = PrefixIndex(1_000, seed=1)
+    every = many(20_000, 3)
+    tags = index._tags("d", every)
+    first = np.flatnonzero(pages._home(tags) < 16)[:20]
+    assert len(first) == 20
+    keys = b"".join(every[32 * at : 32 * at + 32] for at in first)
+
+    assert pages.store("w", "GPU", "d", keys) == 20
+    for at in range(14):
+        assert pages.store("w", "GPU", "d", keys[32 * at : 32 * at + 32]) == 0
+    assert pages.store("w", "GPU", "d", keys) == 6
+    assert pages.match("d", keys).prefix("w") == 14
+    assert pages.dropped == 26
+    pages.check()
+
+
+def test_one_worker_cannot_take_all_holders() -> None:
+    pages = PrefixIndex(64)
+    keys = many(1)
+    dropped = [pages.store("w", "GPU", "d", keys, shard) for shard in range(HOLDERS_MAX)]
+
+    assert dropped == [0] * HOLDERS_PER_WORKER_MAX + [1] * (HOLDERS_MAX - HOLDERS_PER_WORKER_MAX)
+    assert pages.store("another", "GPU", "d", keys) == 0
+    next(pages.drop("w"))
+    assert pages.store("w", "GPU", "d", keys) == 1, "what it still has to give back counts"
+
+
+def test_the_default_table_has_many_segments() -> None:
+    assert len(PrefixIndex(1_000_000)._used) * SEGMENT_SLOTS == 1 << 21

@@ -40,7 +40,8 @@ class Index:
         self.apply(msgspec.msgpack.encode(EventBatch(0.0, events_of(actions))))
 
     def apply(self, payload: bytes) -> None:
-        self._ingest.apply(payload)
+        for _ in self._ingest.apply(payload):
+            pass
 
     def prefix(self, space: str, keys: list[PrefixKey]) -> int:
         return self.pages.match(space, b"".join(keys)).prefix("node/n")

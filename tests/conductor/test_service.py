@@ -83,7 +83,7 @@ async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None
                 "events": publisher.bound_endpoint,
                 "events_replay": publisher.bound_replay_endpoint,
             }
-            assert (await client.post("/v1/nodes", node))[0] == 201
+            assert (await client.operate("/v1/nodes", node))[0] == 201
             assert (await client.get("/v1/nodes"))[1] == {"nodes": [node]}
             publisher.publish([stored(keys_of(PROMPT)[:2], "CPU")])
             await eventually(lambda: len(client.conductor.index) == 2)
@@ -171,12 +171,12 @@ async def test_a_registration_that_cannot_be_is_refused_and_names_the_field() ->
             ({"unknown": 1}, "unknown"),
             ({"space": "xyz"}, "space"),
         ):
-            status, answer, _ = await client.post("/v1/engines", {**good, **change})
+            status, answer, _ = await client.operate("/v1/engines", {**good, **change})
             assert (status, answer["error"]["param"]) == (400, field), change
-        status, answer, _ = await client.post("/v1/engines", {"id": "e", "role": "prefill"})
+        status, answer, _ = await client.operate("/v1/engines", {"id": "e", "role": "prefill"})
         assert (status, answer["error"]["param"]) == (400, "url")
         await engine.stop()
-        status, answer, _ = await client.post("/v1/engines", good)
+        status, answer, _ = await client.operate("/v1/engines", good)
         assert (status, answer["error"]["param"]) == (502, "url")
         assert (await client.get("/v1/engines"))[1] == {"engines": []}
 

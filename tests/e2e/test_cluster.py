@@ -82,6 +82,24 @@ def test_nothing_is_held_once_the_requests_have_ended(cluster: Cluster, wait_unt
     assert prefill["prefill_s_per_token"] > 0
 
 
+def test_the_conductor_follows_the_node_and_knows_what_it_holds(
+    cluster: Cluster, wait_until: Any
+) -> None:
+    asked = ask(cluster.conductor_url, PROMPT, max_tokens=3, temperature=0.0)
+
+    def node_tokens() -> int:
+        again = ask(cluster.conductor_url, PROMPT, max_tokens=1, temperature=0.0)
+        url = f"{cluster.conductor_url}/v1/decisions/{again.request_id}"
+        candidates = request("GET", url)["attempts"][0]["candidates"]
+        return min(candidate["node_tokens"] for candidate in candidates)
+
+    assert asked.tokens
+    wait_until(lambda: node_tokens() == len(PROMPT) // 64 * 64, what="every full page of it")
+    assert request("GET", f"{cluster.conductor_url}/v1/nodes")["nodes"][0]["events"].startswith(
+        f"ipc://{cluster.directory}"
+    )
+
+
 def test_a_decision_says_why(cluster: Cluster) -> None:
     answer = ask(cluster.conductor_url, PROMPT, max_tokens=3, temperature=0.0)
     decision = request("GET", f"{cluster.conductor_url}/v1/decisions/{answer.request_id}")

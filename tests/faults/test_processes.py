@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -201,6 +202,14 @@ def test_a_node_waits_for_the_lock_before_it_touches_the_socket(spawn: Spawn, tm
         os.close(descriptor)
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users get into; pytest's own closes whenever another run begins."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 def said(spawn: Spawn, daemon: Daemon, uid: int, gid: int, groups: str, *tenants: str) -> object:
     path = daemon.address.removeprefix("unix://")
     program = [sys.executable, "-m", "tests.faults.stranger", path, str(uid), str(gid), groups]
@@ -211,12 +220,9 @@ def said(spawn: Spawn, daemon: Daemon, uid: int, gid: int, groups: str, *tenants
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_tenants_are_told_apart_by_user_and_group_not_by_what_clients_say(
-    spawn: Spawn, tmp_path: Path
+    spawn: Spawn, open_folder: Path
 ):
-    tmp_path.chmod(0o755)
-    for above in tmp_path.parents[:3]:
-        above.chmod(above.stat().st_mode | 0o011)
-    name, program = arguments(tmp_path)
+    name, program = arguments(open_folder)
     program += ["--set", "socket.tenants=red=60001,blue=@60002,green=60003"]
     daemon = Daemon(spawn(program, ready=READY), name)
 
@@ -234,11 +240,8 @@ def test_tenants_are_told_apart_by_user_and_group_not_by_what_clients_say(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_without_tenants_other_users_cannot_connect(spawn: Spawn, tmp_path: Path):
-    tmp_path.chmod(0o755)
-    for above in tmp_path.parents[:3]:
-        above.chmod(above.stat().st_mode | 0o011)
-    name, program = arguments(tmp_path)
+def test_without_tenants_other_users_cannot_connect(spawn: Spawn, open_folder: Path):
+    name, program = arguments(open_folder)
     daemon = Daemon(spawn(program, ready=READY), name)
 
     assert said(spawn, daemon, 60001, 60001, "", "red") == {"red": "PermissionError"}
@@ -246,15 +249,12 @@ def test_without_tenants_other_users_cannot_connect(spawn: Spawn, tmp_path: Path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_user_who_gets_as_far_as_the_socket_is_looked_at_all_the_same(
-    spawn: Spawn, tmp_path: Path
+    spawn: Spawn, open_folder: Path
 ):
     """The mode of the socket is no more than the first door."""
-    tmp_path.chmod(0o755)
-    for above in tmp_path.parents[:3]:
-        above.chmod(above.stat().st_mode | 0o011)
-    name, program = arguments(tmp_path)
+    name, program = arguments(open_folder)
     daemon = Daemon(spawn([*program, "--set", "socket.group_access=true"], ready=READY), name)
-    (tmp_path / "kv.sock").chmod(0o666)
+    (open_folder / "kv.sock").chmod(0o666)
 
     stranger = said(spawn, daemon, 60001, 60001, "", "red")
     member = said(spawn, daemon, 60001, os.getegid(), "", "red")

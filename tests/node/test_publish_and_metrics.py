@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.config import EventsConfig
+from kvstore.config import EventsConfig, SocketConfig
 from kvstore.events import RemovedEvent, StoredEvent
 from kvstore.node import Node
 from kvstore.page import PrefixKey, SpaceIdentity
@@ -25,7 +25,8 @@ def keys(*numbers: int) -> list[PrefixKey]:
 
 def test_a_stored_run_carries_its_parent_tokens_space_and_shard():
     tokens = (7).to_bytes(4, "little") * 2 + (2**32 - 1).to_bytes(4, "little") * 2
-    (event,) = events_of([Stored(SPACES[1], 3, keys(5, 6), keys(4)[0], tokens)])
+    stored = Stored(SPACES[1], 3, keys(5, 6), keys(4)[0], tokens)
+    (event,) = events_of([stored], tokens=True)
 
     assert event == StoredEvent(
         block_hashes=keys(5, 6),
@@ -36,6 +37,14 @@ def test_a_stored_run_carries_its_parent_tokens_space_and_shard():
         space=SPACES[1].label,
         shard=3,
     )
+
+
+def test_tokens_are_told_only_to_those_who_ask_for_them():
+    tokens = (7).to_bytes(4, "little") * 4
+    (event,) = events_of([Stored(SPACES[1], 3, keys(5, 6), keys(4)[0], tokens)])
+
+    assert isinstance(event, StoredEvent)
+    assert (event.block_hashes, event.token_ids) == (keys(5, 6), [])
 
 
 def test_a_chains_start_has_no_parent_and_unknown_tokens_are_empty():
@@ -76,7 +85,7 @@ def test_pages_that_were_never_ready_are_not_told_of():
 
 
 def test_events_can_be_configured_off():
-    off = Publication(EventsConfig(endpoint=""), "n", b"b" * 16)
+    off = Publication(EventsConfig(endpoint=""), SocketConfig(), "n", b"b" * 16)
 
     off.publish([Stored(SPACES[0], 0, keys(1), PrefixKey(b""), b"")])
 

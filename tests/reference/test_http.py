@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from engine_adapters.reference.engine import Engine, EngineOptions
 from engine_adapters.reference.scheduler import Limits
-from engine_adapters.reference.server import Identity, Server, serve
+from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from tests.conftest import wait_for
 from tests.reference.fake_store import FakeNode, FakeStore
 
@@ -49,7 +50,7 @@ class Service:
 
 
 @asynccontextmanager
-async def service(store: Any = None, conductor: str | None = None, **options: Any):  # type: ignore[no-untyped-def]
+async def service(store: Any = None, conductor: ConductorAt | None = None, **options: Any):  # type: ignore[no-untyped-def]
     engine = Engine(EngineOptions(model="tiny", blocks=256, **options), store)
     engine.start()
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -308,12 +309,15 @@ def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:
 
 
 def test_an_engine_registers_again_with_a_conductor_that_forgot(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("engine_adapters.reference.server._REGISTER_EVERY_S", 0.01)
     seen: list[Any] = []
+    shown: list[str | None] = []
+    token = tmp_path / "token"
 
     async def register(request: web.Request) -> web.Response:
+        shown.append(request.headers.get("Authorization"))
         seen.append(await request.json())
         return web.Response(status=503 if len(seen) == 1 else 201)
 
@@ -327,11 +331,15 @@ def test_an_engine_registers_again_with_a_conductor_that_forgot(
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        conductor = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        token.write_text("first life\n")
+        conductor = ConductorAt(f"http://127.0.0.1:{runner.addresses[0][1]}", token)
         async with service(conductor=conductor) as s:
             await s.until(lambda: len(seen) >= 3)
+            token.write_text("second life\n")
+            await s.until(lambda: shown[-1] == "Bearer second life")
             assert seen[:3] == [{"id": "E1", "role": "mixed", "url": s.url}] * 3
         assert seen[-1] == "E1", "it did not say good-bye"
+        assert shown[0] == "Bearer first life"
         await runner.cleanup()
 
     scenario(run)

@@ -29,7 +29,7 @@ def replayed(endpoint: str) -> list[StoredEvent | RemovedEvent]:
             events += Batch.decode(payload)[1]
 
 
-def test_pages_are_announced_with_their_tokens_and_withdrawn(
+def test_pages_are_announced_by_their_keys_alone_and_withdrawn(
     make_engine: MakeEngine, ask: Ask
 ) -> None:
     engine = make_engine(blocks=12)  # three pages
@@ -46,9 +46,9 @@ def test_pages_are_announced_with_their_tokens_and_withdrawn(
     keys = page_keys(first, 64)
     assert stored[0].block_hashes == [bytes(key) for key in keys]
     assert stored[0].parent_block_hash is None
-    assert stored[0].token_ids == first[:128]
+    assert not any(event.token_ids for event in stored), "nobody who follows can read prompts"
     assert stored[0].space == engine.identity.digest.hex()
-    assert stored[-1].token_ids == second[:128]
+    assert stored[-1].block_hashes == [bytes(key) for key in page_keys(second, 64)]
     removed = [event.block_hashes[0] for event in seen if isinstance(event, RemovedEvent)]
     assert removed == [bytes(keys[1]), bytes(keys[0])], "a tail must go before its head"
     assert isinstance(EventBatch(0.0, seen).events[0], StoredEvent)

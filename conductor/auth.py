@@ -1,0 +1,159 @@
+"""Who may send requests, read, and operate: bearer tokens with a role each.
+
+===========  =====================================  ===================================
+role         on loopback                            elsewhere
+===========  =====================================  ===================================
+health       everybody                              everybody
+client       everybody, unless there is a token     a token, or ``http.open_requests``
+read         everybody, unless there is a token     a token
+operate      a token; one is made if there is none  a token
+===========  =====================================  ===================================
+
+A token of a later row opens the earlier ones. Where no token is asked for, requests that a browser
+sends for a web page are refused.
+"""
+
+import enum
+import hmac
+import secrets
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from conductor.config import HttpConfig
+from conductor.openai import error_response
+from kvstore import privatefile
+from kvstore.errors import ConfigError
+from kvstore.faults import Faults
+
+_TOKEN_CHARACTERS_MIN: Final = 16
+
+
+class Role(enum.IntEnum):
+    """What a token allows; more includes less."""
+
+    CLIENT = 1
+    READ = 2
+    OPERATE = 3
+
+
+class Auth:
+    """The tokens of one Conductor.
+
+    Attributes:
+        made: the token that was made at start; empty when one is configured.
+    """
+
+    def __init__(self, config: HttpConfig, faults: Faults) -> None:
+        """Read the tokens, and make one to operate if there is none.
+
+        Raises:
+            ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that
+                of two roles.
+        """
+        self._faults = faults
+        self._open = {Role.CLIENT: config.open_requests or config.is_loopback}
+        self._open[Role.READ] = config.is_loopback
+        self._open[Role.OPERATE] = False
+        self._tokens: dict[Role, bytes] = {}
+        for role, key, token, path in (
+            (Role.CLIENT, "client", config.client_token, config.client_token_file),
+            (Role.READ, "read", config.read_token, config.read_token_file),
+            (Role.OPERATE, "operate", config.operate_token, config.operate_token_file),
+        ):
+            text = token or _read(f"http.{key}_token_file", path)
+            if text:
+                self._tokens[role] = _checked(f"http.{key}_token", text)
+                self._open[role] = False
+        self.made = "" if Role.OPERATE in self._tokens else secrets.token_urlsafe(24)
+        if self.made:
+            self._tokens[Role.OPERATE] = self.made.encode()
+        if len(set(self._tokens.values())) < len(self._tokens):
+            raise ConfigError(
+                "http.client_token, http.read_token and http.operate_token must differ"
+            )
+
+    def needs(self, role: Role, handler: Handler) -> Handler:
+        """The handler for those who have this role; others get 401 or 403."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if self._open[role]:
+                if "Origin" in request.headers:
+                    self._faults.note("forbidden", f"a web page at {request.remote}")
+                    what = "a web page may not use a Conductor that asks for no token"
+                    return error_response(403, "forbidden", what)
+                return await handler(request)
+            held = self._role(request)
+            if held is None:
+                self._faults.note("unauthorized", f"{request.remote} for {request.path[:200]!r}")
+                what = "send 'Authorization: Bearer TOKEN' with a known token"
+                response = error_response(401, "unauthorized", what)
+                response.headers["WWW-Authenticate"] = "Bearer"
+                return response
+            if held < role:
+                self._faults.note("forbidden", f"{request.remote} for {request.path[:200]!r}")
+                what = f"this token is for {held.name.lower()}; {role.name.lower()} is needed"
+                return error_response(403, "forbidden", what)
+            return await handler(request)
+
+        return guarded
+
+    def _role(self, request: web.Request) -> Role | None:
+        kind, _, token = request.headers.get("Authorization", "").partition(" ")
+        shown = token.strip().encode(errors="surrogateescape")
+        found = None
+        for role, known in self._tokens.items():
+            if hmac.compare_digest(shown, known) and kind.lower() == "bearer":
+                found = role
+        return found
+
+
+class MadeToken:
+    """The token that was made at start, in a file that programs of the same user find.
+
+    Attributes:
+        path: where it is; None when there is none.
+    """
+
+    def __init__(self, token: str, port: int) -> None:
+        """Write the file.
+
+        Raises:
+            ConfigError: it cannot be written anywhere.
+        """
+        self._token = token
+        self.path: Path | None = None
+        if token:
+            try:
+                self.path = privatefile.write(privatefile.token_name("conductor", port), token)
+            except ConfigError as error:
+                raise ConfigError(f"set http.operate_token_file: {error}") from error
+
+    def remove(self) -> None:
+        """Remove the file, if it is still ours."""
+        if self.path is not None:
+            privatefile.remove(self.path, self._token)
+
+
+def _checked(key: str, text: str) -> bytes:
+    if len(text) < _TOKEN_CHARACTERS_MIN:
+        raise ConfigError(
+            f"{key} has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more are needed"
+        )
+    if not (text.isascii() and text.isprintable()) or " " in text:
+        raise ConfigError(f"{key} has characters that no HTTP header carries: ASCII only")
+    return text.encode()
+
+
+def _read(key: str, path: str) -> str:
+    if not path:
+        return ""
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}={path}: {error}") from error
+    if not text:
+        raise ConfigError(f"{key}={path}: the file is empty")
+    return text

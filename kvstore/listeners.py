@@ -1,0 +1,222 @@
+"""Where a process listens for others: endpoints as text, Unix sockets that only some may open.
+
+A Unix socket gets its permissions before it has a name, so there is no moment in which it is wider.
+What a dead process left at its path is replaced; a living one's is never taken, by two processes
+that start at once neither: both look under a lock.
+"""
+
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvstore.errors import InvalidArgument
+
+PATH_BYTES_MAX: Final = 107
+"""Longest path of a Unix socket that Linux takes."""
+_BACKLOG: Final = 64
+_LOCK_WAIT_S: Final = 5.0
+_LOCK_PAUSE_S: Final = 0.01
+_PROBE_S: Final = 1.0
+
+
+class Unix(NamedTuple):
+    """``ipc:///run/kvstore/events``."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"ipc://{self.path}"
+
+
+class Tcp(NamedTuple):
+    """``tcp://10.0.0.5:5557``.
+
+    Attributes:
+        host: empty for all addresses.
+        port: 0 for any that is free.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host or '*'}:{self.port}"
+
+
+Endpoint = Unix | Tcp
+
+
+def parse_endpoint(field: str, text: str) -> Endpoint:
+    """What an endpoint means.
+
+    Raises:
+        InvalidArgument: it is none that we know; ``field`` says whose.
+    """
+    scheme, _, rest = text.partition("://")
+    if scheme == "ipc" and rest and rest[0] not in "@*":  # abstract names have no permissions
+        if len(os.fsencode(rest)) > PATH_BYTES_MAX or "\0" in rest:
+            raise InvalidArgument(
+                field,
+                f"{text!r} is too long: a Unix socket's path has {PATH_BYTES_MAX} bytes at most",
+            )
+        return Unix(rest)
+    host, colon, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    known = port == "*" or (
+        port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
+    )
+    if scheme != "tcp" or not (colon and host and known):
+        raise InvalidArgument(
+            field, f"{text!r} is neither ipc:///path/of/a/socket nor tcp://address:port"
+        )
+    return Tcp("" if host == "*" else host, 0 if port == "*" else int(port))
+
+
+class Listener:
+    """A socket that listens, and the file that it is.
+
+    Attributes:
+        endpoint: where it really listens.
+        socket: does not block.
+    """
+
+    def __init__(self, field: str, endpoint: Endpoint, mode: int) -> None:
+        """Listen.
+
+        Args:
+            field: names the endpoint in errors.
+            endpoint: where; the directory of a Unix socket is made if need be.
+            mode: of a Unix socket's file.
+
+        Raises:
+            InvalidArgument: it cannot be; says why.
+        """
+        self.endpoint = endpoint
+        self._inode: tuple[int, int] | None = None
+        try:
+            if isinstance(endpoint, Unix):
+                self.socket = _listen_unix(field, Path(endpoint.path), mode)
+                self._inode = _inode(endpoint.path)
+            else:
+                self.socket = _listen_tcp(endpoint)
+                self.endpoint = Tcp(endpoint.host, self.socket.getsockname()[1])
+        except (OSError, UnicodeError) as error:  # a host name that IDNA cannot say
+            raise InvalidArgument(field, f"cannot listen at {endpoint}: {error}") from error
+
+    def close(self) -> None:
+        """Listen no longer; remove the file, if it is still ours."""
+        if isinstance(self.endpoint, Unix) and self._inode == _inode(self.endpoint.path):
+            Path(self.endpoint.path).unlink(missing_ok=True)
+        self.socket.close()
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except OSError:  # gone, with its directory perhaps
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _listen_tcp(endpoint: Tcp) -> socket.socket:
+    found = socket.getaddrinfo(
+        endpoint.host or None, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, _, _, address = found[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)  # noqa: FBT003
+    return listener
+
+
+def _listen_unix(field: str, path: Path, mode: int) -> socket.socket:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listener.fileno(), mode)  # Linux gives it to the file that bind makes
+        with _locked(path):
+            _make_way(field, path)
+            listener.bind(str(path))
+            path.chmod(mode)  # what a narrow umask took away
+            listener.listen(_BACKLOG)
+    except (OSError, InvalidArgument):
+        listener.close()
+        raise
+    listener.setblocking(False)  # noqa: FBT003
+    return listener
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that goes with its holder, and that other users cannot take.
+
+    The lock's file is removed by who holds it, so whoever gets the lock looks whether it is still
+    that file.
+    """
+    lock = f"{path}.lock"
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while (held := _try_lock(lock)) is None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{lock} is locked by another process")
+        time.sleep(_LOCK_PAUSE_S)
+    try:
+        yield
+    finally:
+        Path(lock).unlink(missing_ok=True)
+        os.close(held)
+
+
+def _try_lock(lock: str) -> int | None:
+    """A descriptor that holds the lock; None when another process has it."""
+    held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return None
+    found = os.fstat(held)
+    if _inode(lock) == (found.st_dev, found.st_ino):
+        return held
+    os.close(held)
+    return None
+
+
+def _make_way(field: str, path: Path) -> None:
+    """Remove the socket of a dead process.
+
+    Raises:
+        InvalidArgument: something else is there, or somebody listens.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise InvalidArgument(field, f"{path}: something else is there")
+    if _answers(path):
+        raise InvalidArgument(field, f"{path}: another node listens there (or another program)")
+    path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it is there and does not accept: that is no reason to take its place
+            return True
+        return True

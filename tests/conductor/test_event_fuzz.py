@@ -1,0 +1,365 @@
+"""Goal: whatever is sent to those who read events, none of them ends, waits, or keeps anything.
+
+Seeded; ten seconds in all, and ten minutes in a soak, whose seed is new each time and is named when
+it fails.
+"""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from conductor import events
+from conductor.config import EventsConfig, IndexConfig, NodeEntry
+from conductor.events import EventFollowers
+from conductor.foreign import ForeignBlocks
+from conductor.index import PrefixIndex
+from conductor.ingest import WorkerIngest
+from conductor.reading import UnreadableError
+from kvstore import zmtp
+from kvstore.events import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.eventserver import PEERS_MAX, Bounds, EventServer
+from kvstore.listeners import Listener, Unix
+from tests.conductor.fakes import eventually, in_loop
+from tests.conductor.hostile import TOPICS, Hostile
+
+STALL_S = 0.05
+QUICK_SEED = 10
+HONEST_SPACE = "cd" * 32
+
+lasting = pytest.mark.parametrize(
+    "seconds",
+    [3.3, pytest.param(200.0, marks=[pytest.mark.soak, pytest.mark.timeout(400)])],
+)
+
+
+@contextmanager
+def seeded(seconds: float) -> Iterator[Hostile]:
+    """Who chooses; the seed is named when something goes wrong."""
+    seed = QUICK_SEED if seconds < 60 else random.SystemRandom().randrange(2**32)
+    gc.collect()
+    gc.freeze()  # what the tests before this one left is not walked over again and again
+    try:
+        yield Hostile(seed)
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    finally:
+        gc.unfreeze()
+
+
+class Stopwatch:
+    """CPU seconds of this thread between two looks: what neighbours do does not show in them."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._before = time.thread_time()
+
+    def look(self) -> None:
+        now = time.thread_time()
+        self.worst = max(self.worst, now - self._before)
+        self._before = now
+
+
+@lasting
+def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
+    with seeded(seconds) as hostile:
+        index = PrefixIndex(20_000, hostile.getrandbits(64))
+        foreign = ForeignBlocks(64, 5_000)
+        ingest = WorkerIngest(index, "node/n", "model:m", foreign)
+        watch, end, unreadable, batches = Stopwatch(), time.monotonic() + seconds, 0, 0
+        while time.monotonic() < end:
+            payload = hostile.payload()
+            watch._before = time.thread_time()
+            try:
+                for _ in ingest.apply(payload):
+                    watch.look()
+            except UnreadableError:
+                unreadable += 1
+                for _ in ingest.clear():
+                    watch.look()
+            watch.look()
+            batches += 1
+            if batches % 20 == 0:
+                index.check()
+                foreign.check()
+        assert 0 < unreadable < batches
+        assert watch.worst < STALL_S
+        list(ingest.clear())
+        assert len(index) == len(foreign) == 0
+        foreign.check()
+        index.check()
+
+
+class HostilePublishers:
+    """Take connections and do to each what chance says; in a thread, so that their time is theirs.
+
+    Args:
+        seed: of the chance.
+        folders: each gets a publisher at ``live``, whose replay is at ``replay``.
+    """
+
+    def __init__(self, seed: int, folders: list[Path]) -> None:
+        self._hostile = Hostile(seed)
+        self._folders = folders
+        self._payloads = [self._hostile.payload() for _ in range(100)]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "HostilePublishers":
+        self._thread.start()
+        assert self._listening.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        servers = []
+        for folder in self._folders:
+            for name, side in (("live", zmtp.PUB), ("replay", zmtp.ROUTER)):
+                speak = functools.partial(self._speak, side)
+                servers.append(await asyncio.start_unix_server(speak, folder / name))
+        self._listening.set()
+        await self._stop.wait()
+        for server in servers:
+            server.close()
+
+    async def _speak(
+        self, side: zmtp.Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):
+            await self._say(side, writer)
+            if self._hostile.random() < 0.9:
+                writer.write_eof()  # else say nothing more, until the other side gives up
+            while await reader.read(1 << 16):
+                pass
+        writer.transport.abort()
+
+    async def _say(self, side: zmtp.Side, writer: asyncio.StreamWriter) -> None:
+        hostile = self._hostile
+        greeting, right = hostile.handshake(side)
+        writer.write(greeting)
+        number = hostile.randrange(4)
+        for _ in range(hostile.choice([0, 1, 5, 50, 500]) if right else 0):
+            if hostile.random() < 0.03:
+                for data in hostile.frames():
+                    writer.write(data)
+                    await writer.drain()
+            if hostile.random() < 0.05:
+                self._payloads[hostile.randrange(100)] = hostile.payload()
+            payload = hostile.choice(self._payloads)
+            message = hostile.message(number, payload, replayed=side is zmtp.ROUTER)
+            number = int.from_bytes(message[-2][:8], "big") if len(message) > 2 else number
+            writer.write(zmtp.encode(message))
+            await writer.drain()
+            if message[-2:-1] == [END_OF_REPLAY]:
+                return
+
+
+def page(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+@lasting
+@in_loop
+async def test_hostile_publishers_cost_neither_the_conductor_nor_an_honest_one_anything(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_AGAIN_S_MIN", 0.001), ("_AGAIN_S_MAX", 0.01), ("_CONNECT_S", 0.2),
+                        ("_REPLAY_S_MAX", 1.0), ("_BEAT_S", 0.1)):  # fmt: skip
+        monkeypatch.setattr(events, name, value)
+    with seeded(seconds) as hostile:
+        index = PrefixIndex(20_000, hostile.getrandbits(64))
+        config = EventsConfig(replay_s=0.3, verify_s=0.2)
+        followers = EventFollowers(
+            index, IndexConfig(foreign_blocks_max=5_000), config, lambda: None
+        )
+        honest = f"ipc://{tmp_path}/honest"
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(
+                publisher := EventPublisher(honest, f"{honest}-replay", topic=b"kvstore@h@aa")
+            )
+            folders = [tmp_path / name for name in ("a", "b")]
+            for folder in folders:
+                folder.mkdir()
+                ends = {"events": f"ipc://{folder}/live", "events_replay": f"ipc://{folder}/replay"}
+                followers.follow_node(NodeEntry(id=folder.name, **ends))
+            stack.enter_context(HostilePublishers(hostile.randrange(2**32), folders))
+            followers.follow_node(
+                NodeEntry(id="h", events=honest, events_replay=f"{honest}-replay")
+            )
+            running = asyncio.create_task(followers.run())
+            try:
+                there = await publish_honestly(publisher, hostile, running, seconds)
+                await eventually(
+                    lambda: (
+                        not running.done()
+                        and index.pages().get(("node/h", "CPU")) == len(there)
+                        and followers.is_current("node/h")
+                    ),
+                    "everything that the honest publisher has",
+                )
+                keys = b"".join(map(page, sorted(there)))
+                assert index.match(HONEST_SPACE, keys).present("node/h").all()
+                bad = [followers.get(f"node/{name}") for name in ("a", "b")]
+                causes = {cause for one in bad if one is not None for cause in one.faults.counts}
+                assert causes >= {"batch", "connection"}
+                for name in ("a", "b", "h"):
+                    followers.drop_node(name)
+                assert len(index) == 0
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+
+
+async def publish_honestly(
+    publisher: EventPublisher, hostile: Hostile, running: asyncio.Task[None], seconds: float
+) -> set[int]:
+    """Publish and take back pages for a while; gives those that are there at the end."""
+    there: set[int] = set()
+    loop = asyncio.get_running_loop()
+    watch, end = Stopwatch(), loop.time() + seconds
+    turn = 0
+    while loop.time() < end and not running.done():
+        await asyncio.sleep(0)
+        watch.look()
+        turn += 1
+        if turn % 50:
+            continue
+        some = [hostile.randrange(500) for _ in range(10)]
+        hashes, common = [page(n) for n in some], {"medium": "CPU", "space": HONEST_SPACE}
+        if hostile.random() < 0.7:
+            publisher.publish(
+                [StoredEvent(block_hashes=hashes, parent_block_hash=None, token_ids=[],
+                             block_size=4, shard=0, **common)]
+            )  # fmt: skip
+            there.update(some)
+        else:
+            publisher.publish([RemovedEvent(block_hashes=hashes, shard=0, **common)])
+            there.difference_update(some)
+        watch._before = time.thread_time()
+    if running.done():
+        running.result()
+    assert watch.worst < STALL_S
+    return there
+
+
+class HostileFollower:
+    """A connection that says what chance says, and mostly does not listen."""
+
+    def __init__(self, hostile: Hostile, path: str) -> None:
+        self._hostile = hostile
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.connect(path)
+        self._right = False
+        self._greeted = False
+
+    def act(self) -> bool:
+        """Do something; False when the connection has ended."""
+        hostile = self._hostile
+        try:
+            if not self._greeted:
+                side = hostile.choice([zmtp.SUB, zmtp.DEALER])
+                data, self._right = hostile.handshake(side)
+                self._greeted = True
+            elif hostile.random() < 0.3:
+                return bool(self._socket.recv(1 << 16))
+            elif not self._right or hostile.random() < 0.2:
+                data = b"".join(hostile.frames())[:200_000]
+            else:
+                data = zmtp.encode(
+                    hostile.choice(
+                        [
+                            [b"\x01"], [b"\x00"], [b"\x01" + hostile.choice(TOPICS)[:900]],
+                            [b"", hostile.number(5)], [b"", bytes(8)], [b"", b""], [b""] * 8,
+                            [hostile.randbytes(hostile.randrange(3_000))],
+                        ]
+                    )
+                )  # fmt: skip
+            self._socket.send(data)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return hostile.random() > 0.01
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@lasting
+def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything(
+    seconds: float, tmp_path: Path
+) -> None:
+    with seeded(seconds) as hostile, contextlib.ExitStack() as stack:
+        paths = [str(tmp_path / name) for name in ("live", "replay")]
+        listeners = [Listener("endpoint", Unix(path), 0o600) for path in paths]
+        server = EventServer(
+            *listeners, topic=TOPICS[2], token=b"", waiting_max=100, kept=Bounds(50, 1 << 20)
+        )
+        stack.callback(server.close)
+        honest = zmtp.Peer(zmtp.SUB, zmtp.Limits(1 << 20, 8))
+        raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        raw.connect(paths[0])
+        raw.setblocking(False)
+        heard: list[int] = []
+        asked = False
+
+        def listen() -> None:
+            nonlocal asked
+            with contextlib.suppress(BlockingIOError):
+                if said := honest.outgoing():
+                    raw.sendall(said)
+                if honest.ready and not asked:
+                    raw.sendall(zmtp.encode([b"\x01"]))
+                    asked = True
+                messages = honest.feed(raw.recv(1 << 18))
+                heard.extend(int.from_bytes(message[1], "big") for message in messages)
+
+        others: list[HostileFollower] = []
+        watch, end, number = Stopwatch(), time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            if len(others) < PEERS_MAX // 2:
+                others.append(HostileFollower(hostile, hostile.choice(paths)))
+            for other in hostile.sample(others, min(8, len(others))):
+                if not other.act():
+                    other.close()
+                    others.remove(other)
+            watch._before = time.thread_time()
+            server.turn(0.0)
+            if asked and hostile.random() < 0.2:
+                server.send(number, hostile.randbytes(hostile.randrange(20_000)))
+                number += 1
+            server.flush()
+            watch.look()
+            listen()
+        for other in others:
+            other.close()
+        deadline = time.monotonic() + 10
+        while len(server) > 1 and time.monotonic() < deadline:
+            server.turn(0.01)
+            server.flush()
+            listen()
+        assert len(server) == 1, "connections of those who have gone"
+        assert heard[-1] == number - 1
+        assert heard == list(range(heard[0], number)), "the honest one got everything"
+        assert len(server.faults.counts) > 3
+        assert watch.worst < STALL_S

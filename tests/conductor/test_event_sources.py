@@ -1,0 +1,204 @@
+"""Goal: whatever one source of events sends, or does not send, costs what is known of it alone."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from conductor import events, ingest
+from conductor.channel import MESSAGE_BYTES_MAX
+from conductor.config import NodeEntry
+from conductor.index import HOLDERS_MAX
+from kvstore import zmtp
+from kvstore.events import Access, EventPublisher
+from tests.conductor.fakes import eventually, in_loop
+from tests.conductor.publishers import KEYS, SPACE, following, stored, with_fake
+
+UNREADABLE = {
+    "no UTF-8 in a type": b"\x81\xa4type\xa2\xff\xfe",
+    "no UTF-8 in a medium": msgspec.msgpack.encode(
+        {"type": "BlockRemoved", "block_hashes": [], "medium": "xx"}
+    ).replace(b"\xa2xx", b"\xa2\xff\xfe"),
+    "nested without end": b"\x91" * 100_000,
+    "a map that is cut off": b"\x8f",
+    "too many hashes": msgspec.msgpack.encode(
+        {"type": "BlockRemoved", "block_hashes": [1] * (ingest.HASHES_MAX + 1)}
+    ),
+    "too many tokens": msgspec.msgpack.encode(
+        {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 1,
+         "token_ids": [1] * (ingest.TOKENS_MAX + 1)}
+    ),
+    "a long hash": msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": [bytes(65)]}),
+    "a long space": msgspec.msgpack.encode(
+        {"type": "BlockRemoved", "block_hashes": [], "space": "x" * 65}
+    ),
+    "keys that are none": msgspec.msgpack.encode(
+        {"type": "BlockRemoved", "block_hashes": [5], "space": SPACE}
+    ),
+    "a shard beyond all": msgspec.msgpack.encode(
+        {"type": "BlockRemoved", "block_hashes": [], "shard": 2**63}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@in_loop
+async def test_an_event_that_cannot_be_read_costs_that_source_what_was_known_of_it(
+    kind: str,
+) -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        await publisher.subscribed()
+        assert it.prefix() == 2
+        publisher.kept[1] = b"\x93\xcb" + bytes(8) + b"\x91" + UNREADABLE[kind] + b"\xc0"
+        await publisher.send_raw([publisher.topic, (1).to_bytes(8, "big"), publisher.kept[1]])
+        await eventually(lambda: it.prefix() == 0)
+        assert it.node.faults.counts == {"batch": 1}
+        await publisher.send(2, stored(KEYS[:3]))
+        await eventually(lambda: it.prefix() == 3, "it is followed on")
+
+
+@in_loop
+async def test_a_batch_of_too_many_events_is_not_taken_apart() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
+        many = [{"type": "x"}] * (ingest.EVENTS_MAX + 1)
+        await publisher.send(0, *many)
+        await eventually(lambda: it.node.faults.counts == {"batch": 1})
+        assert it.node.ingest.skipped == 0
+
+
+@in_loop
+async def test_a_topic_that_is_too_long_is_no_topic() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
+        for size in (events.TOPIC_BYTES_MAX + 1, events.TOPIC_BYTES_MAX):
+            publisher.topic = b"t" * size
+            await publisher.send(0, stored(KEYS[:2]))
+        await eventually(lambda: it.prefix() == 2)
+        assert it.node.faults.counts == {"frames": 1}
+        assert it.node.batches == 1
+
+
+@in_loop
+async def test_a_message_that_is_too_long_ends_its_connection_which_is_made_again() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
+        await publisher.send_raw([publisher.topic, bytes(8), bytes(MESSAGE_BYTES_MAX)])
+        await eventually(lambda: it.node.faults.counts["too_long"] == 1)
+        await publisher.subscribed()
+        await publisher.send(0, stored(KEYS[:2]))
+        await eventually(lambda: it.prefix() == 2)
+
+
+@in_loop
+async def test_a_failed_assertion_of_ours_is_no_fault_of_a_source() -> None:
+    async with with_fake() as (it, publisher):
+        await it.follow(publisher.endpoint, None)
+        await publisher.subscribed()
+
+        def broken(*_: object) -> None:
+            raise AssertionError("a bug")
+
+        it.index.store = broken  # type: ignore[method-assign, assignment]
+        await publisher.send(0, stored(KEYS[:2]))
+        await eventually(lambda: it.running.done())
+        assert isinstance(it.running.exception(), BaseExceptionGroup)
+        it.expected = True
+
+
+@in_loop
+async def test_a_replay_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_REPLAY_S_MAX", 0.1)
+    async with with_fake() as (it, publisher):
+        publisher.endless = True
+        node = NodeEntry(id="n", events=publisher.endpoint, events_replay=publisher.replay_endpoint)
+        it.followers.follow_node(node)
+        await eventually(lambda: it.node.faults.counts["replay"] >= 1)
+        assert it.node.batches > 10
+        publisher.endless = False
+        await eventually(lambda: it.node.current)
+
+
+@in_loop
+async def test_a_replay_whose_numbers_do_not_grow_is_none() -> None:
+    async with with_fake() as (it, publisher):
+        publisher.stuck = True
+        await publisher.send(3, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.node.faults.counts["replay"] >= 1
+        assert it.prefix() == 0
+
+
+@in_loop
+async def test_a_publisher_that_gives_no_sign_of_life_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_BEAT_S", 0.02)
+    alive = asyncio.Event()
+    alive.set()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = zmtp.Peer(zmtp.PUB, zmtp.Limits(1 << 20, 8), server=True)
+        with contextlib.suppress(OSError):
+            while True:
+                writer.write(peer.outgoing())
+                if not (data := await reader.read(1 << 16)):
+                    break
+                await alive.wait()
+                peer.feed(data)
+        writer.close()
+
+    server = await asyncio.start_unix_server(speak, tmp_path / "s")
+    async with following() as it:
+        await it.follow(f"ipc://{tmp_path}/s", None)
+        alive.clear()
+        await eventually(lambda: not it.node.current, "seen to be stopped")
+        assert it.node.faults.counts["connection"] == 1
+        alive.set()
+        await eventually(lambda: it.node.current, "and back")
+    server.close()
+
+
+@pytest.mark.parametrize("token", ["the token of this node", "another token, as long", None])
+@in_loop
+async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None) -> None:
+    where = "tcp://127.0.0.1:*"
+    access = Access(b"the token of this node")
+    async with following() as it:
+        with EventPublisher(where, where, topic=b"kvstore@n@aa", access=access) as publisher:
+            publisher.publish([stored(KEYS[:4])])
+            it.followers.follow_node(
+                NodeEntry(
+                    id="n",
+                    events=publisher.bound_endpoint,
+                    events_replay=publisher.bound_replay_endpoint,
+                    events_token=token,
+                )
+            )
+            if token == "the token of this node":
+                await eventually(lambda: it.prefix() == 4)
+            else:
+                cause = "refused" if token else "mechanism"
+                await eventually(lambda: it.node.faults.counts[cause] >= 2)
+                assert not it.node.connected
+                assert it.prefix() == 0
+
+
+@in_loop
+async def test_who_is_followed_no_longer_holds_nothing_any_more() -> None:
+    async with with_fake() as (it, publisher):
+        before = len(asyncio.all_tasks())
+        for _ in range(20):
+            await it.follow(publisher.endpoint, publisher.replay_endpoint)
+            await publisher.subscribed()
+            it.followers.drop_node("n")
+        await eventually(lambda: len(asyncio.all_tasks()) == before)
+        assert it.followers.gauges()["events_faults"] == {}
+        assert len(it.index._free_bits) == HOLDERS_MAX
