@@ -1,11 +1,10 @@
 """The tokens of a node: those that it was configured with, or one that is made at each start."""
 
-import contextlib
-import os
 import secrets
 from pathlib import Path
 from typing import Final, Literal
 
+from kvstore import privatefile
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError
 
@@ -56,15 +55,9 @@ def make_token(path: Path) -> str:
         ConfigError: the file cannot be written.
     """
     token = secrets.token_urlsafe(32)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-        draft.replace(path)  # whatever was there, a link included, is not written to
+        privatefile.write_at(path, token + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise ConfigError(f"the token of this node cannot be written to {path}: {error}") from error
     return token
 

@@ -9,16 +9,16 @@ it is started again on them; when the node ends, however that happens, so does t
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
+from kvstore import privatefile
 from kvstore.config import admin_socket, child_environment, values
-from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
+from kvstore.listeners import Endpoint, Listener, Tcp, Unix
 from kvstore.logs import event
 from kvstore.server.auth import make_token, token_file, tokens_of
 from kvstore.server.channel import (
@@ -49,7 +49,6 @@ PAUSE_S: Final = 0.1
 PAUSE_MAX_S: Final = 10.0
 STEADY_S: Final = 60.0
 """A child that lived so long is started again at once when it ends."""
-_BACKLOG: Final = 128
 _MODULE: Final = ("-P", "-m", "kvstore.server.admin")
 
 
@@ -80,15 +79,12 @@ class HttpServer:
         self._group = config.socket.group_access
         self._tokens = tokens_of(config.http)
         self._made_token = not self._tokens
-        self._listener = _listen(config.http.host, config.http.port)
-        address = self._listener.getsockname()
-        name = f"[{address[0]}]" if self._listener.family == socket.AF_INET6 else config.http.host
-        self.url = f"http://{name}:{address[1]}"
+        self._tcp = _listen("http.port", Tcp(config.http.host, config.http.port))
+        self.url = str(self._tcp.endpoint).replace("tcp:", "http:")
         self.admin_url = f"unix://{self._socket_path}"
         self._turns = Turns(observed.node, after)
         self._dispatcher = Dispatcher(observed, self._turns, self._send)
-        self._unix: socket.socket | None = None
-        self._inode = 0
+        self._unix: Listener | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._mine: socket.socket | None = None
@@ -104,8 +100,8 @@ class HttpServer:
             ConfigError: the socket or the file cannot be made.
             TierUnavailable: the child does not come up.
         """
-        self._unix = _listen_unix(self._socket_path, group_access=self._group)
-        self._inode = self._socket_path.stat().st_ino
+        mode = 0o660 if self._group else 0o600
+        self._unix = _listen("http.socket_path", Unix(str(self._socket_path)), mode)
         if self._made_token:
             self._tokens["operate"] = make_token(token_file(self._socket_path))
         await self._begin()
@@ -142,10 +138,12 @@ class HttpServer:
         if self._channel is not None:
             self._channel.close()
         self._reap()
-        self._listener.close()
+        self._tcp.close()
         if self._unix is not None:
             self._unix.close()
-            self._remove_files()
+        if self._made_token and "operate" in self._tokens:
+            text = self._tokens["operate"] + "\n"
+            privatefile.remove(token_file(self._socket_path), text)
 
     def stats(self) -> dict[str, int]:
         """See :class:`kvstore.server.answers.AdminCounts`."""
@@ -201,7 +199,7 @@ class HttpServer:
 
     def _listeners(self) -> list[int]:
         assert self._unix is not None
-        return [self._listener.fileno(), self._unix.fileno()]
+        return [self._tcp.socket.fileno(), self._unix.socket.fileno()]
 
     async def _until_lost(self) -> None:
         """Wait for the child's end; one that has long been silent is ended."""
@@ -242,14 +240,6 @@ class HttpServer:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _remove_files(self) -> None:
-        """Remove the socket, if it is still ours, and the token."""
-        with contextlib.suppress(OSError):
-            if self._socket_path.stat().st_ino == self._inode:
-                self._socket_path.unlink()
-                if self._made_token:
-                    token_file(self._socket_path).unlink()
-
 
 def _status(status: int | None) -> str:
     return "none" if status is None else f"exit status {status}"
@@ -266,63 +256,13 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket.
+def _listen(key: str, endpoint: Endpoint, mode: int = 0o600) -> Listener:
+    """A listening socket; from the ready line on, connections wait there for the child.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be had; names its key.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)  # from the ready line on, connections wait for the child
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"http.port={port} on {host}: {error}") from error
-    return listener
-
-
-def _listen_unix(path: Path, *, group_access: bool) -> socket.socket:
-    """A listening Unix socket; what a dead node left there is replaced.
-
-    Raises:
-        ConfigError: it cannot be made there.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_socket():
-            if _answers(path):
-                raise ConfigError(f"http.socket_path={path}: another node listens there")
-            path.unlink()
-        elif path.exists():
-            raise ConfigError(f"http.socket_path={path}: something else is there")
-        previous = os.umask(0o117 if group_access else 0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(previous)
-        listener.listen(_BACKLOG)
-    except (OSError, ConfigError) as error:
-        listener.close()
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"http.socket_path={path}: {error}") from error
-    return listener
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True
-        return True
+        return Listener(key, endpoint, mode)
+    except InvalidArgument as error:
+        raise ConfigError(str(error)) from error

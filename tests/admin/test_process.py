@@ -226,7 +226,7 @@ def test_a_taken_port_ends_the_start_with_a_message(own, spawn, tmp_path):
     process = spawn(arguments(tmp_path / "other.sock", http__port=port))
 
     assert process.wait() == 2
-    assert f"http.port={port} on 127.0.0.1" in process.stderr
+    assert f"http.port: cannot listen at tcp://127.0.0.1:{port}" in process.stderr
 
 
 def test_a_socket_of_a_living_node_is_not_taken_and_that_of_a_dead_one_is(own, spawn, tmp_path):
@@ -235,7 +235,7 @@ def test_a_socket_of_a_living_node_is_not_taken_and_that_of_a_dead_one_is(own, s
     process = spawn(arguments(tmp_path / "other.sock", **settings))
 
     assert process.wait() == 2
-    assert f"http.socket_path={path}: another node listens there" in process.stderr
+    assert f"http.socket_path: {path}: another node listens there" in process.stderr
     assert answers(own)
     own.process.kill()
     heir = Daemon(spawn(arguments(tmp_path / "other.sock", **settings), ready=READY))
