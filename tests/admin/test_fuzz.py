@@ -91,7 +91,7 @@ class Desk:
             for job in self.operation._jobs._jobs.values():
                 job.cancelled = True
             self._step()
-            self.world.end_all()
+            self._disk()
         assert not self.tasks, "work that never ends"
         for pin in list(self.table.pins):
             self.table.unpin(pin.number)
@@ -180,9 +180,9 @@ class Desk:
                 self.table.release(*self.leases.pop(chance.randrange(len(self.leases))))
 
     def _disk(self) -> None:
-        self.world.jobs(object)
-        for job in list(self.world.open.values())[:2]:
-            self.world.end_job(job)
+        for number in [job.job for job in self.world.jobs(object)][:2]:
+            del self.world.open[number]
+            self.world.disk.completed(number, None)
 
 
 def orders(seeds: range, seconds: float) -> Iterator[int]:
