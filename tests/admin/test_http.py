@@ -8,8 +8,10 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 
+import h11
 import pytest
 
 from kvstore.server import client
@@ -21,6 +23,7 @@ from kvstore.server.refusal import Refusal
 from tests.admin.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored
 from tests.client.conftest import READY, Daemon, arguments
 
+_pins = count(10**6)
 TCP = Peer("10.0.0.7:1", unix=False)
 
 
@@ -63,6 +66,26 @@ def test_a_stranger_that_sends_a_long_prompt_is_told_at_once_and_by_name(daemon)
     status, told = client.send(daemon.http, "POST", "/v1/explain", body=body, timeout_s=TIMEOUT_S)
 
     assert (status, b"unauthorized" in told) == (401, True)
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"2\r\n{}\r\n\x00\r\n", b"2\r\n{}zz"])
+def test_what_turns_out_to_be_no_http_is_refused_once_and_quietly(daemon, api, rest, wait_until):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(TIMEOUT_S)
+        asking.connect(daemon.admin.removeprefix("unix://"))
+        asking.sendall(
+            b"POST /v1/evict HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        assert asking.recv(1 << 16).startswith(b"HTTP/1.1 100 "), "it waits for the body"
+        asking.sendall(rest)
+        told = b"".join(iter(lambda: asking.recv(1 << 16), b""))
+
+    assert re.findall(rb"HTTP/1.1 (\d+)", told) == [b"400"]
+    pin = next(_pins)
+    api.send("DELETE", f"/v1/pins/{pin}")
+    wait_until(lambda: f"pin={pin} " in daemon.process.stderr, what="a later line of the log")
+    assert "Traceback" not in daemon.process.stderr
 
 
 def test_a_stranger_whose_body_never_comes_is_told_soon(daemon):
@@ -204,6 +227,25 @@ def test_a_connection_is_idle_until_its_request_and_after_its_answer():
     ):  # fmt: skip
         made.cycle = cycle
         assert made.idle == idle
+
+
+def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
+    made = Connection.__new__(Connection)
+    made.conn = h11.Connection(h11.SERVER)
+    made.conn.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    made.conn.next_event()
+    written: list[bytes] = []
+    made.transport = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"))
+    made.cycle = SimpleNamespace(
+        response_complete=False, disconnected=False, message_event=asyncio.Event()
+    )
+
+    made.send_400_response("wrong")
+    assert (made.cycle.disconnected, made.cycle.message_event.is_set()) == (True, True)
+    assert written[0].startswith(b"HTTP/1.1 400 ")
+    made.send_400_response("wrong again")  # its state allows no further answer
+    assert written[-1] == b"closed"
+    assert len([one for one in written if one.startswith(b"HTTP")]) == 1
 
 
 # Who may

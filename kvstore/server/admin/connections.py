@@ -12,6 +12,7 @@ import struct
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
+import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -134,6 +135,17 @@ class Connection(H11Protocol):
         self.since = monotonic()
         self.all.rested(self)
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP, perhaps in the middle of a request that is being carried out."""
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # nobody gets two answers to one request
+            cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # it has had an answer, or the beginning of one
+            self.transport.close()
 
 
 def _peer(connection: socket.socket) -> Peer:
