@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak soak-events mutants clean
+.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-http soak-log soak-mover mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,18 @@ soak: $(VENV)/.ready
 # About eleven minutes: whatever is sent to those who read events, and to the Conductor over HTTP.
 soak-events: $(VENV)/.ready
 	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_strange_engines.py $(ARGS)
+
+soak-http: $(VENV)/.ready
+	@echo "about twenty minutes: operations in any order, and whatever is sent over HTTP"
+	@$(BIN)/python -m pytest -m soak tests/admin/test_fuzz.py $(ARGS)
+
+soak-log: $(VENV)/.ready
+	@echo "about ten minutes: whatever may lie in the directories of the SSD log"
+	@$(BIN)/python -m pytest -m soak tests/ssd/test_fuzz.py $(ARGS)
+
+soak-mover: $(VENV)/.ready
+	@echo "about two minutes: random jobs on the native mover under sanitizers"
+	@$(BIN)/python -m pytest -m soak tests/test_mover_sanitized.py $(ARGS)
 
 # One-line faults, each applied to a copy of the tree: the tests named beside it must fail.
 mutants: $(VENV)/.ready

@@ -2,7 +2,8 @@
 
 16 pages of 64 tokens a call: 32 layers, 8 KV heads x 128 in bfloat16, 8 MiB a page; digests are on.
 ``restore/block16/permuted`` restores into an engine whose blocks hold 16 tokens and lie in random
-order; ``contiguous`` blocks lie one behind the other. A call is submitted and waited for.
+order; ``contiguous`` blocks lie one behind the other. ``layers`` is a restore that hands on layer
+after layer. A call is submitted and waited for.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
 from kvstore.client import KVStore
 from kvstore.kvpool import KVPool
+from kvstore.mover import Order
 from kvstore.page import PrefixKeys
 
 PAGE_TOKENS: Final = 64
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
-    every = itertools.product(("restore", "extract"), BLOCK_TOKENS, ("contiguous", "permuted"))
+    orders = ("contiguous", "permuted")
+    every = itertools.product(("restore", "layers", "extract"), BLOCK_TOKENS, orders)
     cases = [case for case in itertools.starmap(Case, every) if options.cases.search(case.name)]
     if not cases:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
@@ -76,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
         for case in cases:
             progress.step(case.name)
             engine.arrange(case.block_tokens, case.order)
-            move = engine.restore if case.verb == "restore" else engine.extract
+            move = {
+                "restore": engine.restore, "layers": engine.restore_layers,
+                "extract": engine.extract,
+            }[case.verb]  # fmt: skip
             measured = measure.interleave(move, memcpy, min_seconds=options.seconds)
             report.add(measure.throughput(case.name, shape.call_bytes, measured, memcpy.name))
     return 0
@@ -124,15 +130,20 @@ class Engine:
         for _ in self._prompts:
             self.restore()
 
-    def restore(self) -> float:
+    def restore(self, order: Order = "page") -> float:
         """Restore pages into the pool; seconds."""
         turn = next(self._turn) % len(self._calls)
         keys, blocks = self._prompts[turn], self._calls[turn]
         start = perf_counter()
-        result = self._space.restore_to_kvpool(keys, self._pool, blocks).result(WAIT_S)
+        job = self._space.restore_to_kvpool(keys, self._pool, blocks, order=order)
+        result = job.result(WAIT_S)
         seconds = perf_counter() - start
         assert result.pages == self._shape.pages, f"{result}: not {self._shape.pages} pages"
         return seconds
+
+    def restore_layers(self) -> float:
+        """Restore pages layer after layer; seconds."""
+        return self.restore("segment")
 
     def extract(self) -> float:
         """Store pages from the pool under new keys; seconds."""

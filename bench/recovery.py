@@ -31,6 +31,7 @@ from kvstore.state.log import Place, footer_bytes, record_bytes
 from kvstore.state.slots import SlotTable
 from kvstore.tier.base import PageRecord, WritePage
 from kvstore.tier.directories import Directory
+from kvstore.tier.disk import FileSystem, OSDisk
 from kvstore.tier.host import HostMemory
 from kvstore.tier.record import ENTRY, Kind, encode_footer, pair_seed, segment_name
 from kvstore.tier.ssd import SSDLog
@@ -69,7 +70,7 @@ def start(path: Path, pages: int) -> float:
         directories=(str(path),), capacity_bytes=1 << 50, segment_bytes=SEGMENT_BYTES
     )
     begun = time.perf_counter()
-    tier = DiskTier(config, node, memory, lambda: None)
+    tier = DiskTier(config, node, memory, lambda: None, device=SparseDisk())
     seconds = time.perf_counter() - begun
     tier.close()
     memory.close()
@@ -101,7 +102,14 @@ def make(path: Path, pages: int) -> None:
 
 
 def _opened(path: Path) -> SSDLog:
-    return SSDLog("bench", [Directory(path, 1 << 50)], SEGMENT_BYTES)
+    return SSDLog("bench", [Directory(path, 1 << 50)], SEGMENT_BYTES, disk=SparseDisk())
+
+
+class SparseDisk(OSDisk):
+    """This machine's disk, as if it had room for all that its files leave out."""
+
+    def file_system(self, path: Path) -> FileSystem:
+        return super().file_system(path)._replace(total_bytes=1 << 60, free_bytes=1 << 60)
 
 
 def _entries(count: int, sequence: int, random: np.random.Generator) -> bytes:

@@ -1,8 +1,9 @@
 /* The native copier: moves and digests pages in one pass, called through ctypes without the GIL.
  *
  * Every call takes arrays by address and returns the number of pages it finished, or a negative
- * number: -1 - p when the pieces of page p do not fill it, NO_MEMORY when it could not start. It
- * checks every piece before it writes anything. docs/internals/mover.md explains the rest.
+ * number: -1 - p when page p is nowhere or its pieces do not fill it, NO_MEMORY when it could not
+ * start, NO_JOB when its numbers make none. It checks all that it relies on before it writes
+ * anything. docs/internals/mover.md explains the rest.
  */
 #define _GNU_SOURCE
 #include "_xxh3.h"
@@ -20,13 +21,15 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 1,             /* of the calls below; kvstore/mover.py refuses any other */
+    VERSION = 2,             /* of the calls below; kvstore/mover.py refuses any other */
     STEP = 256 * 1024,       /* between two looks at the cancel flag; whole blocks */
     AHEAD = 2048,            /* how far before its use the source is asked for: measured */
     STREAM_MIN = 256 * 1024, /* smaller jobs use ordinary stores: they may be read at once */
     POPULATE_STEP = 16 << 20,
 };
-static const int64_t NO_MEMORY = INT64_MIN;
+static const int64_t NO_MEMORY = INT64_MIN, NO_JOB = INT64_MIN + 1;
+static const int64_t LIST_MAX = (int64_t)1 << 40; /* entries: sums of them never overflow */
+static const uint64_t PAGE_BYTES_MAX = ((uint64_t)1 << 62) - 1;
 
 /* ---- Progress: a block of words shared with Python ------------------------------------------- */
 
@@ -46,6 +49,7 @@ static int cancelled(const uint32_t *words) {
 
 /* Set a word and wake every waiter. They sleep on EVENT, so a change just before is not missed. */
 EXPORT void kv_publish(uint32_t *words, int32_t which, uint32_t value) {
+    if (which < DONE || which > CANCEL) return;
     set_word(words, which, value);
     __atomic_fetch_add(&words[EVENT], 1, __ATOMIC_ACQ_REL);
 #ifdef __linux__
@@ -70,231 +74,7 @@ EXPORT int32_t kv_wait(const uint32_t *words, uint32_t count, int64_t timeout_ns
     return word(words, DONE) >= count ? 1 : finished ? 0 : -1;
 }
 
-/* ---- Jobs ------------------------------------------------------------------------------------ */
-
-enum mode { DIGEST, GATHER, SCATTER, SCATTER_SEGMENTS };
-
-struct cursor { /* walks a list of pieces, which may be pages of one length; empty: goes nowhere */
-    const uint64_t *address, *length;
-    size_t length_stride; /* 0: all pieces have length[0] */
-    int64_t at, count;
-    uint64_t used; /* of the present piece */
-};
-
-struct job {
-    const struct isa *isa;
-    enum mode mode;
-    int streaming;
-    uint64_t page_bytes;
-    uint32_t *words;
-    struct cursor source, target, ahead;
-};
-
-INLINE uint64_t least(uint64_t a, uint64_t b) {
-    return a < b ? a : b;
-}
-
-INLINE uint64_t left(const struct cursor *c) {
-    return c->at < c->count ? c->length[(size_t)c->at * c->length_stride] - c->used : UINT64_MAX;
-}
-
-INLINE uint8_t *here(const struct cursor *c) {
-    return c->at < c->count ? (uint8_t *)(uintptr_t)(c->address[c->at] + c->used) : NULL;
-}
-
-INLINE void advance(struct cursor *c, uint64_t bytes) {
-    if (c->at >= c->count) return;
-    c->used += bytes;
-    if (left(c) == 0) c->at++, c->used = 0;
-}
-
-INLINE void store_fence(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
-
-static enum stores stores_for(const struct job *job, const uint8_t *out) {
-    if (!out) return NO_STORES;
-    if (!job->streaming || !job->isa->stream_alignment || (uintptr_t)out % 16) return PLAIN;
-    return (uintptr_t)out % job->isa->stream_alignment ? STREAM_16 : STREAM;
-}
-
-/* A page of whole stripes, all of whose pieces are whole stripes: digest and copy in one pass. */
-static int fused(struct job *job, uint64_t seed, uint8_t *digest) {
-    struct hash hash;
-    hash_start(&hash, seed);
-    uint64_t bytes = job->page_bytes - STRIPE, step = 0;
-    while (bytes) {
-        if (!step) {
-            if (cancelled(job->words)) return 0;
-            step = STEP;
-        }
-        uint64_t count = least(least(bytes, step), least(left(&job->source), left(&job->target)));
-        count = least(count, left(&job->ahead));
-        const uint8_t *in = here(&job->source), *ahead = here(&job->ahead);
-        uint8_t *out = here(&job->target);
-        job->isa->consume(&hash, in, out, count / STRIPE, ahead ? ahead : in, stores_for(job, out));
-        advance(&job->source, count), advance(&job->target, count), advance(&job->ahead, count);
-        bytes -= count, step -= count;
-    }
-    uint8_t last[STRIPE];
-    memcpy(last, here(&job->source), STRIPE);
-    if (here(&job->target)) memcpy(here(&job->target), last, STRIPE);
-    advance(&job->source, STRIPE), advance(&job->target, STRIPE), advance(&job->ahead, STRIPE);
-    write_digest(hash_end(&hash, last, job->page_bytes), digest);
-    return 1;
-}
-
-static void copy_step(struct job *job, uint64_t bytes) {
-    while (bytes && job->target.count) {
-        uint64_t count = least(bytes, least(left(&job->source), left(&job->target)));
-        memcpy(here(&job->target), here(&job->source), count);
-        advance(&job->source, count), advance(&job->target, count);
-        bytes -= count;
-    }
-}
-
-/* Any page and any pieces: a step is copied and digested one after the other, from the cache. */
-static int stepwise(struct job *job, const uint8_t *page, uint64_t seed, uint8_t *digest) {
-    struct hash hash;
-    struct digest result = {0, 0};
-    hash_start(&hash, seed);
-    uint64_t length = job->page_bytes, stripes = (length - 1) / STRIPE;
-    for (uint64_t at = 0; at == 0 || at < length; at += STEP) {
-        if (cancelled(job->words)) return 0;
-        uint64_t bytes = least(STEP, length - at), count = least(bytes / STRIPE, stripes);
-        if (job->mode == GATHER) copy_step(job, bytes);
-        if (length <= SHORT_MAX) {
-            result = digest_short(page, length, seed);
-        } else {
-            job->isa->consume(&hash, page + at, NULL, count, page + at, NO_STORES);
-            stripes -= count;
-        }
-        if (job->mode == SCATTER) copy_step(job, bytes);
-    }
-    if (length > SHORT_MAX) result = hash_end(&hash, page + length - STRIPE, length);
-    write_digest(result, digest);
-    return 1;
-}
-
-/* Copy `bytes` past the cache when it pays. 0: cancelled before the end. */
-static int copy_out(const struct job *job, uint8_t *out, const uint8_t *in, uint64_t bytes) {
-    while (bytes) {
-        if (cancelled(job->words)) return 0;
-        uint64_t count = least(bytes, STEP), at = 0;
-#if defined(__x86_64__)
-        if (job->streaming && count >= 256) {
-            at = (0 - (uintptr_t)out) % 64;
-            memcpy(out, in, at);
-            for (; at + 64 <= count; at += 64) {
-                __m128i a = _mm_loadu_si128((const __m128i *)(in + at));
-                __m128i b = _mm_loadu_si128((const __m128i *)(in + at + 16));
-                __m128i c = _mm_loadu_si128((const __m128i *)(in + at + 32));
-                __m128i d = _mm_loadu_si128((const __m128i *)(in + at + 48));
-                __builtin_prefetch(in + at + AHEAD, 0, 3);
-                _mm_stream_si128((__m128i *)(out + at), a);
-                _mm_stream_si128((__m128i *)(out + at + 16), b);
-                _mm_stream_si128((__m128i *)(out + at + 32), c);
-                _mm_stream_si128((__m128i *)(out + at + 48), d);
-            }
-        }
-#endif
-        memcpy(out + at, in + at, count - at);
-        in += count, out += count, bytes -= count;
-    }
-    return 1;
-}
-
-/* Of the pages that verified, copy segment after segment. 0: cancelled; no page is whole. */
-static int copy_segments(const struct job *job, int64_t pages, const uint64_t *page,
-                         const struct cursor *target, const int64_t *end, int64_t segments,
-                         const uint8_t *ok, uint64_t *offset) {
-    for (int64_t s = 0; s < segments; s++) {
-        for (int64_t p = 0; p < pages; p++) {
-            int64_t slot = p * segments + s;
-            for (int64_t i = slot ? end[slot - 1] : 0; ok[p] && i < end[slot]; i++) {
-                const uint8_t *in = (const uint8_t *)(uintptr_t)(page[p] + offset[p]);
-                uint8_t *out = (uint8_t *)(uintptr_t)target->address[i];
-                if (!copy_out(job, out, in, target->length[i])) return 0;
-                offset[p] += target->length[i];
-            }
-        }
-        store_fence();
-        if (job->words) kv_publish(job->words, DONE, (uint32_t)s + 1);
-    }
-    return 1;
-}
-
-/* Index of the first page that its pieces do not fill exactly; -1: none. `odd` gets the lengths'
- * bits, which say whether all are whole stripes. */
-static int64_t first_unfilled(int64_t pages, uint64_t page_bytes, const struct cursor *pieces,
-                              const int64_t *end, int64_t segments, uint64_t *odd) {
-    int64_t i = 0;
-    for (int64_t p = 0; p < pages; p++) {
-        uint64_t room = page_bytes;
-        for (int64_t slot = p * segments; slot < (p + 1) * segments; slot++) {
-            if (end[slot] < i) return p;
-            for (; i < end[slot]; i++) {
-                uint64_t length = pieces->length[i];
-                if (length == 0 || length > room) return p;
-                if (!pieces->address[i] || pieces->address[i] + length < length) return p;
-                room -= length;
-                *odd |= length;
-            }
-        }
-        if (room) return p;
-    }
-    return -1;
-}
-
-/* One job. Arrays: page, seed and ok have `pages` entries, digest 16 times as many bytes; end has
- * pages * segments, its last entry being the number of pieces in address and length. */
-EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_bytes,
-                       int64_t segments, const uint64_t *page, const uint64_t *seed,
-                       uint8_t *digest, const uint64_t *address, const uint64_t *length,
-                       const int64_t *end, uint8_t *ok, uint32_t *words) {
-    const struct cursor whole = {page, &page_bytes, 0, 0, pages, 0}, none = {0};
-    struct cursor pieces = {address, length, 1, 0, 0, 0};
-    uint64_t odd = page_bytes;
-    if (mode != DIGEST && pages) {
-        int64_t unfilled = first_unfilled(pages, page_bytes, &pieces, end, segments, &odd);
-        if (unfilled >= 0) return -1 - unfilled;
-        pieces.count = end[pages * segments - 1];
-    }
-    struct job job = {&ISAS[isa], mode == SCATTER_SEGMENTS ? DIGEST : (enum mode)mode,
-                      page_bytes * (uint64_t)pages >= STREAM_MIN, page_bytes, words,
-                      mode == GATHER ? pieces : whole,
-                      mode == GATHER ? whole : mode == SCATTER ? pieces : none, none};
-    job.ahead = job.source;
-    for (uint64_t skip = AHEAD, count; skip && here(&job.ahead); skip -= count)
-        advance(&job.ahead, count = least(skip, left(&job.ahead)));
-    int fast = odd % STRIPE == 0 && page_bytes > SHORT_MAX, verify = mode >= SCATTER;
-    int64_t done = 0;
-    uint8_t found[16];
-    for (; done < pages; done++) {
-        const uint8_t *at = (const uint8_t *)(uintptr_t)page[done];
-        uint8_t *out = verify ? found : digest + 16 * done;
-        if (!(fast ? fused(&job, seed[done], out) : stepwise(&job, at, seed[done], out))) break;
-        if (verify) ok[done] = memcmp(found, digest + 16 * done, 16) == 0;
-    }
-    store_fence();
-    if (mode == SCATTER_SEGMENTS) {
-        uint32_t good = 0;
-        while (good < done && ok[good]) good++;
-        if (words) set_word(words, GOOD, good);
-        uint64_t *offset = calloc(pages ? (size_t)pages : 1, sizeof *offset);
-        if (done < pages || !offset ||
-            !copy_segments(&job, pages, page, &pieces, end, segments, ok, offset)) {
-            memset(ok, 0, (size_t)pages); /* not one of them is whole */
-            done = offset ? 0 : NO_MEMORY;
-        }
-        free(offset);
-    }
-    return done;
-}
-
-/* ---- The rest -------------------------------------------------------------------------------- */
+/* ---- What there is ----------------------------------------------------------------------------- */
 
 EXPORT int32_t kv_version(void) {
     return VERSION;
@@ -311,6 +91,262 @@ EXPORT int32_t kv_best_isa(void) {
 #endif
 }
 
+/* ---- Jobs ------------------------------------------------------------------------------------ */
+
+enum mode { DIGEST, GATHER, SCATTER, SCATTER_SEGMENTS };
+
+struct cursor { /* walks a list of pieces, which may be pages of one length; empty: goes nowhere */
+    const uint64_t *address, *length;
+    size_t length_stride; /* 0: all pieces have length[0] */
+    int64_t at, count;
+    uint64_t used; /* of the present piece */
+};
+
+struct job {
+    const struct isa *isa;
+    int streaming;
+    uint64_t page_bytes;
+    const uint32_t *words;
+    struct cursor source, target, ahead;
+};
+
+struct page { /* what was read of a page so far, and its digest */
+    struct hash hash;                 /* of whole stripes, but not of the page's last one */
+    uint64_t at;                      /* bytes read */
+    size_t rest;                      /* of those, how many are not in `hash` yet */
+    uint8_t tail[STRIPE + SHORT_MAX]; /* the stripe before the rest, and the rest */
+};
+
+INLINE uint64_t least(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+
+INLINE uint64_t left(const struct cursor *c) {
+    return c->at < c->count ? c->length[(size_t)c->at * c->length_stride] - c->used : UINT64_MAX;
+}
+
+INLINE uint8_t *here(const struct cursor *c) {
+    return c->at < c->count ? (uint8_t *)(uintptr_t)(c->address[c->at] + c->used) : NULL;
+}
+
+INLINE void advance(struct cursor *c, uint64_t bytes) {
+    for (uint64_t rest; bytes >= (rest = left(c)); bytes -= rest) c->at++, c->used = 0;
+    if (c->at < c->count) c->used += bytes;
+}
+
+INLINE void store_fence(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+static enum stores stores_for(const struct job *job, const uint8_t *out) {
+    if (!out) return NO_STORES;
+    if (!job->streaming || !job->isa->stream_alignment || (uintptr_t)out % 16) return PLAIN;
+    return (uintptr_t)out % job->isa->stream_alignment ? STREAM_16 : STREAM;
+}
+
+static void start_page(const struct job *job, struct page *page, uint64_t seed) {
+    if (job->page_bytes > SHORT_MAX) hash_start(&page->hash, seed);
+    page->at = page->rest = 0;
+}
+
+/* The digest of what was read: of the page at its end, before it of no use but to compare. */
+static void write_found(const struct job *job, const struct page *page, uint64_t seed,
+                        uint8_t *digest) {
+    const uint8_t *last = page->tail + page->rest;
+    uint8_t rest[STRIPE] = {0};
+    if (job->page_bytes <= SHORT_MAX) {
+        write_digest(digest_short(page->tail + STRIPE, page->at, seed), digest);
+        return;
+    }
+    if (page->at < job->page_bytes) last = memcpy(rest, page->tail + STRIPE, page->rest);
+    write_digest(hash_end(&page->hash, last, page->at), digest);
+}
+
+/* Read `count` bytes that are no whole stripe, or one of a page's last, and hand them on. */
+static void run_tail(struct job *job, struct page *page, uint64_t count, int last) {
+    uint8_t *stripe = page->tail + STRIPE, *fresh = stripe + page->rest;
+    read_once(fresh, here(&job->source), count);
+    if (here(&job->target)) memcpy(here(&job->target), fresh, count);
+    page->rest += count;
+    if (last || page->rest < STRIPE) return;
+    job->isa->consume(&page->hash, stripe, NULL, 1, stripe, NO_STORES);
+    memcpy(page->tail, stripe, STRIPE);
+    page->rest = 0;
+}
+
+/* Read `bytes` more of a page, each once: what is digested is what the target gets. Whole stripes
+ * go through registers; the parts of a stripe that two pieces share, and the page's last stripe or
+ * two, which its digest needs again, through memory of our own. 0: cancelled before the end. */
+static int run(struct job *job, struct page *page, uint64_t bytes) {
+    const int is_short = job->page_bytes <= SHORT_MAX;
+    const uint64_t whole = is_short ? 0 : (job->page_bytes - 1) / STRIPE * STRIPE;
+    const uint64_t direct = whole - (whole && job->page_bytes % STRIPE ? STRIPE : 0);
+    for (uint64_t step = 0, count; bytes; bytes -= count, step -= least(count, step)) {
+        if (!step) {
+            if (cancelled(job->words)) return 0;
+            step = STEP;
+        }
+        count = least(least(bytes, step), least(left(&job->source), left(&job->target)));
+        if (!page->rest && count >= STRIPE && page->at < direct) {
+            const uint8_t *in = here(&job->source), *ahead = here(&job->ahead);
+            uint8_t *out = here(&job->target);
+            count = least(count, direct - page->at);
+            count = least(count, least(left(&job->ahead), STEP) + STRIPE - 1) / STRIPE * STRIPE;
+            job->isa->consume(&page->hash, in, out, count / STRIPE, ahead ? ahead : in + AHEAD,
+                              stores_for(job, out));
+        } else {
+            count = least(count, (is_short ? SHORT_MAX : STRIPE) - page->rest);
+            run_tail(job, page, count, page->at + count > whole);
+        }
+        page->at += count;
+        advance(&job->source, count), advance(&job->target, count), advance(&job->ahead, count);
+    }
+    return 1;
+}
+
+/* ---- Segment after segment ------------------------------------------------------------------- */
+
+struct layers { /* a job in segment order */
+    int64_t pages, segments;
+    const uint64_t *page, *seed;
+    const int64_t *end;
+    struct cursor pieces;
+    uint8_t *ok;
+    struct page *states; /* of each page */
+    uint8_t (*marks)[16]; /* of each segment of each page: the digest of the page up to its end */
+};
+
+static uint64_t segment_bytes(const struct layers *l, int64_t slot) {
+    uint64_t bytes = 0;
+    for (int64_t i = slot ? l->end[slot - 1] : 0; i < l->end[slot]; i++)
+        bytes += l->pieces.length[i];
+    return bytes;
+}
+
+/* Read every page and note what it digests to at the end of each segment. 0: cancelled. */
+static int verify_pages(struct job *job, const struct layers *l, const uint8_t *digest) {
+    for (int64_t p = 0; p < l->pages; p++) {
+        start_page(job, &l->states[p], l->seed[p]);
+        for (int64_t slot = p * l->segments; slot < (p + 1) * l->segments; slot++) {
+            if (!run(job, &l->states[p], segment_bytes(l, slot))) return 0;
+            write_found(job, &l->states[p], l->seed[p], l->marks[slot]);
+        }
+        l->ok[p] = memcmp(l->marks[(p + 1) * l->segments - 1], digest + 16 * p, 16) == 0;
+        start_page(job, &l->states[p], l->seed[p]);
+    }
+    return 1;
+}
+
+/* Of the pages that verified, copy segment after segment. What is read now is digested again and
+ * must come to the marks: a page that does not is good no longer. 0: cancelled; no page is whole. */
+static int copy_segments(struct job *job, const struct layers *l, uint32_t *words) {
+    int64_t good = 0;
+    for (int64_t s = 0; s < l->segments; s++) {
+        for (int64_t p = 0; p < l->pages; p++) {
+            const int64_t slot = p * l->segments + s, next = (p + 1) % l->pages;
+            const uint64_t bytes = segment_bytes(l, slot);
+            const uint64_t from[] = {l->page[p] + l->states[p].at, l->page[next] + l->states[next].at};
+            const uint64_t lengths[] = {bytes, AHEAD};
+            uint8_t found[16];
+            if (!l->ok[p]) continue;
+            job->source.at = p, job->source.used = l->states[p].at;
+            job->target = l->pieces;
+            job->target.at = slot ? l->end[slot - 1] : 0;
+            job->ahead = (struct cursor){from, lengths, 1, 0, 2, 0};
+            advance(&job->ahead, AHEAD);
+            if (!run(job, &l->states[p], bytes)) return 0;
+            write_found(job, &l->states[p], l->seed[p], found);
+            l->ok[p] = memcmp(found, l->marks[slot], 16) == 0;
+        }
+        store_fence();
+        if (s == 0) good = l->pages;
+        for (int64_t p = 0; p < good; p++)
+            if (!l->ok[p]) good = p;
+        if (words) set_word(words, GOOD, (uint32_t)good), kv_publish(words, DONE, (uint32_t)s + 1);
+    }
+    return 1;
+}
+
+static int64_t move_by_segment(struct job *job, struct layers *l, const uint8_t *digest,
+                               uint32_t *words) {
+    int64_t done = NO_MEMORY;
+    l->states = malloc((size_t)l->pages * sizeof *l->states);
+    l->marks = malloc((size_t)l->pages * (size_t)l->segments * sizeof *l->marks);
+    if (l->states && l->marks) {
+        done = verify_pages(job, l, digest) ? l->pages : 0;
+        if (done && !copy_segments(job, l, words)) done = 0;
+    }
+    if (done <= 0) memset(l->ok, 0, (size_t)l->pages); /* not one of them is whole */
+    free(l->states), free(l->marks);
+    return done;
+}
+
+/* ---- A job from outside ---------------------------------------------------------------------- */
+
+/* Index of the first page that is nowhere, or that its pieces do not fill exactly; -1: none. */
+static int64_t first_wrong(int64_t pages, uint64_t page_bytes, const uint64_t *page,
+                           const struct cursor *pieces, const int64_t *end, int64_t segments) {
+    int64_t i = 0;
+    for (int64_t p = 0; p < pages; p++) {
+        uint64_t room = page_bytes;
+        if (!page[p] || page[p] + page_bytes < page_bytes) return p;
+        if (!end) continue;
+        for (int64_t slot = p * segments; slot < (p + 1) * segments; slot++) {
+            if (end[slot] < i || end[slot] > pieces->count) return p;
+            for (; i < end[slot]; i++) {
+                uint64_t length = pieces->length[i];
+                if (length == 0 || length > room) return p;
+                if (!pieces->address[i] || pieces->address[i] + length < length) return p;
+                room -= length;
+            }
+        }
+        if (room) return p;
+    }
+    return i == pieces->count ? -1 : pages - 1;
+}
+
+/* One job of `pages` pages and `pieces` pieces. Arrays: page, seed and ok have an entry a page,
+ * digest 16 bytes; end has pages * segments entries, address and length one a piece. A DIGEST has
+ * no pieces, and only a scatter has ok. */
+EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_bytes,
+                       int64_t segments, int64_t pieces, const uint64_t *page,
+                       const uint64_t *seed, uint8_t *digest, const uint64_t *address,
+                       const uint64_t *length, const int64_t *end, uint8_t *ok, uint32_t *words) {
+    if (mode < DIGEST || mode > SCATTER_SEGMENTS || isa < 0 || isa > kv_best_isa() || pages < 0 ||
+        segments < 1 || segments > LIST_MAX || pages > LIST_MAX / segments || pieces < 0 ||
+        (page_bytes == 0 && mode != DIGEST) || page_bytes > PAGE_BYTES_MAX ||
+        (pages && (!page || !seed || !digest)) || (pages && mode >= SCATTER && !ok) ||
+        (mode == DIGEST ? pieces || end : pages && (!address || !length || !end)))
+        return NO_JOB;
+    const struct cursor whole = {page, &page_bytes, 0, 0, pages, 0}, none = {0};
+    const struct cursor list = {address, length, 1, 0, pieces, 0};
+    int64_t wrong = first_wrong(pages, page_bytes, page, &list, end, segments);
+    if (wrong >= 0) return -1 - wrong;
+    struct job job = {&ISAS[isa], page_bytes * (uint64_t)pages >= STREAM_MIN, page_bytes, words,
+                      mode == GATHER ? list : whole,
+                      mode == GATHER ? whole : mode == SCATTER ? list : none, none};
+    job.ahead = job.source;
+    advance(&job.ahead, AHEAD);
+    if (mode == SCATTER_SEGMENTS && pages) {
+        struct layers layers = {pages, segments, page, seed, end, list, ok, NULL, NULL};
+        return move_by_segment(&job, &layers, digest, words);
+    }
+    int64_t done = 0;
+    for (struct page state; done < pages; done++) {
+        uint8_t found[16];
+        start_page(&job, &state, seed[done]);
+        if (!run(&job, &state, page_bytes)) break;
+        write_found(&job, &state, seed[done], mode == SCATTER ? found : digest + 16 * done);
+        if (mode == SCATTER) ok[done] = memcmp(found, digest + 16 * done, 16) == 0;
+    }
+    store_fence();
+    return done;
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
+
 /* Touch one byte a page without changing it, even while others write to it. */
 static void touch(uint8_t *at, uint8_t *stop, size_t page_bytes, int writing) {
     for (; at < stop; at += page_bytes) {
@@ -326,6 +362,7 @@ EXPORT int32_t kv_populate(uint64_t address, uint64_t length, int32_t writing) {
     const uint64_t page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
     const int advice = writing ? 23 : 22; /* MADV_POPULATE_WRITE, _READ: Linux 5.14 */
     uint64_t at = address / page_bytes * page_bytes, stop = address + length;
+    if (stop < address || stop > UINT64_MAX - page_bytes) return EINVAL;
     while (at < stop) {
         uint64_t bytes = least(POPULATE_STEP, (stop - at + page_bytes - 1) / page_bytes * page_bytes);
         if (madvise((void *)(uintptr_t)at, bytes, advice) != 0) {

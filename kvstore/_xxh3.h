@@ -2,7 +2,8 @@
  *
  * Written from the algorithm's published description (xxHash repository, doc/xxhash_spec.md, "XXH3
  * algorithm"); the tests compare it with the xxhash package at every length. Long inputs can be
- * copied while they are digested: a stripe is loaded once, so what is digested is what is stored.
+ * copied while they are digested: a stripe is loaded once, so what is digested is what is stored,
+ * whoever else writes to that memory meanwhile.
  */
 #ifndef KVSTORE_XXH3_H
 #define KVSTORE_XXH3_H
@@ -25,6 +26,16 @@ enum {
     SECRET_BYTES = 192,
     SHORT_MAX = 240, /* longer inputs use the stripes */
 };
+
+/* Others may write to the memory that is read. What was loaded counts from here on: the compiler
+ * may not load it a second time. */
+#define LOADED_WORD(value) __asm__("" : "+r"(value))
+#define LOADED_VECTOR(value) __asm__("" : "+v"(value))
+
+INLINE void read_once(uint8_t *to, const uint8_t *from, size_t bytes) {
+    memcpy(to, from, bytes);
+    __asm__ volatile("" : : "r"(to) : "memory");
+}
 
 /* ---- Constants and short inputs -------------------------------------------------------------- */
 
@@ -162,6 +173,7 @@ INLINE void stripe_scalar(uint64_t *acc, const uint8_t *in, const uint8_t *secre
                           enum stores stores) {
     uint64_t data[8];
     memcpy(data, in, STRIPE);
+    for (int i = 0; i < 8; i++) LOADED_WORD(data[i]);
     if (stores != NO_STORES) memcpy(out, data, STRIPE);
     for (int i = 0; i < 8; i++) {
         uint64_t keyed = data[i] ^ read64(secret + 8 * i);
@@ -220,6 +232,7 @@ INLINE void stripe_sse2(__m128i *acc, const uint8_t *in, const uint8_t *secret, 
                         enum stores stores) {
     for (int i = 0; i < 4; i++) {
         __m128i data = _mm_loadu_si128((const __m128i *)in + i);
+        LOADED_VECTOR(data);
         if (stores == PLAIN) _mm_storeu_si128((__m128i *)out + i, data);
         if (stores > PLAIN) _mm_stream_si128((__m128i *)out + i, data);
         __m128i keyed = _mm_xor_si128(data, _mm_loadu_si128((const __m128i *)secret + i));
@@ -243,6 +256,7 @@ AVX2 INLINE void stripe_avx2(__m256i *acc, const uint8_t *in, const uint8_t *sec
                              enum stores stores) {
     for (int i = 0; i < 2; i++) {
         __m256i data = _mm256_loadu_si256((const __m256i *)in + i);
+        LOADED_VECTOR(data);
         if (stores == PLAIN) _mm256_storeu_si256((__m256i *)out + i, data);
         if (stores == STREAM) _mm256_stream_si256((__m256i *)out + i, data);
         if (stores == STREAM_16) {
@@ -270,6 +284,7 @@ DEFINE_CONSUMER(avx2, AVX2, __m256i)
 AVX512 INLINE void stripe_avx512(__m512i *acc, const uint8_t *in, const uint8_t *secret,
                                  uint8_t *out, enum stores stores) {
     __m512i data = _mm512_loadu_si512(in);
+    LOADED_VECTOR(data);
     if (stores == PLAIN) _mm512_storeu_si512(out, data);
     if (stores == STREAM) _mm512_stream_si512((__m512i *)out, data);
     if (stores == STREAM_16) {
@@ -314,18 +329,21 @@ static void hash_start(struct hash *hash, uint64_t seed) {
     hash->stripe = 0;
 }
 
-static uint64_t merged(const struct hash *hash, uint64_t sum, size_t secret) {
+static uint64_t merged(const uint64_t *acc, const uint8_t *secret, uint64_t sum) {
     for (int i = 0; i < 8; i += 2)
-        sum += folded_product(hash->acc[i] ^ read64(hash->secret + secret + 8 * i),
-                              hash->acc[i + 1] ^ read64(hash->secret + secret + 8 * i + 8));
+        sum += folded_product(acc[i] ^ read64(secret + 8 * i),
+                              acc[i + 1] ^ read64(secret + 8 * i + 8));
     return avalanche(sum);
 }
 
 /* `last`: the input's last 64 bytes, of which some may have been consumed before. */
-static struct digest hash_end(struct hash *hash, const uint8_t *last, uint64_t length) {
-    stripe_scalar(hash->acc, last, hash->secret + SECRET_BYTES - STRIPE - 7, NULL, NO_STORES);
-    return (struct digest){merged(hash, length * P64_1, 11),
-                           merged(hash, ~(length * P64_2), SECRET_BYTES - STRIPE - 11)};
+static struct digest hash_end(const struct hash *hash, const uint8_t *last, uint64_t length) {
+    const uint8_t *end = hash->secret + SECRET_BYTES - STRIPE;
+    uint64_t acc[8];
+    memcpy(acc, hash->acc, sizeof acc);
+    stripe_scalar(acc, last, end - 7, NULL, NO_STORES);
+    return (struct digest){merged(acc, hash->secret + 11, length * P64_1),
+                           merged(acc, end - 11, ~(length * P64_2))};
 }
 
 static void write_digest(struct digest digest, uint8_t *out) {

@@ -138,17 +138,25 @@ class DiskTier:
     def flush(self) -> None:
         """Hand the tier what the node decided, as far as it takes more now."""
         self.pages.go_on()
-        jobs = self.pages.jobs[: self._log.room]
-        if not jobs:
+        if not self.pages.jobs:
             return
-        del self.pages.jobs[: len(jobs)]
+        held = [job for job in self.pages.jobs if self._waits(job)]
+        if held:
+            self.pages.jobs[:] = [job for job in self.pages.jobs if not self._waits(job)]
+        jobs = self.pages.jobs[: self._log.room]
+        self.pages.jobs[: len(jobs)] = held
+        made: list[Job] = []
         for job in jobs:
             self._jobs[job.job] = job
-        try:
-            self._log.submit([self._translate(job) for job in jobs])
-        except KVStoreError as error:
-            for job in jobs:
+            try:
+                made.append(self._translate(job))
+            except KVStoreError as error:  # of its memory: of no other job
                 self._end(job.job, error, self._node.pages.now_ns)
+        try:
+            self._log.submit(made)
+        except KVStoreError as error:
+            for one in made:
+                self._end(one.job, error, self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Tell the node what the tier has done."""
@@ -174,6 +182,13 @@ class DiskTier:
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
         self._node.disk_completed(job, error, now_ns)
+
+    def _waits(self, job: DiskJob) -> bool:
+        """Whether the memory that a page is to be read to is still being made."""
+        if not self._memory.missing_bytes() or not isinstance(job, DiskRead):
+            return False
+        extent, _, _ = self._node.pages.slots.address(job.slot)
+        return self._memory.pending(extent)
 
     def _translate(self, job: DiskJob) -> Job:
         made: Job

@@ -13,6 +13,7 @@ from kvstore import mover, wire
 from kvstore.config import HostConfig, SSDConfig
 from kvstore.disk import DiskTier
 from kvstore.errors import (
+    CapacityError,
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
@@ -24,7 +25,7 @@ from kvstore.node import Node
 from kvstore.requests import NodeLimits
 from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,11 @@ class Embedded:
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
-        self.memory.create(extent.number for extent in slots.extents)
+        try:
+            self.memory.create(extent.number for extent in slots.extents)
+        except KVStoreError:
+            self.memory.close()
+            raise
         self._mapping = Mapping(boot, self._fetch)
         #: The node; also signalled when an answer has come.
         self._answered = threading.Condition()
@@ -199,9 +204,7 @@ class Embedded:
         """Carry out what the node decided, then hand out its answers."""
         while self.node.unfinished:
             self.node.go_on(monotonic_ns())
-        slots = self.node.pages.slots
-        while slots.replaced:
-            self.memory.replace(*slots.replaced.pop(0))
+        self.memory.replace(self.node.pages.slots.replaced)
         if self._disk is not None:
             self._disk.flush()
         self.node.actions.clear()
@@ -211,10 +214,17 @@ class Embedded:
         self._answered.notify_all()
 
     def _fetch(self, numbers: Sequence[int]) -> Sequence[int]:
-        descriptors = []
-        for number in numbers:
-            descriptor = self.memory.descriptor(number)
-            if descriptor is None:
-                raise ProtocolError(f"extent {number} does not exist")
-            descriptors.append(os.dup(descriptor))
+        descriptors: list[int] = []
+        try:
+            for number in numbers:
+                if self.memory.pending(number):
+                    self.memory.wait(number, MEMORY_WAIT_S)
+                descriptor = self.memory.descriptor(number)
+                if descriptor is None:
+                    raise CapacityError(f"extent {number} has no memory for the moment")
+                descriptors.append(os.dup(descriptor))
+        except (OSError, CapacityError) as error:
+            for given in descriptors:
+                os.close(given)
+            raise CapacityError(f"memory cannot be mapped: {error}") from error
         return descriptors

@@ -152,7 +152,11 @@ class RestoreJob(Job[RestoreResult]):
 
     @property
     def verified_pages(self) -> int:
-        """Leading pages that verified: of a ``segment`` job known once layer 0 is in place."""
+        """Leading pages that verified: of a ``segment`` job known once layer 0 is in place.
+
+        Of a page that changes before its last layer was copied it takes back that the page is good;
+        ask again after each :meth:`wait_layer`.
+        """
         return self._progress.good_pages
 
     def cancel(self) -> None:

@@ -219,7 +219,6 @@ class Loads:
         slab, pages = promotion.slab, self._pages[shard]
         with ExitStack() as undo:
             leased = self._lease(keys, shard, undo)
-            promotion.watch(leased.memory)
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
             count = slab.load_blocks(pages, keys[:there], *target)

@@ -14,7 +14,6 @@ from kvstore import mover
 from kvstore.config import DeviceSlabConfig
 from kvstore.errors import CapacityError
 from kvstore.jobs import StoreJob, Worker
-from kvstore.mapping import Mapping
 from kvstore.page import DIGEST_BYTES, PrefixKeys
 from kvstore.state.slab import PageSet, Reservation
 
@@ -60,11 +59,6 @@ class Promotion:
                 f"device_slab needs torch ({error}); install kvstore[torch]"
             ) from error
         return cls(DeviceSlab(config.device, config.capacity_bytes))
-
-    def watch(self, memory: Mapping) -> None:
-        """Register the node's memory with the slab's device, now and as it grows."""
-        if self.slab.registration is not None:
-            memory.observe(self.slab.registration)
 
     def promote(
         self, pages: PageSet, keys: PrefixKeys, sources: mover.Addresses, digests: bytes,

@@ -58,9 +58,13 @@ class RestoreResult(NamedTuple):
 class PageViews:
     """Read-only views of pages in the node's memory, under a lease; use it as a context manager.
 
+    The bytes were verified when :meth:`Space.get` returned, and until ``close`` the node gives
+    their memory to nobody else. It is shared all the same: a process of the same tenant that writes
+    outside of its own slots can change what a view shows, and nobody would notice. Who needs bytes
+    that are proved to be the page's copies them, with ``get(out=...)``.
+
     Attributes:
-        arrays: uint8, one of ``page_bytes`` a page. Their bytes are the page's until ``close``;
-            after it they must not be looked at any more.
+        arrays: uint8, one of ``page_bytes`` a page. After ``close`` they must not be looked at.
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:

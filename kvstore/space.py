@@ -215,8 +215,9 @@ class Space:
 
         Args:
             keys: consecutive; whole prefixes are what is worth asking for.
-            out: buffers of ``page_bytes[shard]`` bytes to copy into; without it the pages are
-                viewed where they are, under a lease.
+            out: buffers of ``page_bytes[shard]`` bytes to copy into, verified as they are copied;
+                without it the pages are verified and then viewed where they are, under a lease.
+                See :class:`PageViews` for what that promises.
             shard: whose pages.
 
         Returns:

@@ -86,7 +86,7 @@ def test_host_knows_every_case_that_has_a_floor():
 def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():
     results = measured("kvpool", "--layers", "1", "--cases", "block(1|16)/permuted")
 
-    verbs = ("restore", "extract")
+    verbs = ("restore", "layers", "extract")
     expected = [f"{verb}/block{size}/permuted" for verb in verbs for size in (1, 16)]
     assert [result["case"] for result in results] == expected
     for result in results:

@@ -431,6 +431,8 @@ class Stats(Answer, frozen=True):
     policy: str
     host: HostSizes
     populated_bytes: int
+    missing_bytes: int
+    memory_failures: int
     pages: int
     spaces: list[SpaceCounts]
     spaces_total: int

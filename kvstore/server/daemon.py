@@ -39,7 +39,8 @@ from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
 from kvstore.state.slots import SlotTable
 from kvstore.tier.disk import Disk
-from kvstore.tier.host import HostMemory, stale_bytes
+from kvstore.tier.host import HostMemory
+from kvstore.tier.stale import MemoryRecord
 
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
@@ -85,7 +86,8 @@ class Daemon:
         # Of all nodes on this machine, the one on this socket is this one.
         place = hashlib.sha256(os.path.realpath(config.socket.path).encode()).hexdigest()[:12]
         self._label = f"{config.node.name}.{place}"
-        stale = min(extents, -(-stale_bytes(self._label, self.boot) // host.extent_bytes))
+        self._record = MemoryRecord(Path(f"{config.socket.path}.memory"))
+        stale = min(extents, -(-self._record.stale_bytes() // host.extent_bytes))
         slots = SlotTable(host.extent_bytes, extents - stale, stale)
         quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
@@ -98,7 +100,9 @@ class Daemon:
         )
         self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
         self.node.pages.ghosts.policy = host.policy
-        self.memory = HostMemory(self._label, self.boot, host.extent_bytes, prefault=host.prefault)
+        self.memory = HostMemory(
+            self._label, self.boot, host.extent_bytes, prefault=host.prefault, record=self._record
+        )
         undo.callback(self.memory.close)
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.socket, config.node.name, self.boot)
@@ -192,6 +196,8 @@ class Daemon:
             "connections": len(self.socket.connections),
             "accepted_connections": self.socket.accepted,
             "populated_bytes": self.memory.populated_bytes(),
+            "missing_bytes": self.memory.missing_bytes(),
+            "memory_failures": self.memory.failures,
             "mover": mover.description,
             "loop_lag_s": self.loop_lag_s,
             "events": self.publication.stats(),
@@ -281,7 +287,7 @@ class Daemon:
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes
-        stale = await asyncio.to_thread(stale_bytes, self._label, self.boot)
+        stale = await asyncio.to_thread(self._record.stale_bytes)
         slots = self.node.pages.slots
         take_back(slots, self.memory, slots.withheld - -(-stale // size))
 

@@ -18,7 +18,7 @@ class _Snapshot:
     def collect(self) -> Iterator[Metric]:
         """All series."""
         stats = self._stats
-        yield from _host(stats["host"], stats["populated_bytes"])
+        yield from _host(stats)
         yield _gauge(
             "kvstore_pages",
             "Keys in the index, in any tier, those being written too; a key counts once.",
@@ -64,8 +64,23 @@ class _Snapshot:
             yield from _events(stats["events"])
 
 
-def _host(host: Mapping[str, Any], populated_bytes: int) -> Iterator[Metric]:
-    """The host tier: sizes."""
+def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
+    """What was published."""
+    yield _counter(
+        "kvstore_event_batches",
+        "Batches of KV events that were published.",
+        events["batches_sent"],
+    )
+    yield _counter(
+        "kvstore_event_batches_dropped",
+        "Batches of KV events that were lost because too many waited.",
+        events["batches_dropped"],
+    )
+
+
+def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Memory: room, by use, and what is missing of it."""
+    host = stats["host"]
     yield _gauge(
         "kvstore_host_capacity_bytes",
         "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
@@ -82,21 +97,17 @@ def _host(host: Mapping[str, Any], populated_bytes: int) -> Iterator[Metric]:
     yield _gauge(
         "kvstore_host_populated_bytes",
         "Memory of the host tier that was touched in advance.",
-        populated_bytes,
+        stats["populated_bytes"],
     )
-
-
-def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
-    """What was published."""
-    yield _counter(
-        "kvstore_event_batches",
-        "Batches of KV events that were published.",
-        events["batches_sent"],
+    yield _gauge(
+        "kvstore_host_missing_bytes",
+        "Memory of extents that have none for the moment.",
+        stats["missing_bytes"],
     )
     yield _counter(
-        "kvstore_event_batches_dropped",
-        "Batches of KV events that were lost because too many waited.",
-        events["batches_dropped"],
+        "kvstore_host_memory_failures",
+        "Times that memory of an extent could not be exchanged.",
+        stats["memory_failures"],
     )
 
 
@@ -157,7 +168,7 @@ class _Slab:
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        slab, registration = self._slab, self._slab["registration"]
+        slab = self._slab
         room = GaugeMetricFamily("kvstore_slab_bytes", "Slab bytes by state.", labels=["state"])
         for state in ("capacity", "ready", "writing", "in_use", "pending"):
             room.add_metric([state], slab[f"{state}_bytes"])
@@ -177,13 +188,6 @@ class _Slab:
             ("errors", "Pages that failed in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
-        for name, help_text in (
-            ("mapped_bytes", "Memory of the node that the slab's client maps."),
-            ("registered_bytes", "Of it, memory that is registered with CUDA."),
-            ("failed_extents", "Extents of the node that could not be registered with CUDA."),
-        ):
-            value = registration.get(name, 0)
-            yield _gauge(f"kvstore_registration_{name}", help_text, value)
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:

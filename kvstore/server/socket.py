@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Final
@@ -20,13 +20,13 @@ from typing import Final
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.disk import DiskTier
-from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
 from kvstore.server.tenants import Tenants
 from kvstore.state.sessions import Peer
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 HANDSHAKES_MAX: Final = 128
 """Connections that have not said anything yet; further ones wait to be accepted."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
+MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
 UNREAD_BYTES_MAX: Final = 256 << 20
 """Bytes of messages that are not whole yet, of all connections."""
@@ -127,9 +128,7 @@ class SocketServer:
     def flush(self) -> None:
         """Carry out what the node decided: memory first, then answers, then events."""
         node = self.node
-        replaced = node.pages.slots.replaced
-        while replaced:
-            self.memory.replace(*replaced.pop(0))
+        self.memory.replace(node.pages.slots.replaced)
         if self.disk is not None:
             self.disk.flush()
         if node.outbox:
@@ -196,6 +195,7 @@ class SocketServer:
                 body, rest = await _first_frame(loop, raw)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
+                    await self._memory_there(request.extents)
                     self._hand_out(raw, request, tenants)
                     raw.close()
                     return
@@ -257,6 +257,14 @@ class SocketServer:
             raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
         return None
 
+    async def _memory_there(self, numbers: Sequence[int]) -> None:
+        """Wait until the memory of these extents is there, or a moment at most."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + MEMORY_WAIT_S
+        wanted = numbers[:_EXTENTS_MAX]
+        while any(map(self.memory.pending, wanted)) and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(MEMORY_POLL_S)
+
     def _hand_out(
         self, raw: socket.socket, request: wire.FetchExtents, tenants: frozenset[str] | None
     ) -> None:
@@ -269,9 +277,11 @@ class SocketServer:
         owners = {extent.number: extent.domain for extent in self.node.pages.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
-            descriptor = self.memory.descriptor(number)
-            if descriptor is None or owners.get(number) != session.domain:
+            if owners.get(number) != session.domain:
                 raise ProtocolError(f"extent {number} is not of tenant {session.domain!r}")
+            descriptor = self.memory.descriptor(number)
+            if descriptor is None:
+                raise CapacityError(f"extent {number} has no memory for the moment")
             descriptors.append(descriptor)
         socket.send_fds(raw, [wire.encode(wire.ExtentsFollow(request.extents))], descriptors)
 

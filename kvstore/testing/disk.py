@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, Literal
 
-from kvstore.tier.disk import Disk
+from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.vectored import aligned
 
 SECTOR_BYTES: Final = 512
@@ -106,6 +106,11 @@ class SimulatedDisk:
         """See :class:`Disk`; names of directories are durable at once."""
         self._directories.setdefault(path, _Directory())
 
+    def file_system(self, path: Path) -> FileSystem:
+        """See :class:`Disk`; all directories are on one."""
+        self._directory(path)
+        return FileSystem(0, self._capacity_bytes, self._capacity_bytes - self._used_bytes())
+
     def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""
         return list(self._directory(path).seen)
@@ -129,8 +134,7 @@ class SimulatedDisk:
         directory = self._directory(path.parent)
         if path.name in directory.seen:
             raise FileExistsError(errno.EEXIST, "exists", str(path))
-        files = [file for one in self._directories.values() for file in one.seen.values()]
-        if sum(len(file.cached) for file in files) + size_bytes > self._capacity_bytes:
+        if self._used_bytes() + size_bytes > self._capacity_bytes:
             raise _error(errno.ENOSPC, path)
         file = _File(bytearray(size_bytes))
         directory.seen[path.name] = file
@@ -212,6 +216,10 @@ class SimulatedDisk:
     def open_files(self) -> int:
         """Descriptors that are not closed, locks included."""
         return len(self._open)
+
+    def _used_bytes(self) -> int:
+        files = (file for one in self._directories.values() for file in one.seen.values())
+        return sum(len(file.cached) for file in files)
 
     def _check_direct(self, *, direct: bool) -> None:
         if direct and not self._direct_io:
@@ -354,6 +362,10 @@ class FaultyDisk:
     def make_directory(self, path: Path) -> None:
         """See :class:`Disk`."""
         self._disk.make_directory(path)
+
+    def file_system(self, path: Path) -> FileSystem:
+        """See :class:`Disk`."""
+        return self._disk.file_system(path)
 
     def names(self, path: Path) -> list[str]:
         """See :class:`Disk`."""

@@ -40,7 +40,7 @@ from kvstore.state.walks import Removal
 from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
 from kvstore.tier.directories import Directory
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 EXTENTS: Final = 5
 SEGMENT_BYTES: Final = 160 << 10
@@ -234,9 +234,9 @@ class Life:
 
     def _flush(self) -> None:
         while True:
-            replaced = self.node.pages.slots.replaced
-            while replaced:
-                self.memory.replace(*replaced.pop(0))
+            made = [one.new for one in self.node.pages.slots.replaced]
+            self.memory.replace(self.node.pages.slots.replaced)
+            assert all(self.memory.wait(number, MEMORY_WAIT_S) for number in made)
             self.disk.flush()
             outbox, self.node.outbox = self.node.outbox, []
             if not outbox:

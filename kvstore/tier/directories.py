@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
-from kvstore.tier.disk import Disk
+from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.record import (
     IDENTITY_NAME,
     SEGMENT_NAME,
@@ -81,13 +81,15 @@ def open_all(
 
     Raises:
         ConfigError: a directory cannot be the right one: it is no directory, belongs to another
-            node or log, has a newer format, or has no room for one segment. Nothing in it changed.
+            node or log, has a newer format, has no room for one segment, or is to hold more than
+            its file system. Nothing in it changed.
         TierUnavailable: it cannot be used now: read-only, not permitted, taken by a process.
     """
     assert directories, "a log lies somewhere"
     opened: list[OpenDirectory] = []
     try:
         opened.extend(_take(disk, directory, segment_bytes) for directory in directories)
+        _check_room(disk, opened)
         return _identify(disk, node, opened), opened
     except KVStoreError:
         for one in opened:
@@ -100,7 +102,7 @@ def _take(disk: Disk, directory: Directory, segment_bytes: int) -> OpenDirectory
     if capacity_bytes < segment_bytes:
         raise ConfigError(
             f"{path}: a capacity of {capacity_bytes} bytes has no room for one segment of"
-            f" {segment_bytes}: raise it or make segments smaller"
+            f" {segment_bytes}: raise ssd.capacity_bytes or make ssd.segment_bytes smaller"
         )
     try:
         disk.make_directory(path)
@@ -112,6 +114,55 @@ def _take(disk: Disk, directory: Directory, segment_bytes: int) -> OpenDirectory
     except OSError as error:
         raise failure(path, error) from error
     return OpenDirectory(path, capacity_bytes, direct_io=False, lock=lock)
+
+
+def _shared(
+    disk: Disk, opened: Sequence[OpenDirectory]
+) -> list[tuple[FileSystem, list[OpenDirectory]]]:
+    """Each file system with the directories on it."""
+    found: dict[int, tuple[FileSystem, list[OpenDirectory]]] = {}
+    for one in opened:
+        try:
+            there = disk.file_system(one.path)
+        except OSError as error:
+            raise failure(one.path, error) from error
+        found.setdefault(there.name, (there, []))[1].append(one)
+    return list(found.values())
+
+
+def _check_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
+    """Refuse a capacity that can never be; say of a disk that is memory what it is."""
+    for there, sharing in _shared(disk, opened):
+        paths = ", ".join(str(one.path) for one in sharing)
+        wanted = sum(one.capacity_bytes for one in sharing)
+        if there.in_memory:
+            log.warning(
+                "ssd.directories: %s is %s: its pages take memory besides host.capacity_bytes, and"
+                " a restart of the machine leaves nothing of them, durable or not",
+                paths, there.in_memory,
+            )  # fmt: skip
+        if there.total_bytes and wanted > there.total_bytes:
+            raise ConfigError(
+                f"ssd.capacity_bytes: {wanted} bytes for {paths}, whose file system has"
+                f" {there.total_bytes} in all: lower it or use a larger disk"
+            )
+
+
+def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
+    """Warn of a capacity that others' files leave no room for; after a start found what is there.
+
+    Raises:
+        TierUnavailable: a directory cannot be looked at.
+    """
+    for there, sharing in _shared(disk, opened):
+        wanted = sum(one.capacity_bytes for one in sharing)
+        room = there.free_bytes + sum(one.used_bytes for one in sharing)
+        if there.total_bytes and wanted > room:
+            paths = ", ".join(str(one.path) for one in sharing)
+            log.warning(
+                "ssd.capacity_bytes: %d bytes for %s, where %d are free or the log's own: it will"
+                " be full before that; free room or lower it", wanted, paths, room,
+            )  # fmt: skip
 
 
 def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:

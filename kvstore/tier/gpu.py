@@ -3,13 +3,15 @@
 One allocation of bytes on ``cuda:N``, or in host memory (``cpu``) where there is no GPU. What is
 where decides :class:`~kvstore.state.slab.SlabIndex`; here the bytes move, verified:
 
-* what comes in is what its digest says (:meth:`DeviceSlab.fill` digests what it copies), and only
-  then READY;
+* what comes in is what its digest says, and only then READY. The node's memory is shared: a device
+  that copied from it would read it after it was digested. So pages are verified as they are copied
+  to pinned memory of our own, and the device copies from there, one half of it while the other is
+  filled;
 * what goes out of host memory is digested again while it is copied, which costs nothing beside the
   copy. Device memory is not read back to be digested: it was verified on its way in, nobody else
   can write to it, and it has ECC.
 
-The only module of ``kvstore`` that imports torch.
+With :mod:`kvstore.tier.staging` the only module of ``kvstore`` that imports torch.
 """
 
 import ctypes
@@ -17,8 +19,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from kvstore.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.slab import Held, PageSet, Reservation, SlabIndex
 from kvstore.state.slots import SLOT_ALIGNMENT
-from kvstore.tier.registration import HostRegistration
+from kvstore.tier.staging import Pages, WayIn, on_stream
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,6 @@ class DeviceSlab:
 
     Attributes:
         device: ``cpu`` or ``cuda:N``.
-        registration: pins the node's memory for this device; None where that is not needed.
 
     Raises:
         InvalidArgument: no such kind of device, or less than a slot.
@@ -93,13 +93,13 @@ class DeviceSlab:
         self._start = -self._memory.data_ptr() % SLOT_ALIGNMENT
         self._mapped = chosen.type == "cpu" if mapped is None else mapped
         self._stream = _stream(chosen)
-        self.registration = _registration(chosen)
         self._index = SlabIndex(self._extent_bytes, count)
         self._errors = 0
         self._broken = ""
         self._too_large = 0
         self._users = 0
         self._open = True
+        self._way_in = WayIn(chosen, self._stream)
         #: Protects the index and what is above; signalled when a user has left.
         self._changed = threading.Condition()
         _slabs.add(self)
@@ -131,15 +131,10 @@ class DeviceSlab:
             return self._index.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, counts, and how far registration is, as plain values."""
+        """Sizes and counts, as plain values."""
         with self._changed:
             stats = self._index.stats()
-            stats |= {"device": self.device, "errors": self._errors, "broken": self._broken}
-        registration = self.registration
-        return {
-            **stats,
-            "registration": registration.stats() if registration else {"state": "not_needed"},
-        }
+            return {**stats, "device": self.device, "errors": self._errors, "broken": self._broken}
 
     def check(self) -> None:
         """Assert every invariant of the index."""
@@ -201,11 +196,12 @@ class DeviceSlab:
             if self._mapped:
                 target = mover.Pieces.contiguous(self._addresses(taken.slots), size)
                 ok = mover.scatter(sources[part], size, digests, seeds, target, progress)
+                good = count if ok.all() else int(np.argmin(ok))
             else:
-                ok = (mover.digest(sources[part], size, seeds) == digests).all(axis=1)
-                ok &= not (progress is not None and progress.cancelled)
-                self._copy_in(sources[part][ok], self._offsets(taken.slots)[ok], size)
-            good = count if ok.all() else int(np.argmin(ok))
+                pages = Pages(sources[part], size, digests, seeds)
+                starts = self._offsets(taken.slots).tolist()
+                targets = [self._memory[start : start + size] for start in starts]
+                good = self._way_in.copy(pages, targets, progress)
         except RuntimeError as error:
             self._break(error)
             return 0
@@ -298,6 +294,7 @@ class DeviceSlab:
         with self._changed:
             self._open = False
         if self.drain(timeout_s):
+            self._way_in.close()
             self._memory = self._memory.new_empty(0)
         else:
             log.error("the slab's memory stays: a move has not ended for %s s", timeout_s)
@@ -340,19 +337,10 @@ class DeviceSlab:
     def _addresses(self, slots: list[Any]) -> mover.Addresses:
         return self._offsets(slots).astype(np.uint64) + np.uint64(self._memory.data_ptr())
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _finish(self) -> None:
         """Wait until the device has done what was queued."""
         if self._stream is not None:
             self._stream.record_event().synchronize()
-
-    def _copy_in(self, sources: mover.Addresses, offsets: npt.NDArray[np.int64], size: int) -> None:
-        with self._on_stream():
-            for source, offset in zip(sources.tolist(), offsets.tolist(), strict=True):
-                self._memory[offset : offset + size].copy_(_host(source, size), non_blocking=True)
-            self._finish()
 
     def _copy_out(
         self, held: Held, size: int, pool: KVPool, blocks: npt.NDArray[np.int64],
@@ -362,7 +350,7 @@ class DeviceSlab:
         each = pool.blocks_per_page(size)
         planes = [_plane(pool, address, self._memory.device) for address in pool.planes]
         offsets, at_once = self._offsets(held.slots).tolist(), max(1, STAGE_BYTES // size)
-        with self._on_stream():
+        with on_stream(self._stream):
             if fence is not None and self._stream is not None:
                 self._stream.wait_event(fence.event)
             for start in range(0, len(offsets), at_once):
@@ -411,13 +399,6 @@ def _stream(device: torch.device) -> Any:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _registration(device: torch.device) -> HostRegistration | None:
-    if device.type != "cuda":
-        return None
-    prepare: Callable[[], None] = lambda: torch.cuda.set_device(device)  # noqa: E731
-    return HostRegistration(torch.cuda.cudart(), prepare)  # type: ignore[no-untyped-call]
 
 
 def _host(address: int, size: int) -> torch.Tensor:

@@ -4,31 +4,60 @@ The bytes of a page are written by the client that puts it and read by the clien
 node only owns the memory. Extents are pre-faulted in the background: a first touch costs 5 to 40
 times a copy.
 
-After a restart, mappings that clients still have of the previous boot's memory keep it alive.
-:func:`stale_bytes` finds them, so that the new node can hold back as much of its own.
+A client gets the descriptor of an extent, so it can do to it what the kernel allows to whoever has
+one. The files are sealed: nobody can make one shorter, which would end every process that touches
+what is missing, longer, or seal it further, which could keep the node from giving memory back.
 """
 
 import errno
+import fcntl
 import logging
-import mmap
 import os
-import re
 import threading
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
+from time import monotonic
 from typing import Final
-
-import numpy as np
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
+from kvstore.state.slots import Replacement
+from kvstore.tier import kernel
+from kvstore.tier.stale import MemoryRecord, inode_of
 
 log = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"/memfd:kvstore:([\w.-]+):([0-9a-f]+):\d+ \(deleted\)$")
-_CLOSE_TIMEOUT_S: Final = 30.0
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+RETRY_S: Final = 0.1
+"""Between two attempts to make memory that could not be had."""
+MEMORY_WAIT_S: Final = 0.8
+"""How long a client's request for memory waits while it is exchanged; the client waits a second."""
+_CLOSE_TIMEOUT_S: Final = 5.0
 _TOUCH_BYTES: Final = 64 << 20
 _IDLE_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Memory that goes, and memory that is to come for it.
+
+    Attributes:
+        number: of the extent that is to have memory.
+        descriptor: of what goes; None: it has gone.
+        mapped: where this process has mapped what goes; 0: nowhere.
+        in_use: somebody may still read what goes.
+        thread: what carries it out.
+        error: why the last attempt failed.
+        done: there is memory.
+    """
+
+    number: int
+    descriptor: int | None
+    mapped: int
+    in_use: bool
+    thread: threading.Thread | None = None
+    error: str = ""
+    done: bool = False
 
 
 class HostMemory:
@@ -39,66 +68,94 @@ class HostMemory:
         boot: this boot's id.
         extent_bytes: bytes of each extent.
         prefault: touch new memory in the background.
+        record: is told of all memory that is made; None: nobody asks after a restart.
+
+    Attributes:
+        failures: how often memory could not be exchanged; it is tried again.
     """
 
-    def __init__(self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool) -> None:
+    def __init__(
+        self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool,
+        record: MemoryRecord | None = None,
+    ) -> None:  # fmt: skip
         """Own no memory yet; :meth:`create` makes it."""
+        self.failures = 0
         self._prefix = f"kvstore:{node}:{boot.hex()}:"
         self._extent_bytes = extent_bytes
+        self._record = record
         self._descriptors: dict[int, int] = {}
         #: Extents that this process has mapped for its own moves, and where.
-        self._mapped: dict[int, tuple[mmap.mmap, int]] = {}
+        self._mapped: dict[int, int] = {}
+        #: Number of each extent that has no memory yet → how it is to get it.
+        self._exchanges: dict[int, _Exchange] = {}
+        self._retry_s = 0.0
+        self._failing = False
         self._waiting: list[int] = []
         self._populated: set[int] = set()
-        #: Protects the three above; never held while memory is touched.
+        #: The extent that is being touched, and whether its memory was given back meanwhile.
+        self._touching, self._in_vain = -1, False
+        #: Protects the descriptors, what exchanges are for, and the four above; never held while
+        #: memory is touched.
         self._lock = threading.Lock()
+        self._made = threading.Condition(self._lock)
         self._wake = threading.Condition(self._lock)
         self._closing = False
         self._thread: threading.Thread | None = None
         if prefault:
-            self._thread = threading.Thread(target=self._prefault, name="kvstore-prefault")
+            self._thread = threading.Thread(
+                target=self._prefault, name="kvstore-prefault", daemon=True
+            )
             self._thread.start()
 
     def create(self, numbers: Iterable[int]) -> None:
         """Make the memory of these extents.
 
         Raises:
-            TierUnavailable: the system gives no more memory or descriptors.
+            TierUnavailable: the system gives no more memory or descriptors; those before are made.
         """
-        for number in numbers:
-            try:
-                descriptor = os.memfd_create(f"{self._prefix}{number}", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, self._extent_bytes)
-            except OSError as error:
-                advice = ""
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
-                raise TierUnavailable(f"extent {number}: {error.strerror}{advice}") from error
+        made: list[tuple[int, int]] = []
+        try:
+            for number in numbers:
+                try:
+                    made.append((number, self._new(number)))
+                except OSError as error:
+                    raise TierUnavailable(f"extent {number}: {_advised(error)}") from error
+        finally:
+            self._note([descriptor for _, descriptor in made])
             with self._lock:
-                self._descriptors[number] = descriptor
-                self._waiting.append(number)
-                self._wake.notify()
+                for number, descriptor in made:
+                    self._take_in(number, descriptor)
 
-    def replace(self, old: int, new: int, in_use: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Give the memory of ``old`` back, for whoever still maps it too, and make ``new``.
+    def replace(self, replaced: list[Replacement]) -> None:
+        """Begin to exchange memory; goes on with what was begun, so call it often.
 
-        Memory that somebody may still read is only let go of: it lasts while it is mapped.
+        What nobody may look at any more goes, also for whoever still maps it. Memory that somebody
+        may still read is only let go of: it lasts while it is mapped. Old memory goes before new
+        memory is made, so this takes neither more memory nor more descriptors. Both run in a thread
+        of their own: giving back takes half a second a GB, and whoever has a descriptor can hold it
+        up for as long as he likes. Until then, and while it fails and is tried again, the new
+        number is :meth:`pending`.
+
+        Args:
+            replaced: emptied.
         """
-        with self._lock:
-            descriptor = self._descriptors.pop(old)
-            self._populated.discard(old)
-            if old in self._waiting:
-                self._waiting.remove(old)
-        self._unmap(old)
-        # Not truncated: a client that still maps it must read zeros, not die of SIGBUS.
-        if not in_use:
-            with mmap.mmap(descriptor, self._extent_bytes) as memory:
-                memory.madvise(mmap.MADV_REMOVE)
-        os.close(descriptor)
-        self.create([new])
+        while replaced:
+            old, new, in_use = replaced.pop(0)
+            self._begin(self._taken_out(old, new, in_use=in_use))
+        if self._exchanges:
+            self._go_on()
+
+    def pending(self, number: int) -> bool:
+        """Whether an extent has no memory yet, and is to have some."""
+        return number in self._exchanges and number not in self._descriptors
+
+    def wait(self, number: int, timeout_s: float) -> bool:
+        """Wait for the memory of an extent; False when there is none in time."""
+        with self._made:
+            return self._made.wait_for(lambda: number in self._descriptors, timeout_s)
 
     def descriptor(self, number: int) -> int | None:
-        """The memfd of an extent (owned by this object), or None when there is no such extent."""
+        """The memfd of an extent (owned by this object), or None when there is no such memory."""
         return self._descriptors.get(number)
 
     def address(self, number: int) -> int:
@@ -107,22 +164,15 @@ class HostMemory:
         Valid until the extent is replaced or :meth:`close`; call it from one thread.
 
         Raises:
-            TierUnavailable: it cannot be mapped.
+            TierUnavailable: it has no memory now, or cannot be mapped.
         """
         known = self._mapped.get(number)
         if known is None:
-            try:
-                memory = mmap.mmap(self._descriptors[number], self._extent_bytes)
-            except OSError as error:
-                raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
-            start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-            known = self._mapped[number] = (memory, start)
-        return known[1]
-
-    def _unmap(self, number: int) -> None:
-        known = self._mapped.pop(number, None)
-        if known is not None:
-            known[0].close()
+            descriptor = self._descriptors.get(number)
+            if descriptor is None:
+                raise TierUnavailable(f"extent {number} has no memory now")
+            known = self._mapped[number] = self._map(number, descriptor)
+        return known
 
     def read(self, number: int, offset: int, into: memoryview) -> int:
         """Copy bytes of an extent; the caller holds a page in it, so that it stays.
@@ -145,18 +195,155 @@ class HostMemory:
         """Bytes that have been pre-faulted."""
         return len(self._populated) * self._extent_bytes
 
+    def missing_bytes(self) -> int:
+        """Bytes of extents that are :meth:`pending`."""
+        return len(self._exchanges) * self._extent_bytes
+
     def close(self) -> None:
-        """Stop pre-faulting and close the descriptors; mappings of clients stay theirs."""
+        """Stop pre-faulting and close descriptors and record; mappings of clients stay theirs."""
         with self._lock:
             self._closing = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        deadline = monotonic() + _CLOSE_TIMEOUT_S
+        threads = [one.thread for one in self._exchanges.values()]
+        for thread in [self._thread, *threads]:
+            if thread is not None and thread.ident is not None:
+                thread.join(max(0.0, deadline - monotonic()))
         for number in list(self._mapped):
             self._unmap(number)
-        for descriptor in self._descriptors.values():
+        with self._lock:
+            descriptors = list(self._descriptors.values())
+            self._descriptors.clear()
+        for exchange in self._exchanges.values():
+            if exchange.thread is not None and exchange.thread.is_alive():
+                log.error("memory of an extent is still being given back: left to the system")
+            elif exchange.descriptor is not None:
+                descriptors.append(exchange.descriptor)
+        for descriptor in descriptors:
             os.close(descriptor)
-        self._descriptors.clear()
+        self._exchanges.clear()
+        if self._record is not None:
+            self._record.close()
+
+    # ---- making it --------------------------------------------------------------------------
+
+    def _new(self, number: int) -> int:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(f"{self._prefix}{number}", flags)
+        try:
+            os.ftruncate(descriptor, self._extent_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _note(self, made: list[int]) -> None:
+        """Before anybody gets it."""
+        if self._record is not None and made:
+            self._record.add(map(inode_of, made))
+
+    def _take_in(self, number: int, descriptor: int) -> None:
+        """The lock is held."""
+        self._descriptors[number] = descriptor
+        self._waiting.append(number)
+        self._wake.notify()
+        self._made.notify_all()
+
+    # ---- exchanging it ----------------------------------------------------------------------
+
+    def _taken_out(self, old: int, new: int, *, in_use: bool) -> _Exchange:
+        """What becomes of an extent that is not used any more."""
+        with self._lock:
+            known = self._exchanges.pop(old, None)
+            if known is not None and not known.done:  # it never came to be
+                known.number = new
+                return known
+            descriptor = self._descriptors.pop(old)
+            self._populated.discard(old)
+            if old in self._waiting:
+                self._waiting.remove(old)
+            if old == self._touching:
+                self._in_vain = not in_use
+        if self._record is not None and not in_use:
+            self._record.remove(inode_of(descriptor))
+        return _Exchange(new, descriptor, self._mapped.pop(old, 0), in_use)
+
+    def _begin(self, exchange: _Exchange) -> None:
+        self._exchanges[exchange.number] = exchange
+        if exchange.thread is not None and exchange.thread.is_alive():
+            return
+        exchange.error = ""
+        exchange.thread = threading.Thread(
+            target=self._carry_out, args=(exchange,), name="kvstore-exchange", daemon=True
+        )
+        try:
+            exchange.thread.start()
+        except RuntimeError as error:  # no more threads
+            exchange.error = str(error)
+
+    def _carry_out(self, exchange: _Exchange) -> None:
+        try:
+            if exchange.mapped:
+                mapped, exchange.mapped = exchange.mapped, 0
+                kernel.unmap(mapped, self._extent_bytes)
+            if exchange.descriptor is not None:
+                if not exchange.in_use:
+                    # Not truncated: a client that maps it must read zeros, not die of SIGBUS.
+                    kernel.punch(exchange.descriptor, self._extent_bytes)
+                old, exchange.descriptor = exchange.descriptor, None
+                os.close(old)
+            if self._stopping():
+                return
+            descriptor = self._new(exchange.number)
+            self._note([descriptor])
+        except OSError as error:
+            exchange.error = _advised(error)
+            return
+        with self._lock:
+            if self._closing:
+                os.close(descriptor)
+                return
+            exchange.done = True
+            self._take_in(exchange.number, descriptor)
+
+    def _go_on(self) -> None:
+        """Forget what is done, say what failed, and try the first of that again."""
+        failed: list[_Exchange] = []
+        for number, exchange in list(self._exchanges.items()):
+            if exchange.done:
+                del self._exchanges[number]
+            elif exchange.error:
+                failed.append(exchange)
+        if not failed:
+            if self._failing and not self._exchanges:
+                self._failing = False
+                log.warning("every extent has its memory again")
+            return
+        if monotonic() < self._retry_s:
+            return
+        self.failures += 1
+        self._retry_s = monotonic() + RETRY_S
+        if not self._failing:
+            self._failing = True
+            log.error(
+                "%d extents have no memory for the moment (%s): what is put there is refused until"
+                " it can be had", len(failed), failed[0].error,
+            )  # fmt: skip
+        self._begin(failed[0])
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _map(self, number: int, descriptor: int) -> int:
+        try:
+            return kernel.map_shared(descriptor, self._extent_bytes)
+        except OSError as error:
+            raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
+
+    def _unmap(self, number: int) -> None:
+        known = self._mapped.pop(number, None)
+        if known is not None:
+            kernel.unmap(known, self._extent_bytes)
 
     def _stopping(self) -> bool:
         return self._closing
@@ -168,52 +355,38 @@ class HostMemory:
                     self._wake.wait(_IDLE_S)
                 if self._stopping():
                     return
-                number = self._waiting.pop(0)
-                descriptor = os.dup(self._descriptors[number])
+                self._touching = number = self._waiting.pop(0)
+                self._in_vain = False
+                try:
+                    address = self._map(number, self._descriptors[number])
+                except TierUnavailable as error:
+                    log.warning("extent %d is not pre-faulted: %s", number, error)
+                    continue
             try:
-                self._touch(descriptor)
-            except TierUnavailable as error:
+                self._touch(number, address)
+            except (TierUnavailable, OSError) as error:
                 log.warning("extent %d is not pre-faulted: %s", number, error)
-                continue
             finally:
-                os.close(descriptor)
+                kernel.unmap(address, self._extent_bytes)
+
+    def _touch(self, number: int, address: int) -> None:
+        """Fault an extent in; what is replaced meanwhile takes no memory afterwards."""
+        for start in range(0, self._extent_bytes, _TOUCH_BYTES):
+            length = min(_TOUCH_BYTES, self._extent_bytes - start)
+            mover.populate(address + start, length, write=True)
             with self._lock:
-                if number in self._descriptors and not self._stopping():
-                    self._populated.add(number)
-
-    def _touch(self, descriptor: int) -> None:
-        with mmap.mmap(descriptor, self._extent_bytes) as memory:
-            address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-            for start in range(0, self._extent_bytes, _TOUCH_BYTES):
-                if self._stopping():
-                    return
-                length = min(_TOUCH_BYTES, self._extent_bytes - start)
-                mover.populate(address + start, length, write=True)
+                there, in_vain = number in self._descriptors, self._in_vain
+            if in_vain:
+                kernel.give_back(address, self._extent_bytes)
+            if not there or self._stopping():
+                return
+        with self._lock:
+            if number in self._descriptors:
+                self._populated.add(number)
 
 
-def stale_bytes(node: str, boot: bytes, proc: Path = Path("/proc")) -> int:
-    """Memory of earlier boots of this node that processes still map.
-
-    Args:
-        node: the node's name.
-        boot: the present boot, whose memory does not count.
-        proc: where the process file system is.
-
-    Returns:
-        bytes; memory of processes this user may not inspect is not seen.
-    """
-    sizes: dict[str, int] = {}
-    for maps in proc.glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text(errors="replace").splitlines()
-        except OSError:
-            continue  # it ended, or it is another user's
-        for line in lines:
-            found = _NAME.search(line)
-            if found is None or found.group(1) != node or found.group(2) == boot.hex():
-                continue
-            span, _, offset, _, inode, *_ = line.split()
-            start, stop = (int(part, 16) for part in span.split("-"))
-            end = int(offset, 16) + stop - start
-            sizes[inode] = max(sizes.get(inode, 0), end)
-    return sum(sizes.values())
+def _advised(error: OSError) -> str:
+    advice = ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
+    return f"{error.strerror}{advice}"

@@ -45,6 +45,15 @@ SEGMENT_NAME: Final = re.compile(r"segment-(0[0-9a-f]{15})\.kvlog")
 """No log comes to higher numbers; behind such a one the next might fit no header."""
 IDENTITY_NAME: Final = "kvstore-log.json"
 
+SEGMENT_MAX: Final = 1 << 59
+"""The highest number that a segment may have; more of them than that have a name."""
+SEGMENT_BYTES_MAX: Final = 1 << 34
+"""Of a segment's file, as large as ``ssd.segment_bytes`` may be."""
+PAYLOAD_BYTES_MAX: Final = 1 << 32
+"""Of a record: no page is larger than an extent."""
+SEQUENCE_MAX: Final = 1 << 62
+"""Higher numbers were never given to a record; behind the last of them there is room."""
+
 _RECORD_MAGIC: Final = b"kvsREC\r\n"
 _FOOTER_MAGIC: Final = b"kvsEND\r\n"
 _PREFIX: Final = struct.Struct("<8sII16sQ")
@@ -115,7 +124,7 @@ def unpack_pair(packed: bytes) -> Pair:
     """
     try:
         space, shard = msgspec.msgpack.decode(packed, type=tuple[SpaceIdentity, ShardSpec])
-    except (msgspec.DecodeError, InvalidArgument) as error:
+    except (msgspec.MsgspecError, InvalidArgument, ValueError, RecursionError) as error:
         raise ForeignLog(f"a space or shard of another version: {error}") from error
     return Pair(space, shard)
 
@@ -173,7 +182,9 @@ def decode_header(block: bytes | memoryview, log: bytes, place: Place) -> Header
     if kind not in (Kind.PAGE, Kind.TOMBSTONE):
         return None
     tokens_at = _HEADER.size + pair_bytes
-    if tokens_at + token_bytes > _CHECKSUM_AT or not payload_bytes:
+    if tokens_at + token_bytes > _CHECKSUM_AT or sequence > SEQUENCE_MAX:
+        return None
+    if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
         return None
     return Header(
         Kind(kind), sequence, place, payload_bytes, key, parent if flags & _HAS_PARENT else b"",
@@ -266,27 +277,53 @@ def trailer_records(block: bytes | memoryview, log: bytes, segment: int) -> int 
     return int(count)
 
 
-def decode_footer(footer: bytes | memoryview, count: int) -> Footer | None:
-    """What a footer says, or None when a byte of it is not what was written.
+def decode_footer(footer: bytes | memoryview, count: int, size: int) -> Footer | None:
+    """What a footer says, or None when it is not what a log writes.
 
     Args:
         footer: all ``footer_bytes(count)`` bytes; its trailer is one that
             :func:`trailer_records` gave ``count`` for.
         count: its records.
+        size: of the segment's file.
     """
     body = footer[:-BLOCK_BYTES]
     *_, pair_count, end, checksum = _TRAILER.unpack_from(footer, len(footer) - BLOCK_BYTES)
     if xxhash.xxh3_128_digest(body) != checksum:
         return None
-    table = bytes(body[len(body) - FOOTER_TABLE_BYTES :])
-    pairs, at = [], 0
-    for _ in range(pair_count):
-        (length,) = _PAIR_LENGTH.unpack_from(table, at)
-        at += _PAIR_LENGTH.size
-        pairs.append(table[at : at + length])
-        at += length
+    pairs = _pairs_of(bytes(body[len(body) - FOOTER_TABLE_BYTES :]), pair_count)
     entries = np.frombuffer(body, dtype=ENTRY, count=count)
+    if pairs is None or end > size - len(footer) or not _are_records(entries, len(pairs), end):
+        return None
     return Footer(entries, pairs, end)
+
+
+def _pairs_of(table: bytes, count: int) -> list[bytes] | None:
+    """The pairs of a footer's table; None when it has not so many."""
+    if count > SEGMENT_PAIRS_MAX:
+        return None
+    pairs, at = [], 0
+    for _ in range(count):
+        if at + _PAIR_LENGTH.size > len(table):
+            return None
+        (length,) = _PAIR_LENGTH.unpack_from(table, at)
+        at += _PAIR_LENGTH.size + length
+        pairs.append(table[at - length : at])
+    return pairs if at <= len(table) else None
+
+
+def _are_records(entries: Entries, pairs: int, end: int) -> bool:
+    """Whether each entry is of a record that lies, whole and alone, before ``end``."""
+    offsets, sizes = entries["offset"], entries["payload_bytes"]
+    kinds = (entries["kind"] == Kind.PAGE) | (entries["kind"] == Kind.TOMBSTONE)
+    fine = kinds & (entries["pair"] < pairs) & (entries["sequence"] <= SEQUENCE_MAX)
+    fine &= (sizes > 0) & (sizes <= PAYLOAD_BYTES_MAX)
+    fine &= (offsets % BLOCK_BYTES == 0) & (offsets <= end)
+    if not fine.all():
+        return False
+    blocks = np.uint64(BLOCK_BYTES)
+    behind = offsets + np.uint64(HEADER_BYTES) + -(-sizes // blocks) * blocks
+    starts = np.append(offsets[1:], np.uint64(end))
+    return bool((behind <= starts).all())
 
 
 def _closed(fixed: bytes) -> bytes:
@@ -345,7 +382,7 @@ def decode_identity(content: bytes) -> Identity:
             )
         log = bytes.fromhex(fields["log"])
         identity = Identity(log, str(fields["node"]), int(fields["directory"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"its identity file is damaged ({error}): {_MEND}") from error
     if len(identity.log) != LOG_ID_BYTES:
         raise ConfigError(f"its identity file is damaged (a short log id): {_MEND}")

@@ -19,11 +19,20 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.page import ALL_KEYS, KEY_BYTES, page_seeds
-from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
+from kvstore.state.log import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    SEGMENT_PAIRS_MAX,
+    Place,
+    footer_bytes,
+    record_bytes,
+)
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
     ENTRY,
+    SEGMENT_BYTES_MAX,
     Entries,
+    ForeignLog,
     Header,
     Kind,
     Pair,
@@ -132,9 +141,11 @@ def load_segment(
 
     Raises:
         OSError: it cannot be read.
-        ForeignLog: it belongs to another log or a newer format.
+        ForeignLog: it belongs to another log or a newer format, or is no segment at all.
     """
     size = disk.size(descriptor)
+    if size > SEGMENT_BYTES_MAX:
+        raise ForeignLog(f"it has {size} bytes, more than any segment")
     loaded = _load_footer(disk, descriptor, number, log_id, size)
     if loaded is None:
         window = Window(SegmentFile(disk, descriptor, size, readers))
@@ -163,7 +174,7 @@ def _load_footer(
     if read_fully(disk, descriptor, [whole], size - len(whole)) < len(whole):
         return None
     unchanged = bytes(whole[-BLOCK_BYTES:]) == bytes(trailer)
-    footer = decode_footer(whole, count) if unchanged else None
+    footer = decode_footer(whole, count, size) if unchanged else None
     if footer is None:
         log.warning("the footer of segment %d is damaged: it is scanned", number)
         return None
@@ -229,6 +240,8 @@ class Scan:
 
     def _take(self, header: Header) -> bool:
         """Keep a record if its payload is whole."""
+        if header.pair not in self._pairs and len(self._pairs) >= SEGMENT_PAIRS_MAX:
+            return False  # no log wrote that; and no footer had room for it
         space, shard = unpack_pair(header.pair)
         seed = pair_seed(space, shard)
         payload = self._window.bytes(header.place.offset + HEADER_BYTES, header.payload_bytes)
@@ -259,6 +272,23 @@ class Found(NamedTuple):
     size_bytes: int
     loaded: LoadedSegment | None
     reason: str = ""
+
+
+def one_of_each(found: Iterable[Found]) -> list[Found]:
+    """Of several files with one number use the one that has most; leave the others as they are."""
+    best: dict[int, Found] = {}
+    others: list[Found] = []
+    for one in sorted(found, key=_worth, reverse=True):
+        if best.setdefault(one.number, one) is one:
+            continue
+        reason = one.reason or f"segment {one.number} is in two directories"
+        others.append(one._replace(loaded=None, reason=reason))
+    return [*best.values(), *others]
+
+
+def _worth(found: Found) -> tuple[bool, bool, int]:
+    loaded = found.loaded
+    return (False, False, 0) if loaded is None else (True, loaded.sealed, len(loaded.entries))
 
 
 def combine(found: Iterable[Found]) -> RecoveredLog:

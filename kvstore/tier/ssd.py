@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
-from kvstore.errors import CapacityError, KVStoreError, TierUnavailable
+from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.state.log import BLOCK_BYTES
 from kvstore.tier.base import (
     Completion,
@@ -24,10 +24,10 @@ from kvstore.tier.base import (
     SealSegment,
     SyncAll,
 )
-from kvstore.tier.directories import Directory, failure, open_all
+from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
-from kvstore.tier.record import SEGMENT_NAME, ForeignLog, segment_name
-from kvstore.tier.recovery import Found, RecoveredLog, combine, load_segment
+from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
+from kvstore.tier.recovery import Found, RecoveredLog, combine, load_segment, one_of_each
 from kvstore.tier.segments import Segment, Segments
 from kvstore.tier.transfer import RecordMover, Write, batches
 
@@ -114,6 +114,7 @@ class SSDLog:
 
         Raises:
             TierUnavailable: a directory cannot be listed or synced.
+            ConfigError: a file has the name of a segment that cannot be; nothing was changed.
         """
         assert not self._sequence, "a log is recovered once"
         names: list[tuple[int, int]] = []
@@ -124,7 +125,13 @@ class SSDLog:
             except OSError as error:
                 raise failure(directory.path, error) from error
             matches = (SEGMENT_NAME.fullmatch(name) for name in listed)
-            names += [(int(match[1], 16), index) for match in matches if match]
+            numbers = [int(match[1], 16) for match in matches if match]
+            if (highest := max(numbers, default=0)) > SEGMENT_MAX:
+                raise ConfigError(
+                    f"{directory.path / segment_name(highest)}: no log comes to this number, and"
+                    " the next one might have no name: this is no segment, move it away"
+                )
+            names += [(number, index) for number in numbers]
         found: list[Found] = []
         if self._threads:
             with (
@@ -135,15 +142,13 @@ class SSDLog:
                 found += pool.map(lambda name: self._find(name, readers), sorted(names)[::-1])
         else:
             found += [self._find(name, None) for name in sorted(names)[::-1]]
-        for index, (one, before) in enumerate(zip(found[1:], found, strict=False), start=1):
-            if one.number == before.number:
-                reason = f"segment {one.number} is in two directories"
-                found[index] = one._replace(loaded=None, reason=reason)
+        found = one_of_each(found)
         for one in found:
             self._adopt(one)
         recovered = combine(found)
         for line in recovered.untouched:
             log.error("left as it is: %s", line)
+        say_room(self._disk, self._directories)
         self._sequence = recovered.next_sequence
         for thread in self._threads:
             thread.start()

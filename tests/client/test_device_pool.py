@@ -98,7 +98,7 @@ def test_a_device_that_fails_is_used_no_more_and_its_slots_go_to_nobody(store, d
     def fails(*arguments):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(device, "_copy_in", fails)
+    monkeypatch.setattr(device._way_in, "copy", fails)
     pool = Pool(4, BLOCK, 16)
     assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
     stats = store.slab_stats()

@@ -1,13 +1,17 @@
 """Goal: the node in this process ends as carefully as the one behind a socket."""
 
+import os
+import resource
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from kvstore import wire
 from kvstore.client import KVStore
-from kvstore.errors import InvalidArgument
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
 
 
@@ -64,3 +68,36 @@ def test_a_lookup_that_waits_ends_with_the_store(wait_until):
 
     assert found == [0]
     assert store.troubles == {"peer_unreachable": 1}
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open nothing more."""
+    lowest = os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_no_descriptor_is_left_reads_miss_and_puts_are_refused():
+    with KVStore.open(CAPACITY_BYTES) as store:
+        space = open_space(store)
+        keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
+        with no_descriptors(), pytest.raises(CapacityError):
+            space.put(keys, pages)
+        space.put(keys, pages)
+        store._link._mapping.close()  # as a process that has only looked keys up
+        with no_descriptors():
+            out = content(2, space.page_bytes[0])
+            assert space.get(keys, out) == 0
+            assert len(space.get(keys)) == 0
+        assert store.troubles == {"capacity": 2}
+
+
+def test_memory_that_cannot_be_had_is_refused_and_leaves_nothing_behind():
+    with no_descriptors(), pytest.raises(TierUnavailable, match="ulimit -n"):
+        KVStore.open(CAPACITY_BYTES)

@@ -68,7 +68,6 @@ def test_the_second_load_asks_the_node_for_nothing(store, stored):
     assert (hit.pages, hit.tiers, hit.load_seconds) == (6, {"host": 0, "gpu": 6}, 0.0)
     stats = store.stats()["slab"]
     assert (stats["pages_promoted"], stats["pages_hit"], stats["device"]) == (6, 6, "cpu")
-    assert stats["registration"] == {"state": "not_needed"}
 
 
 def test_what_the_slab_lacks_comes_from_the_node_in_the_same_load(store, stored, wait_until):
@@ -343,3 +342,17 @@ def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
         assert stats["pages_evicted"] > 50
         assert (stats["writing_bytes"], stats["in_use_bytes"]) == (0, 0)
         assert store.stats()["leases"] == 0
+
+
+def test_a_client_shows_its_slab_as_prometheus_series(store, stored):
+    from kvstore.server.metrics import render_slab
+
+    space, keys, _ = stored
+    assert len(get(space, keys)) == len(keys)
+
+    text = render_slab(store.slab_stats()).decode()
+
+    assert f"kvstore_slab_pages_hit_total {len(keys)}.0" in text
+    assert f"kvstore_slab_pages_promoted_total {len(keys)}.0" in text
+    assert f'kvstore_slab_bytes{{state="ready"}} {float(len(keys) * SIZE)}' in text
+    assert "kvstore_slab_broken 0.0" in text

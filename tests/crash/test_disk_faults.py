@@ -148,8 +148,18 @@ def test_a_file_where_the_directory_should_be_is_refused(start: Start, tmp_path:
     refused(start(wait=False), "config", tmp_path / "ssd")
 
 
+def test_a_capacity_larger_than_the_file_system_is_refused(
+    start: Start, mounted: Callable[[str], Path]
+):
+    path = mounted("size=32m")
+
+    refused(start(f"ssd.directories={path}", wait=False), "config", "ssd.capacity_bytes", path)
+
+    assert list(path.iterdir()) == []
+
+
 def test_a_read_only_directory_is_refused(start: Start, mounted: Callable[[str], Path]):
-    path = mounted("ro,size=4m")
+    path = mounted("ro,size=64m")
 
     refused(start(f"ssd.directories={path}", wait=False), "tier_unavailable", path, "Read-only")
 
@@ -186,8 +196,11 @@ def check_degraded_but_serving(space: Space, server: Server, code: str) -> None:
 def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
     start: Start, mounted: Callable[[str], Path], wait_until: WaitUntil
 ):
-    path = mounted("size=4m")
+    path = mounted("size=64m")
+    (path / "of somebody else").write_bytes(bytes(60 * MIB))
     server = start(f"ssd.directories={path}", "ssd.write=through")
+    assert "are free or the log's own" in server.errors
+    assert "is tmpfs" in server.errors
     assert server.get("/readyz")["ssd"] == "ready"
     with KVStore.connect(server.address, timeout_s=10.0) as store:
         space = open_space(store)

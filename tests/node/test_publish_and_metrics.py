@@ -98,8 +98,8 @@ def test_metrics_are_what_prometheus_can_read(events):
     node = Node("n", b"b", SlotTable(1 << 16, 2, 1), NodeLimits(1, 1), lambda: b"t")
     node.pages.counts.update(removed_evicted=5, refused_protocol=2, lookup_pages=9, hit_pages=4)
     stats = {
-        **node.stats(), "populated_bytes": 7, "connections": 3, "loop_lag_s": 0.5, "events": events,
-        "admin": {"pid": 1, "restarts": 2},
+        **node.stats(), "populated_bytes": 7, "missing_bytes": 3 << 20, "memory_failures": 5,
+        "connections": 3, "loop_lag_s": 0.5, "events": events, "admin": {"pid": 1, "restarts": 2},
     }  # fmt: skip
 
     text = render(stats).decode()

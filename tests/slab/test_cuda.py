@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: real streams, real registration, a pool in device memory."""
+"""What only a CUDA device can show: real streams, pinned memory, a pool in device memory."""
 
 import numpy as np
 import pytest
@@ -54,20 +54,21 @@ def test_pages_reach_a_pool_on_the_device_and_come_from_the_slab_the_second_time
         assert space.lookup(keys).tiers["gpu"] == PAGES
 
 
-def test_the_nodes_memory_is_registered_and_unregistered(wait_until):
-    store = open_store()
-    space = open_space(store, SHARD)
-    keys, pages = new_keys(space, 4), content(4, space.page_bytes[0])
-    space.put(keys, pages)
-    memory, pool = device_pool(space.page_bytes[0] // 8, 0)
-    assert space.restore_to_kvpool(keys, pool, [0, 1, 2, 3]).result().pages == 4
-    registration = store._services.promotion.slab.registration
-    assert registration.wait_idle(60.0)
-    stats = store.stats()["slab"]["registration"]
-    assert (stats["state"], stats["registered_bytes"]) == ("done", 16 << 20), stats
-    store.close()
-    assert registration.stats()["registered_bytes"] == 0
-    assert memory.any()
+def test_pages_pass_through_pinned_memory_of_our_own_however_many_there_are(monkeypatch):
+    from kvstore.tier import staging
+
+    with open_store() as store:
+        space = open_space(store, SHARD)
+        monkeypatch.setattr(staging, "HALF_BYTES", 3 * space.page_bytes[0])
+        keys, pages = new_keys(space, PAGES), content(PAGES, space.page_bytes[0])
+        space.put(keys, pages)
+        memory, pool = device_pool(space.page_bytes[0] // 8, 0)
+        assert space.restore_to_kvpool(keys, pool, np.arange(PAGES)).result().pages == PAGES
+        way_in = store._services.promotion.slab._way_in
+        assert way_in._memory.is_pinned()
+        assert len(way_in._memory) == 6 * space.page_bytes[0]
+        found = memory.cpu().numpy()
+        assert all(found[:, at].tobytes() == bytes(pages[at]) for at in range(PAGES))
 
 
 def test_blocks_are_not_written_before_the_engine_is_done_with_them():

@@ -212,6 +212,70 @@ def test_a_name_with_a_number_that_no_log_reaches_is_no_segment(disk, number):
     assert ended.error is None
 
 
+def test_a_number_that_no_log_comes_to_ends_the_start_and_is_named(disk):
+    """The next one would be the last that has a name, and the start after it would not see it."""
+    recovered(disk).close()
+    disk.write_file(HOME / "0" / segment_name(2**60 - 1), b"")
+
+    log = open_log(disk)
+    with pytest.raises(ConfigError, match=r"/log/0/segment-0fffffffffffffff.*move it away"):
+        log.recover()
+    log.close()
+
+
+@pytest.mark.parametrize("other", ["foreign", "shorter", "unsealed"])
+def test_a_file_with_a_segments_number_does_not_hide_the_segment(disk, other):
+    log = recovered(disk, paths=2)
+    driver = TierDriver(log)
+    driver.write(*laid_out(7, pages(3)))
+    unsealed = disk.read_file(of(disk, 7))
+    assert driver.seal(7).error is None
+    log.close()
+    ours = of(disk, 7)
+    elsewhere = next(HOME / at / ours.name for at in "01" if HOME / at != ours.parent)
+    stranger = SimulatedDisk(seed=5)
+    log = recovered(stranger, paths=1)
+    TierDriver(log).write(*laid_out(7, pages(1)))
+    log.close()
+    content = {
+        "foreign": stranger.read_file(HOME / "0" / ours.name),
+        "shorter": disk.read_file(ours)[:8192],
+        "unsealed": unsealed,
+    }[other]
+    disk.write_file(elsewhere, content)
+
+    found = open_log(disk, paths=2).recover()
+
+    (segment,) = found.segments
+    assert (segment.number, segment.sealed, segment.records) == (7, True, 3)
+    (left,) = found.untouched
+    assert left.startswith(str(elsewhere))
+    assert disk.read_file(elsewhere) == content
+
+
+def of(disk: SimulatedDisk, number: int) -> Path:
+    """Where a segment is."""
+    name = segment_name(number)
+    return next(p for at in "01" for p in disk.names_below(HOME / at) if p.name == name)
+
+
+def test_a_file_that_is_larger_than_any_segment_is_left_as_it_is(tmp_path):
+    """To look for records in it could take years."""
+    directory = Directory(tmp_path, 64 * SEGMENT_BYTES)
+    log = SSDLog("node", [directory], SEGMENT_BYTES, threads=0)
+    log.recover()
+    log.close()
+    with (tmp_path / segment_name(3)).open("wb") as file:
+        file.truncate(1 << 43)
+
+    log = SSDLog("node", [directory], SEGMENT_BYTES)
+    found = log.recover()
+    log.close()
+
+    assert "more than any segment" in found.untouched[0]
+    assert found.next_segment == 4
+
+
 def test_a_segment_that_cannot_be_read_is_reported_and_the_rest_is_found(disk):
     log = recovered(disk)
     driver = TierDriver(log)

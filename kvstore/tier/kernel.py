@@ -1,0 +1,91 @@
+"""Calls of the kernel that Python's own library lacks, or makes only with one descriptor more."""
+
+import ctypes
+import errno
+import mmap
+import os
+from typing import Final
+
+_PUNCH_HOLE: Final = 0x01 | 0x02
+"""``FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE``."""
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def allocate(descriptor: int, size_bytes: int) -> None:
+    """Give a file room up to this size. Unlike ``posix_fallocate`` it never writes zeros instead.
+
+    Raises:
+        OSError: the system's; EOPNOTSUPP where the file system cannot.
+    """
+    _fallocate(descriptor, 0, size_bytes)
+
+
+def punch(descriptor: int, size_bytes: int) -> None:
+    """Give the memory or blocks of a file's first bytes back; they read as zeros, its size stays.
+
+    Raises:
+        OSError: the system's.
+    """
+    _fallocate(descriptor, _PUNCH_HOLE, size_bytes)
+
+
+def map_shared(descriptor: int, size_bytes: int) -> int:
+    """Map a file to read and write, without keeping a descriptor for it; the address.
+
+    Raises:
+        OSError: the system's.
+    """
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise _error()
+    return int(address)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """Undo :func:`map_shared`."""
+    if _libc.munmap(address, size_bytes):
+        raise _error()
+
+
+def give_back(address: int, size_bytes: int) -> None:
+    """:func:`punch` the file that is mapped there.
+
+    Raises:
+        OSError: the system's.
+    """
+    if _libc.madvise(address, size_bytes, mmap.MADV_REMOVE):
+        raise _error()
+
+
+def file_system_type(path: str) -> int:
+    """The magic number of the file system that a path is on, as ``linux/magic.h`` has them.
+
+    Raises:
+        OSError: the system's.
+    """
+    found = (ctypes.c_long * 32)()  # more than a struct statfs; its first word is the type
+    if _libc.statfs(os.fsencode(path), found):
+        raise _error()
+    return int(found[0])
+
+
+def _fallocate(descriptor: int, mode: int, size_bytes: int) -> None:
+    while _libc.fallocate(descriptor, mode, 0, size_bytes):
+        if ctypes.get_errno() != errno.EINTR:
+            raise _error()
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
