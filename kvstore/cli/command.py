@@ -16,9 +16,9 @@ from kvstore import doctor
 from kvstore.cli import show, top
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.remote import Remote, path_of
-from kvstore.config import cli_defaults
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.machine import version_of
+from kvstore.server.environment import cli_defaults
 from kvstore.sizes import size_of
 
 Verb = Callable[[Remote, argparse.Namespace], Any]

@@ -416,6 +416,9 @@ class EventCounts(Answer, frozen=True):
     batches_sent: int = 0
     batches_dropped: int = 0
     batches_queued: int = 0
+    batches_lost: int = 0
+    followers: int = 0
+    followers_cut: int = 0
     replays_served: int = 0
     replays_cut: int = 0
 

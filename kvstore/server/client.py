@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from kvstore.config import HttpConfig, admin_socket
+from kvstore.config import HttpConfig
 from kvstore.server.auth import token_file
+from kvstore.server.environment import admin_socket
 
 HERE: Final = f"unix://{admin_socket()}"
 """A node of this machine that was told no paths."""

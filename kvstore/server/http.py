@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore import privatefile
-from kvstore.config import admin_socket, child_environment, values
+from kvstore.config import values
 from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
 from kvstore.listeners import Endpoint, Listener, Tcp, Unix
 from kvstore.logs import event
@@ -35,6 +35,7 @@ from kvstore.server.channel import (
     Serving,
 )
 from kvstore.server.dispatch import Dispatcher
+from kvstore.server.environment import admin_socket, child_environment
 from kvstore.server.observed import Observed
 from kvstore.server.turns import Turns
 
