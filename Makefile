@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-link soak-log soak-mover mutants clean
+.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-http soak-link soak-log soak-mover mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,6 +43,10 @@ soak-events: $(VENV)/.ready
 soak-link: $(VENV)/.ready
 	@echo "about ten minutes: who runs next in a client that is cut off, closed and cut off again"
 	@$(BIN)/python -m pytest -m soak tests/client $(ARGS)
+
+soak-http: $(VENV)/.ready
+	@echo "about twenty minutes: operations in any order, and whatever is sent over HTTP"
+	@$(BIN)/python -m pytest -m soak tests/admin/test_fuzz.py $(ARGS)
 
 soak-log: $(VENV)/.ready
 	@echo "about ten minutes: whatever may lie in the directories of the SSD log"

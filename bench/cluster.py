@@ -139,6 +139,7 @@ class Cluster:
         self.options = options
         self.services: dict[str, Service] = {}
         self.store_url = self.node_url = self.conductor_url = self.mono_url = ""
+        self.node_admin = ""
         self.engine_urls: dict[str, str] = {}
         self._undo = ExitStack()
 
@@ -177,6 +178,7 @@ class Cluster:
         )
         found = daemon.wait_ready()
         self.store_url, self.node_url, events, replay = found.groups()
+        self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
         self.conductor_url = conductor.wait_ready().group(1)
         register(self.conductor_url, "nodes",
                  {"id": "local", "events": events, "events_replay": replay})  # fmt: skip

@@ -224,7 +224,8 @@ def _serve(cluster: Cluster) -> None:
     sys.stdout.write(
         f"\nStill running; Ctrl-C ends it.\n"
         f"  Conductor       {url}  (/v1/engines, /v1/decisions, /metrics)\n"
-        f"  node            {cluster.node_url}  (/v1/stats, /v1/pages, /docs, /metrics)\n"
+        f"  node            {cluster.node_url}  (/docs, /metrics)\n"
+        f"                  kvstore stats --url {cluster.node_admin}\n"
         f"  node's socket   {cluster.store_url}\n{engines}\n"
         f"  logs            {cluster.directory}\n\n"
         f"curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"

@@ -170,16 +170,20 @@ class HttpConfig(Section, frozen=True):
     """Health, metrics and the admin API over HTTP.
 
     Attributes:
-        host: address to listen on; anything but loopback needs a token.
+        host: address to listen on; anything but loopback needs a token of the operator's choice.
         port: 0 = any free port; the ready line says which.
+        socket_path: the Unix socket on which the node's user operates it without a token; empty =
+            beside ``socket.path``. Elsewhere, engines can be given the one directory without it.
         read_token: who shows it may read; empty = see the file.
         read_token_file: a file that holds that token; empty = none.
         operate_token: who shows it may also change things; empty = see the file.
-        operate_token_file: a file that holds that token; empty = none.
+        operate_token_file: a file that holds that token; empty = none. With no token at all the
+            node makes one at each start, in a file beside ``socket_path``.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 7780
+    socket_path: str = ""
     read_token: str = ""
     read_token_file: str = ""
     operate_token: str = ""
@@ -187,18 +191,22 @@ class HttpConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse to listen for strangers without a token."""
-        try:
-            local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name, whatever it begins with
-            local = False
         tokens = (
             self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
         )  # fmt: skip
-        if not local and not any(tokens):
+        if not self.is_loopback and not any(tokens):
             raise ValueError(
                 f"http.host={self.host} is not loopback, so http.read_token or http.operate_token"
                 " (or a _file of it) is needed"
             )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, whatever it begins with
+            return False
 
 
 class AdminConfig(Section, frozen=True):
@@ -362,11 +370,6 @@ def values(loaded: Loaded[T]) -> list[dict[str, Any]]:
         for section, fields in msgspec.to_builtins(loaded.config).items()
         for name, value in fields.items()
     ]
-
-
-def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The node's address and the token that the ``kvstore`` command uses unless it is told."""
-    return environ.get("KVSTORE_URL", "http://127.0.0.1:7780"), environ.get("KVSTORE_TOKEN", "")
 
 
 def _masked(name: str, value: Any) -> Any:

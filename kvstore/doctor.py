@@ -13,8 +13,6 @@ import platform
 import resource
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +27,7 @@ from rich.text import Text
 from kvstore import mover
 from kvstore.config import ServerConfig, load
 from kvstore.machine import Check, Needs, memory_checks, read, version_of
+from kvstore.server import client
 from kvstore.sizes import rounded
 
 PROBE_BYTES: Final = 64 << 20
@@ -134,19 +133,14 @@ def _existing(path: Path) -> Path:
 
 
 def _stats(url: str, token: str) -> dict[str, Any] | None:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/stats", headers=headers)
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    url, token = client.reach(url, token)
     try:
-        with direct.open(request, timeout=_TIMEOUT_S) as answer:
-            stats = json.load(answer)
-    except urllib.error.HTTPError as error:
-        error.close()
-        return None
+        status, answer = client.send(url, "GET", "/v1/stats", token=token, timeout_s=_TIMEOUT_S)
+        stats = json.loads(answer)
     except (OSError, ValueError, http.client.HTTPException):
         return None
     known = isinstance(stats, dict) and {"host", "sessions", "loop_lag_s"} <= stats.keys()
-    return stats if known else None
+    return stats if known and status == 200 else None
 
 
 def _node(stats: dict[str, Any] | None) -> Check:

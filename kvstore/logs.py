@@ -49,6 +49,12 @@ def event(log: logging.Logger, level: int, name: str, **fields: object) -> None:
     log.log(level, name, extra={"fields": fields})
 
 
+def audit(log: logging.Logger, name: str, /, **fields: object) -> None:
+    """Log that somebody changed something: an :func:`event` of which no line is left out."""
+    assert not fields.keys() & _RESERVED, "these are of every line"
+    log.log(logging.INFO, name, extra={"fields": fields, "spared": True})
+
+
 def start(level: str, form: Form) -> Callable[[], None]:
     """Write all that this process logs to standard error; returns what ends that."""
     lines = _Lines(sys.stderr)
@@ -82,7 +88,7 @@ class Sparing(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See :class:`logging.Filter`."""
-        if record.levelno >= logging.CRITICAL:
+        if record.levelno >= logging.CRITICAL or getattr(record, "spared", False):
             return True
         now = self._clock()
         kind = (record.name, str(record.msg))

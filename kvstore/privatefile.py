@@ -40,16 +40,27 @@ def write(name: str, text: str) -> Path:
             directory.mkdir(mode=mode, exist_ok=True)
             _check(directory.lstat(), directory=True)
             path = directory / name
-            draft = directory / f".{name}.{secrets.token_hex(4)}"
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            draft.replace(path)
+            write_at(path, text)
         except OSError as error:
             why.append(f"{directory}: {error}")
         else:
             return path
     raise ConfigError(f"no directory for {name}: {'; '.join(why)}")
+
+
+def write_at(path: Path, text: str) -> None:
+    """Write a file that only this user may read; it appears whole or not at all.
+
+    Whatever has that name is replaced, and a link not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    draft.replace(path)
 
 
 def find(name: str) -> str | None:

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 NOT_FOR_ENGINES = {
-    "aiohttp", "fastapi", "google.protobuf", "grpc", "numba", "prometheus_client", "pydantic",
-    "rich", "torch", "uvicorn", "uvloop", "zmq",
+    "aiohttp", "google.protobuf", "grpc", "numba", "prometheus_client", "pydantic",
+    "rich", "starlette", "torch", "uvicorn", "uvloop", "zmq",
 }  # fmt: skip
 
 
@@ -26,7 +26,9 @@ def test_the_embedded_store_needs_no_more_than_the_client() -> None:
 
 
 def test_the_node_needs_no_torch() -> None:
-    loaded = imported_by("import kvstore.server.daemon, conductor.service, kvstore.cli")
+    loaded = imported_by(
+        "import kvstore.server.daemon, kvstore.server.admin.process, conductor.service, kvstore.cli"
+    )
     assert loaded & {"torch", "vllm", "sglang"} == set()
     assert "zmq" not in loaded, "events need no libzmq: decisions/0013"
     assert "uvicorn" in loaded, "the list above means something only while the daemon needs these"

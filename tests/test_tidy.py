@@ -25,7 +25,7 @@ FUNCTION_LINES_MAX = 70
 BASES_MAX = 2
 BANNED_FILE_NAMES = re.compile(r"(utils?|helpers?|common|misc|base_.*|.*_v\d+|v\d+|new_.*)\.py")
 ENVIRONMENT_READERS = {
-    "kvstore/config.py", "conductor/config.py",
+    "kvstore/config.py", "kvstore/server/environment.py", "conductor/config.py",
     "kvstore/server/notify.py",  # what a service manager says there is no setting
 }  # fmt: skip
 WORKPLACE = ("/work/", ".library")

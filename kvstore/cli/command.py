@@ -16,9 +16,9 @@ from kvstore import doctor
 from kvstore.cli import show, top
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.remote import Remote, path_of
-from kvstore.config import cli_defaults
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.machine import version_of
+from kvstore.server.environment import cli_defaults
 from kvstore.sizes import size_of
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
@@ -49,9 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
-    options = _parser().parse_args(arguments)
     try:
-        status = _carried_out(options)
+        status = _carried_out(_parser().parse_args(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
         with Path(os.devnull).open("w") as nowhere:
@@ -104,9 +103,11 @@ def _anywhere(**defaults: Any) -> _Parser:
     unset = argparse.SUPPRESS
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
-                        help="the node's HTTP address (or KVSTORE_URL)")  # fmt: skip
+                        help="http://HOST:PORT, or unix:// and the path of the node's admin socket"
+                        " (or KVSTORE_URL); default: the node of this machine")  # fmt: skip
     shared.add_argument("--token", default=defaults.get("token", unset),
-                        help="a bearer token (or KVSTORE_TOKEN)")  # fmt: skip
+                        help="for an http address: a bearer token (or KVSTORE_TOKEN, or a file of"
+                        " it: KVSTORE_TOKEN_FILE)")  # fmt: skip
     shared.add_argument("--json", action="store_true", default=defaults.get("json", unset),
                         help="JSON instead of tables")  # fmt: skip
     return shared

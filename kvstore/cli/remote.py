@@ -3,17 +3,14 @@
 import http.client
 import json
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from time import monotonic
 from typing import Any, Final
 
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.server import client
 
 _TIMEOUT_S: Final = 30.0
-_DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Nodes are asked as they are: a proxy of the environment would not reach loopback."""
 _STRETCH_MAX: Final = 1000
 _PAUSE: Final = threading.Event()
 """Never set: waiting for it is a pause."""
@@ -32,8 +29,9 @@ class Remote:
     """One node.
 
     Args:
-        url: its HTTP address.
-        token: a bearer token; empty = none.
+        url: its address: HTTP, or ``unix://`` and the path of its admin socket. When nobody listens
+            on the socket of a node that was told no paths, its HTTP port is asked.
+        token: a bearer token; empty = none. A Unix socket wants none.
     """
 
     def __init__(self, url: str, token: str = "") -> None:
@@ -42,13 +40,14 @@ class Remote:
         Raises:
             InvalidArgument: the address or the token cannot be one.
         """
-        if not _is_address(url):
-            message = f"{url!r} is no address of a node (such as http://127.0.0.1:7780)"
+        if not client.is_address(url):
+            message = (
+                f"{url!r} is no address of a node (such as {client.HERE_TCP}, or {client.HERE})"
+            )
             raise InvalidArgument("--url", message)
         if not (token.isascii() and token.isprintable()):
             raise InvalidArgument("--token", "it has characters that no token has")
-        self.url = url.rstrip("/")
-        self._token = token
+        self.url, self._token = client.reach(url.rstrip("/"), token)
 
     def get(self, path: str, **query: object) -> Any:
         """The answer to a GET; query values that are None are left out."""
@@ -62,24 +61,19 @@ class Remote:
             RemoteError: the node refused.
             PeerUnreachable: nobody answers there, or somebody who is no node.
         """
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        data = None
-        if body is not None:
-            data = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        data = json.dumps(body).encode() if body is not None else None
         try:
-            with _DIRECT.open(request, timeout=_TIMEOUT_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refusal(error.code, error.read()) from error
+            status, answer = client.send(
+                self.url, method, path, body=data, token=self._token, timeout_s=_TIMEOUT_S
+            )
+            if status >= 300:
+                raise _refusal(status, answer)
+            return json.loads(answer)
         except (ValueError, http.client.HTTPException) as error:
             message = f"what answers at {self.url} is no node ({error})"
             raise PeerUnreachable(message) from error
         except OSError as error:
-            reason = getattr(error, "reason", error)
-            message = f"no node answers at {self.url} ({reason}); is it running?"
+            message = f"no node answers at {self.url} ({error.strerror or error}); is it running?"
             raise PeerUnreachable(message) from error
 
     def listed(self, name: str, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
@@ -130,16 +124,6 @@ def path_of(*parts: str) -> str:
     return "/v1/" + "/".join(urllib.parse.quote(part, safe="") for part in parts)
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return False
-    named = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return named and url.isascii() and url.isprintable() and " " not in url
-
-
 def _refusal(status: int, body: bytes) -> RemoteError:
     try:
         error = json.loads(body)["error"]
@@ -148,5 +132,5 @@ def _refusal(status: int, body: bytes) -> RemoteError:
     except (ValueError, KeyError, TypeError):
         code, message, field = "http", body[:200].decode(errors="replace"), ""
     if status == 401:
-        message += "; give --token or KVSTORE_TOKEN"
+        message += "; give --token, KVSTORE_TOKEN or KVSTORE_TOKEN_FILE, or leave --url out"
     return RemoteError(status, code, f"{field}: {message}" if field else message)

@@ -1,94 +1,65 @@
-"""Who may read and who may operate: bearer tokens with a role each."""
+"""The tokens of a node: those that it was configured with, or one that is made at each start."""
 
-import hmac
-from collections.abc import Callable
+import secrets
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-from fastapi import Request, Security
-from fastapi.security import HTTPBearer
-
+from kvstore import privatefile
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError
-from kvstore.server.api import ApiError
 
 Role = Literal["read", "operate"]
 
 _TOKEN_CHARACTERS_MIN: Final = 16
-_BEARER: Final = HTTPBearer(auto_error=False)
 
 
-class Auth:
-    """The tokens of one node; a token that operates may read too.
+def tokens_of(config: HttpConfig) -> dict[Role, str]:
+    """The configured tokens; none when the node is to make one.
 
-    With no token configured (which the configuration allows on a loopback address only) everybody
-    on the machine may do both; requests that a browser sends for a web page may not operate.
-
-    Args:
-        config: tokens, or files that hold them.
+    Raises:
+        ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that of
+            both roles.
     """
+    tokens: dict[Role, str] = {}
+    given: tuple[tuple[Role, str, str], ...] = (
+        ("read", config.read_token, config.read_token_file),
+        ("operate", config.operate_token, config.operate_token_file),
+    )
+    for role, token, path in given:
+        text = token or _read(f"http.{role}_token_file", path)
+        if text and len(text) < _TOKEN_CHARACTERS_MIN:
+            raise ConfigError(
+                f"http.{role}_token has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more"
+                " are needed"
+            )
+        if text and not (text.isascii() and text.isprintable()):
+            raise ConfigError(
+                f"http.{role}_token has characters that no HTTP header carries: ASCII only"
+            )
+        if text:
+            tokens[role] = text
+    if tokens and tokens.get("read") == tokens.get("operate"):
+        raise ConfigError("http.read_token and http.operate_token are the same: make two")
+    return tokens
 
-    def __init__(self, config: HttpConfig) -> None:
-        """Read the tokens.
 
-        Raises:
-            ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that
-                of both roles.
-        """
-        self._tokens: dict[Role, bytes] = {}
-        for role, token, path in (
-            ("read", config.read_token, config.read_token_file),
-            ("operate", config.operate_token, config.operate_token_file),
-        ):
-            text = token or _read(f"http.{role}_token_file", path)
-            if text and len(text) < _TOKEN_CHARACTERS_MIN:
-                raise ConfigError(
-                    f"http.{role}_token has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more"
-                    " are needed"
-                )
-            if text and not (text.isascii() and text.isprintable()):
-                raise ConfigError(
-                    f"http.{role}_token has characters that no HTTP header carries: ASCII only"
-                )
-            if text:
-                self._tokens["read" if role == "read" else "operate"] = text.encode()
-        if self._tokens.get("read", b"") == self._tokens.get("operate"):
-            raise ConfigError("http.read_token and http.operate_token are the same: make two")
+def token_file(socket: Path) -> Path:
+    """Where a node with that admin socket keeps the token that it made."""
+    return socket.with_name(f"{socket.name}.token")
 
-    def require(self, role: Role) -> Callable[[Request], None]:
-        """A dependency that lets only ``role`` through: 401 without a known token, else 403."""
 
-        def check(request: Request) -> None:
-            if not self._tokens:
-                if role == "operate" and "origin" in request.headers:
-                    raise ApiError(
-                        403, "forbidden", "a web page may not operate a node that has no tokens"
-                    )
-                return
-            kind, _, token = request.headers.get("authorization", "").partition(" ")
-            held = self._role(token.strip().encode()) if kind.lower() == "bearer" else None
-            if held is None:
-                raise ApiError(
-                    401, "unauthorized", "send 'Authorization: Bearer TOKEN' with a known token"
-                )
-            if role == "operate" and held != "operate":
-                raise ApiError(
-                    403, "forbidden", "this token may read; operating needs http.operate_token"
-                )
+def make_token(path: Path) -> str:
+    """A new token, and a file for it that only this user may read.
 
-        def described(
-            request: Request,
-            _token: Annotated[object, Security(_BEARER)] = None,  # for OpenAPI
-        ) -> None:
-            check(request)
-
-        return described if self._tokens else check
-
-    def _role(self, token: bytes) -> Role | None:
-        for role, known in self._tokens.items():
-            if hmac.compare_digest(token, known):
-                return role
-        return None
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    token = secrets.token_urlsafe(32)
+    try:
+        privatefile.write_at(path, token + "\n")
+    except OSError as error:
+        raise ConfigError(f"the token of this node cannot be written to {path}: {error}") from error
+    return token
 
 
 def _read(key: str, path: str) -> str:

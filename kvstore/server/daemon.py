@@ -30,9 +30,9 @@ from kvstore.machine import Needs, memory_checks, version_of
 from kvstore.movements import DiskMovements
 from kvstore.node import Node
 from kvstore.requests import NodeLimits
-from kvstore.server.api import Movements
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
+from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.watch import Watch
@@ -121,6 +121,7 @@ class Daemon:
         self._announcement = Announcement(self.node.pages)
         self._watch = Watch(self.node, self.unready)
         self.loop_lag_s = 0.0
+        self.http: HttpServer | None = None
         self._why = ""
         self._failed = False
 
@@ -138,15 +139,17 @@ class Daemon:
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
+        http = self.http = HttpServer(self, self.socket.flush)
+        self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
         self.socket.listen()
         self._undo.callback(self.socket.close)
-        http = HttpServer(self.config.http, loop, self)
-        self._undo.callback(http.stop)
-        http.start()
+        await http.start()
         async with asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(self.socket.serve()), tasks.create_task(self._tick())]
+            serving = [
+                tasks.create_task(one) for one in (self.socket.serve(), http.watch(), self._tick())
+            ]
             self._say_ready(http)
             await stop.wait()
             self._watch.look(monotonic_ns())
@@ -209,10 +212,11 @@ class Daemon:
             "events": self.publication.stats(),
             "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
+            "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
 
     def tiers(self) -> list[dict[str, object]]:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         slots = self.node.pages.slots.stats()
         sizes = {name: getattr(slots, name) for name in slots.__slots__}
         tiers: list[dict[str, object]] = [
@@ -228,7 +232,7 @@ class Daemon:
         return tiers
 
     def policy(self) -> dict[str, object]:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         shown: dict[str, object] = {
             "name": self.node.pages.eviction.policy,
             "known": list(POLICIES),
@@ -240,7 +244,7 @@ class Daemon:
         return shown
 
     def set_policy(self, name: str) -> None:
-        """See :class:`~kvstore.server.api.Observed`."""
+        """See :class:`~kvstore.server.observed.Observed`."""
         self.node.pages.eviction.change_policy(name)
 
     def unready(self) -> str:
@@ -308,12 +312,13 @@ class Daemon:
         sys.stdout.write(
             f"kvstore-server ready: socket {socket}"
             f" http {http.url} events {self.publication.endpoint or 'off'}"
-            f" replay {self.publication.replay_endpoint or 'off'}\n"
+            f" replay {self.publication.replay_endpoint or 'off'} admin {http.admin_url}\n"
         )
         sys.stdout.flush()
         slots = self.node.pages.slots
         event(
             log, logging.INFO, "ready", node=self.node.name, socket=socket, http=http.url,
+            admin=http.admin_url,
             events=self.publication.endpoint or "off",
             capacity_bytes=len(slots.extents) * slots.extent_bytes,
             pages_recovered=sum(len(space.nodes) for space in self.node.pages.spaces),

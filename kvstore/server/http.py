@@ -1,112 +1,269 @@
-"""Health, metrics and the admin API over HTTP, beside the state's loop.
+"""The admin process of a node: health, metrics and the admin API over HTTP, beside the node.
 
-Everything here runs in threads of its own and asks the state's loop for short turns only
-(:class:`~kvstore.server.api.Turns`), so that no scrape and no listing delays an engine.
+Whoever speaks HTTP takes a process's descriptors, memory and interpreter, and that process is not
+the node's: it is a child (:mod:`kvstore.server.admin`) that asks the node for one short operation
+at a time (:mod:`kvstore.server.dispatch`). The node keeps the listening sockets. If the child ends
+it is started again on them; when the node ends, however that happens, so does the child.
 """
 
 import asyncio
+import contextlib
+import logging
 import socket
-import threading
+import subprocess
+import sys
+from time import monotonic
 from typing import Any, Final
 
-import uvicorn
-from fastapi import Depends, FastAPI, Response
+from kvstore import privatefile
+from kvstore.config import values
+from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
+from kvstore.listeners import Endpoint, Listener, Tcp, Unix
+from kvstore.logs import event
+from kvstore.server.auth import make_token, token_file, tokens_of
+from kvstore.server.channel import (
+    ALIVE_S,
+    ASK_BYTES_MAX,
+    Abandon,
+    Answered,
+    Ask,
+    Begin,
+    Channel,
+    FromAdmin,
+    Refused,
+    Said,
+    Serving,
+)
+from kvstore.server.dispatch import Dispatcher
+from kvstore.server.environment import admin_socket, child_environment
+from kvstore.server.observed import Observed
+from kvstore.server.turns import Turns
 
-from kvstore.config import HttpConfig
-from kvstore.errors import ConfigError
-from kvstore.server.api import ApiError, Observed, Refusal, Turns, answer_errors
-from kvstore.server.auth import Auth
-from kvstore.server.inspect import Inspection
-from kvstore.server.jobs import Jobs
-from kvstore.server.metrics import render
-from kvstore.server.operate import Operation
+log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S: Final = 10.0
+START_S: Final = 60.0
+"""A machine that is busy starts a process slowly."""
+SILENT_S: Final = 30.0
+"""A child that says nothing for so long is ended and started again."""
+END_S: Final = 3.0
+PAUSE_S: Final = 0.1
+PAUSE_MAX_S: Final = 10.0
+STEADY_S: Final = 60.0
+"""A child that lived so long is started again at once when it ends."""
+_MODULE: Final = ("-P", "-m", "kvstore.server.admin")
 
 
 class HttpServer:
-    """FastAPI in a thread.
+    """The child that serves HTTP, and what it asks.
 
     Args:
-        config: where to listen, and the tokens.
-        loop: the state's loop, which alone may touch ``observed``.
         observed: the daemon.
+        after: called on the loop when something may have been changed.
+
+    Attributes:
+        url: where it listens.
+        admin_url: its Unix socket.
+        restarts: how often the child ended and was started again.
     """
 
-    def __init__(
-        self, config: HttpConfig, loop: asyncio.AbstractEventLoop, observed: Observed
-    ) -> None:
-        """Bind the address.
+    def __init__(self, observed: Observed, after: Any) -> None:
+        """Take the address; nobody is answered yet.
 
         Raises:
             ConfigError: the address cannot be had, or a token cannot be read.
         """
-        self._turns = Turns(loop, observed)
-        self._auth = Auth(config)
-        self._jobs = Jobs()
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._listener.bind((config.host, config.port))
-            self._listener.listen(128)  # from the ready line on, connections wait for the thread
-        except OSError as error:
-            self._listener.close()
-            raise ConfigError(f"http.port={config.port} on {config.host}: {error}") from error
-        self.url = f"http://{config.host}:{self._listener.getsockname()[1]}"
-        settings = uvicorn.Config(
-            self._app(), log_level="warning", access_log=False, lifespan="off"
-        )
-        self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=self._run, name="kvstore-http")
+        config = observed.loaded.config
+        self.restarts = 0
+        self._config = config.http
+        self._observed = observed
+        self._socket_path = admin_socket(config)
+        self._group = config.socket.group_access
+        self._tokens = tokens_of(config.http)
+        self._made_token = not self._tokens
+        self._tcp = _listen("http.port", Tcp(config.http.host, config.http.port))
+        self.url = str(self._tcp.endpoint).replace("tcp:", "http:")
+        self.admin_url = f"unix://{self._socket_path}"
+        self._turns = Turns(observed.node, after)
+        self._dispatcher = Dispatcher(observed, self._turns, self._send)
+        self._unix: Listener | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._mine: socket.socket | None = None
+        self._serving = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._silent_s = 0.0
+        self._stopping = False
 
-    def start(self) -> None:
-        """Serve."""
-        self._thread.start()
+    async def start(self) -> None:
+        """Make the socket and the token, and serve.
+
+        Raises:
+            ConfigError: the socket or the file cannot be made.
+            TierUnavailable: the child does not come up.
+        """
+        mode = 0o660 if self._group else 0o600
+        self._unix = _listen("http.socket_path", Unix(str(self._socket_path)), mode)
+        if self._made_token:
+            self._tokens["operate"] = make_token(token_file(self._socket_path))
+        await self._begin()
+
+    async def watch(self) -> None:
+        """Start the child again whenever it ends; until cancelled."""
+        pause = PAUSE_S
+        while True:
+            began = monotonic()
+            await self._until_lost()
+            if self._stopping:
+                return
+            self._dispatcher.forget()
+            status = await asyncio.to_thread(self._reap)
+            self.restarts += 1
+            pause = PAUSE_S if monotonic() - began >= STEADY_S else min(PAUSE_MAX_S, 2 * pause)
+            event(log, logging.ERROR, "admin process ended", status=_status(status),
+                  again_in_s=pause, why="HTTP is not served until then; engines are")  # fmt: skip
+            await asyncio.sleep(pause)
+            try:
+                await self._begin()
+            except TierUnavailable as error:
+                event(log, logging.ERROR, "admin process not started", why=str(error))
+                self._lost.set()  # and once more, after a longer pause
 
     def stop(self) -> None:
-        """Stop serving; waits for the threads, but not for ever."""
-        self._server.should_exit = True
+        """End the child and whatever it asked for; waits, but not for ever."""
+        self._stopping = True
         self._turns.close()
-        self._jobs.stop()
-        if self._thread.is_alive():
-            self._thread.join(_STOP_TIMEOUT_S)
-        self._listener.close()
+        self._dispatcher.close()
+        if self._mine is not None:
+            with contextlib.suppress(OSError):
+                self._mine.shutdown(socket.SHUT_RDWR)  # the loop, which closes it, runs no more
+        if self._channel is not None:
+            self._channel.close()
+        self._reap()
+        self._tcp.close()
+        if self._unix is not None:
+            self._unix.close()
+        if self._made_token and "operate" in self._tokens:
+            text = self._tokens["operate"] + "\n"
+            privatefile.remove(token_file(self._socket_path), text)
 
-    def _run(self) -> None:
-        self._server.run(sockets=[self._listener])
+    def stats(self) -> dict[str, int]:
+        """See :class:`kvstore.server.answers.AdminCounts`."""
+        return {"pid": self._child.pid if self._child is not None else 0, "restarts": self.restarts}
 
-    def _app(self) -> FastAPI:
-        refused: dict[int | str, dict[str, Any]] = {
-            "default": {"model": Refusal, "description": "It was refused, or failed."}
-        }
-        app = FastAPI(
-            title="kvstore node", version="1", docs_url="/docs", redoc_url=None, responses=refused
+    # ---- the child --------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Start a child, and wait until it serves."""
+        self._lost.clear()
+        self._serving.clear()
+        self._silent_s = 0.0
+        try:
+            self._mine = mine = self._spawn()
+        except OSError as error:  # no process or descriptor is to be had now
+            raise TierUnavailable(f"the admin process cannot be started: {error}") from error
+        channel = self._channel = Channel(FromAdmin, self._received, self._lost.set, ASK_BYTES_MAX)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=mine)
+        channel.send(
+            Begin(
+                listeners=self._listeners(),
+                tokens={str(role): text for role, text in self._tokens.items()},
+                group=self._group,
+                open_metrics=self._made_token and self._config.is_loopback,
+                token_file=str(token_file(self._socket_path)) if self._made_token else "",
+                values=_printable(values(self._observed.loaded)),
+            )
         )
-        answer_errors(app)
-        app.add_api_route("/healthz", _healthz, methods=["GET"])
-        app.add_api_route("/readyz", self._readyz, methods=["GET"])
-        read = [Depends(self._auth.require("read"))]
-        app.add_api_route("/metrics", self._metrics, methods=["GET"], dependencies=read)
-        app.include_router(Inspection(self._turns, self._auth).router)
-        app.include_router(Operation(self._turns, self._auth, self._jobs).router)
-        return app
+        waits = [asyncio.create_task(one.wait()) for one in (self._serving, self._lost)]
+        await asyncio.wait(waits, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if not self._serving.is_set():
+            channel.close()
+            status = await asyncio.to_thread(self._reap)
+            raise TierUnavailable(f"the admin process does not serve HTTP ({_status(status)})")
 
-    def _readyz(self) -> dict[str, Any]:
-        """The node answers and has memory to store pages in."""
-        pages = self._turns.observed.node.pages
-        host, disk = self._turns.ask(lambda: (pages.slots.stats(), pages.disk))
-        if not host.capacity_bytes:
-            message = "all memory is held by clients of the previous boot"
-            raise ApiError(503, "tier_unavailable", message)
-        ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
-        return {"status": "ready", "withheld_bytes": host.withheld_bytes, "ssd": ssd}
+    def _spawn(self) -> socket.socket:
+        """Start a child; returns this end of the channel to it."""
+        mine, its = socket.socketpair()
+        with its:
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, *_MODULE, str(its.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    env=child_environment(), pass_fds=[its.fileno(), *self._listeners()],
+                )  # fmt: skip
+            except OSError:
+                mine.close()
+                raise
+        mine.setblocking(False)  # noqa: FBT003
+        return mine
 
-    def _metrics(self) -> Response:
-        """Prometheus series."""
-        stats = self._turns.ask(self._turns.observed.stats)
-        return Response(render(stats), media_type="text/plain")
+    def _listeners(self) -> list[int]:
+        assert self._unix is not None
+        return [self._tcp.socket.fileno(), self._unix.socket.fileno()]
+
+    async def _until_lost(self) -> None:
+        """Wait for the child's end; one that has long been silent is ended."""
+        while not self._lost.is_set():
+            # Not wait_for: before Python 3.12 it takes a cancellation that comes with the end.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_S):
+                    await self._lost.wait()
+            self._silent_s += ALIVE_S  # as often as this loop runs: it may have been away itself
+            if self._silent_s >= SILENT_S and self._channel is not None:
+                event(log, logging.ERROR, "admin process silent", silent_s=SILENT_S)
+                self._channel.close()
+
+    def _reap(self) -> int | None:
+        """The exit status of a child that was told to end."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        try:
+            return child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return child.wait(END_S)
+
+    def _received(self, message: FromAdmin) -> None:
+        self._silent_s = 0.0
+        match message:
+            case Ask():
+                self._dispatcher.ask(message)
+            case Abandon():
+                self._dispatcher.abandon(message)
+            case Serving():
+                self._serving.set()
+            case Said(level, name, text):
+                logging.getLogger(name).log(level, "%s", text)
+
+    def _send(self, message: Answered | Refused) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
 
 
-def _healthz() -> dict[str, str]:
-    """The process runs."""
-    return {"status": "ok"}
+def _status(status: int | None) -> str:
+    return "none" if status is None else f"exit status {status}"
+
+
+def _printable(value: Any) -> Any:
+    """A configured value, without what is no text: names of files may be any bytes."""
+    if isinstance(value, dict):
+        return {name: _printable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(one) for one in value]
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    return value
+
+
+def _listen(key: str, endpoint: Endpoint, mode: int = 0o600) -> Listener:
+    """A listening socket; from the ready line on, connections wait there for the child.
+
+    Raises:
+        ConfigError: the address cannot be had; names its key.
+    """
+    try:
+        return Listener(key, endpoint, mode)
+    except InvalidArgument as error:
+        raise ConfigError(str(error)) from error

@@ -1,378 +1,359 @@
-"""Routes that show: spaces, pages, the prefix tree, sessions, tiers, configuration, ``explain``."""
+"""Operations that show: spaces, pages, the prefix tree, sessions, pins, limits, explanations.
 
-from collections.abc import Iterable
+Each is work in turns; rows are made a few at a time, whatever has left meanwhile is left out.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
 from time import monotonic_ns
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
-from fastapi import APIRouter, Depends, Query
-from pydantic import BaseModel, ConfigDict, Field
-
-from kvstore.config import values
 from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey, page_keys
-from kvstore.server.api import Checked, Turns, key_of, not_stored
-from kvstore.server.auth import Auth
-from kvstore.state.explain import Explainer, Explanation, where
-from kvstore.state.tree import Node, Space
-from kvstore.state.walks import TURN_NODES, subtree
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.server import answers, operations
+from kvstore.server.observed import Observed, key_of, not_stored, space_of
+from kvstore.server.refusal import Refusal
+from kvstore.server.turns import Work
+from kvstore.state.explain import Explainer, Explanation, leading_runs, where
+from kvstore.state.pins import Pin
+from kvstore.state.sessions import Session
+from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.walks import subtree
 
-PAGES_MAX: Final = 1000
-TOKENS_MAX: Final = 2_000_000
+STRETCH_ROWS: Final = 250
+"""Rows of one answer: making JSON's like of them takes a part of a millisecond."""
+STRETCH_SHARDS: Final = 1000
+"""Shards of the spaces of one answer, but at least one space."""
+STRETCH_PROCESSES: Final = 1000
+PROCESSES_MAX: Final = 1000
+"""Processes of one session that are shown."""
 _SHELVES_MAX: Final = 64
-"""Shelves that one request looks through; a filter that finds little goes on with the next one."""
+"""Shelves that one answer looks through; a filter that finds little goes on with the next one."""
+_STEP_ROWS: Final = 16
+_CHILDREN_MAX: Final = 100
 _NS_PER_S: Final = 1_000_000_000
-
-Seconds = Annotated[float | None, Query(allow_inf_nan=False)]
-Limit = Annotated[int, Query(ge=1, le=PAGES_MAX)]
-
-
-class Question(BaseModel):
-    """What is asked of ``explain``: a key, or tokens from the prompt's beginning."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    key: str | None = None
-    tokens: Annotated[list[int], Field(max_length=TOKENS_MAX)] | None = None
-    space: str | None = None
-    shard: Annotated[int, Field(ge=0, lt=1024)] | None = None
-
-
-class Filter(BaseModel):
-    """Which pages of a space a listing shows; ages in seconds."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    tier: Literal["host", "ssd"] | None = None
-    age_min_s: Seconds = None
-    age_max_s: Seconds = None
-    hits_min: int | None = None
-    hits_max: int | None = None
-
-    def shows(self, row: dict[str, Any]) -> bool:
-        """Whether the page of a row is wanted."""
-        age, hits = row["stored_s_ago"], row["hits"]
-        tiers = {tier for shard in row["shards"].values() for tier in shard["tiers"]}
-        return (
-            (self.tier is None or self.tier in tiers)
-            and (self.age_min_s is None or (age is not None and age >= self.age_min_s))
-            and (self.age_max_s is None or (age is not None and age <= self.age_max_s))
-            and (self.hits_min is None or hits >= self.hits_min)
-            and (self.hits_max is None or hits <= self.hits_max)
-        )
 
 
 class Inspection:
-    """The routes that any token may use.
+    """What any role may ask.
 
     Args:
-        turns: takes turns on the state's loop.
-        auth: who may read.
+        observed: the node.
+
+    Attributes:
+        handlers: operation → what carries it out.
     """
 
-    def __init__(self, turns: Turns, auth: Auth) -> None:
-        """Make the routes."""
-        self._turns = turns
-        self.router = APIRouter(
-            prefix="/v1", dependencies=[Depends(auth.require("read"))], tags=["inspect"],
-            route_class=Checked,
-        )  # fmt: skip
-        for path, route in (
-            ("/stats", self.stats), ("/spaces", self.spaces), ("/pages", self.pages),
-            ("/pages/{space}/{key}", self.page), ("/tree", self.tree),
-            ("/sessions", self.sessions), ("/tiers", self.tiers), ("/config", self.config),
-            ("/policy", self.policy), ("/pins", self.pins), ("/quotas", self.quotas),
-        ):  # fmt: skip
-            self.router.add_api_route(path, route, methods=["GET"])
-        self.router.add_api_route("/explain", self.explain, methods=["POST"])
+    def __init__(self, observed: Observed) -> None:
+        """Look at nothing yet."""
+        self._observed = observed
+        self.handlers: dict[type[operations.Operation], Callable[[Any], Work[Any]]] = {
+            operations.ShowReadiness: self.readiness,
+            operations.ShowStats: lambda _: _at_once(observed.stats),
+            operations.ListTiers: lambda _: _at_once(lambda: {"tiers": observed.tiers()}),
+            operations.ShowPolicy: lambda _: _at_once(observed.policy),
+            operations.ListSpaces: self.spaces,
+            operations.ListPages: self.pages,
+            operations.ShowPage: self.page,
+            operations.ListTree: self.tree,
+            operations.ListSessions: self.sessions,
+            operations.ListPins: self.pins,
+            operations.ListQuotas: self.quotas,
+            operations.ListPageSizes: self.page_sizes,
+            operations.FindRuns: self.runs,
+            operations.ExplainKey: self.explain,
+            operations.Compare: self.compare,
+        }
 
-    def stats(self) -> dict[str, Any]:
-        """Everything that can be counted."""
-        return self._turns.ask(self._turns.observed.stats)
+    def readiness(self, _asked: operations.ShowReadiness) -> Work[answers.Readiness]:
+        """Whether there is memory to store pages in."""
+        yield from ()
+        node = self._observed.node
+        slots, disk = node.pages.slots, node.pages.disk
+        if why := self._observed.unready():
+            raise Refusal(503, "tier_unavailable", why)
+        ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
+        withheld = slots.withheld * slots.extent_bytes
+        unwatched = sum(not one.peer.watched for one in node.processes.values())
+        return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
 
-    def spaces(self, cursor: Annotated[int, Query(ge=0)] = 0, limit: Limit = 100) -> dict[str, Any]:
-        """The spaces: what they are of, their shards, pages, bytes and limits."""
+    def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
+        """A stretch of spaces."""
+        every = list(self._observed.node.pages.spaces)
+        rows: list[answers.SpaceRow] = []
+        shards = 0
+        for space in every[asked.cursor : asked.cursor + min(asked.limit, STRETCH_ROWS)]:
+            shards += len(space.shards)
+            if rows and shards > STRETCH_SHARDS:
+                break
+            rows.append(self._space_row(space))
+            if len(rows) % _STEP_ROWS == 0 or len(space.shards) > _STEP_ROWS:
+                yield None
+        end = asked.cursor + len(rows)
+        more = end if end < len(every) else None
+        return answers.SpaceList(spaces=rows, next=more, total=len(every))
 
-        def rows() -> tuple[list[dict[str, Any]], int]:
-            pages = self._turns.observed.node.pages
-            every = list(pages.spaces)
-            shown = []
-            for space in every[cursor : cursor + limit]:
-                limits = pages.quotas.get(space)
-                ssd = pages.disk.limits.quotas.get(space) if pages.disk is not None else None
-                shown.append(
-                    {
-                        "space": space.label,
-                        "identity": space.identity,
-                        "pages": len(space.nodes),
-                        "host_bytes": space.host_bytes,
-                        "quota_bytes": limits.quota_bytes,
-                        "reserved_bytes": limits.reserved_bytes,
-                        "ssd_bytes": space.disk_bytes,
-                        "ssd_quota_bytes": ssd.quota_bytes if ssd is not None else 0,
-                        "ssd_reserved_bytes": ssd.reserved_bytes if ssd is not None else 0,
-                        "shards": list(space.shards),
-                    }
-                )
-            return shown, len(every)
-
-        found, total = self._turns.ask(rows)
-        end = cursor + len(found)
-        # What never changes is made plain here: for a thousand spaces that is longer than a turn.
-        shown = [
-            {
-                "space": row.pop("space"),
-                **msgspec.to_builtins(row.pop("identity")),
-                **row,
-                "shards": [
-                    {**msgspec.to_builtins(one.spec), "page_bytes": one.page_bytes}
-                    for one in row["shards"]
-                ],
-            }
-            for row in found
-        ]
-        return {"spaces": shown, "next": end if end < total else None, "total": total}
-
-    def pages(
-        self, space: str, shown: Annotated[Filter, Depends()],
-        cursor: Annotated[str, Query(pattern=r"^(\d{1,18}|[0-9a-f]{64})$")] = "0",
-        limit: Limit = 100, prefix: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Pages of a space (with ``prefix``: at and below a key), a stretch at a time.
-
-        ``next`` is the cursor of the next stretch; a stretch may be short, or empty, before the
-        end. A page that is there all the while is shown exactly once.
-        """
-        of = self._turns.space(space)
-        if prefix is not None:
-            return self._below(of, self._stored(of, prefix, "prefix"), cursor, limit, shown)
-        if len(cursor) == 64:
+    def pages(self, asked: operations.ListPages) -> Work[answers.PageList]:
+        """A stretch of pages."""
+        space = space_of(self._observed, asked.space)
+        limit = min(asked.limit, STRETCH_ROWS)
+        if asked.prefix is not None:
+            top = self._stored(space, asked.prefix, "prefix")
+            after = key_of(asked.cursor, "cursor") if len(asked.cursor) == 64 else PrefixKey(b"")
+            nodes, more = yield from subtree(space, top, after, 1 << 30, limit)
+            rows = yield from _rows(nodes, asked)
+            return answers.PageList(pages=rows, next=nodes[-1].key.hex() if more else None)
+        if len(asked.cursor) == 64:
             raise InvalidArgument("cursor", "is one of a listing with a prefix")
-        rows: list[dict[str, Any]] = []
-        at = int(cursor)
-        numbers = self._turns.ask(lambda: of.shelves.numbers(at))
-        for count, number in enumerate(numbers):
-            if count == _SHELVES_MAX:
-                return {"pages": rows, "next": str(at), "total": len(of.nodes)}
-            found = self._rows(of, number, at)
-            for row in found:
-                if len(rows) == limit:
-                    return {"pages": rows, "next": str(row["serial"]), "total": len(of.nodes)}
-                if shown.shows(row):
-                    rows.append(row)
-            at = of.shelves.after(number)
-        return {"pages": rows, "next": None, "total": len(of.nodes)}
+        found: list[answers.PageRow] = []
+        at = int(asked.cursor)
+        for count, number in enumerate(space.shelves.numbers(at)):
+            room = limit - len(found)
+            rows = yield from _rows(space.shelves.nodes(number, at), asked, room + 1)
+            found += rows[:room]
+            if len(rows) > room:
+                at = rows[room].serial
+                return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
+            at = space.shelves.after(number)
+            if count + 1 == _SHELVES_MAX:
+                return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
+            yield None
+        return answers.PageList(pages=found, next=None, total=len(space.nodes))
 
-    def page(self, space: str, key: str) -> dict[str, Any]:
-        """One page: where, since when, how often hit, digests, parent, children."""
-        of, wanted = self._turns.space(space), key_of(key)
+    def page(self, asked: operations.ShowPage) -> Work[answers.PageDetail]:
+        """One key."""
+        yield from ()
+        space, key = space_of(self._observed, asked.space), key_of(asked.key)
+        node = space.nodes.get(key)
+        if node is None:
+            raise not_stored(asked.key, "key")
+        row = _row(node, monotonic_ns())
+        return answers.PageDetail(
+            **{name: getattr(row, name) for name in row.__struct_fields__},
+            space=space.label, pins=node.pins, read_once=bool(node.read_once),
+            first_children=[child.hex() for child in islice(node.children, _CHILDREN_MAX)],
+        )  # fmt: skip
 
-        def detail() -> dict[str, Any] | None:
-            node = of.nodes.get(wanted)
-            if node is None:
-                return None
-            children = [child.hex() for _, child in zip(range(100), node.children, strict=False)]
-            return {
-                **_row(node, monotonic_ns()),
-                "depth": node.depth,
-                "pins": node.pins,
-                "read_once": bool(node.read_once),
-                "first_children": children,
-            }
+    def tree(self, asked: operations.ListTree) -> Work[answers.PageList]:
+        """A stretch of the prefix tree."""
+        space = space_of(self._observed, asked.space)
+        top = self._stored(space, asked.key, "key") if asked.key is not None else PrefixKey(b"")
+        after = key_of(asked.cursor, "cursor") if asked.cursor is not None else PrefixKey(b"")
+        limit = min(asked.limit, STRETCH_ROWS)
+        nodes, more = yield from subtree(space, top, after, asked.depth, limit)
+        rows = yield from _rows(nodes, None)
+        return answers.PageList(pages=rows, next=nodes[-1].key.hex() if more else None)
 
-        found = self._turns.ask(detail)
-        if found is None:
-            raise not_stored(key, "key")
-        return {"space": of.label, **found}
+    def sessions(self, asked: operations.ListSessions) -> Work[answers.SessionList]:
+        """A stretch of sessions."""
+        every = list(self._observed.node.sessions.values())
+        rows: list[answers.SessionRow] = []
+        processes = 0
+        for session in every[asked.cursor : asked.cursor + min(asked.limit, STRETCH_ROWS)]:
+            processes += len(session.processes)
+            if rows and processes > STRETCH_PROCESSES:
+                break
+            rows.append(_session_row(session))
+            yield None
+        end = asked.cursor + len(rows)
+        more = end if end < len(every) else None
+        return answers.SessionList(sessions=rows, next=more, total=len(every))
 
-    def tree(
-        self, space: str, key: str | None = None, cursor: str | None = None,
-        depth: Annotated[int, Query(ge=1, le=1_000_000)] = 8, limit: Limit = 100,
-    ) -> dict[str, Any]:  # fmt: skip
-        """What lies at and below a key (or the whole space), every page before what follows it."""
-        of = self._turns.space(space)
-        top = self._stored(of, key, "key") if key is not None else PrefixKey(b"")
-        after = key_of(cursor, "cursor") if cursor is not None else PrefixKey(b"")
-        rows, more = self._subtree(of, top, after, depth, limit)
-        return {"pages": rows, "next": rows[-1]["key"] if more else None}
+    def pins(self, _asked: operations.ListPins) -> Work[answers.PinList]:
+        """All pins."""
+        pins = self._observed.node.pages.pins
+        rows: list[answers.PinRow] = []
+        for pin in list(pins):
+            rows.append(_pin_row(pin))
+            if len(rows) % (_STEP_ROWS * 4) == 0:
+                yield None
+        return answers.PinList(
+            pins=rows, used_bytes=pins.used_bytes, budget_bytes=pins.budget_bytes,
+            ssd_used_bytes=pins.disk_used_bytes, ssd_budget_bytes=pins.disk_budget_bytes,
+        )  # fmt: skip
 
-    def sessions(self) -> dict[str, Any]:
-        """The engines, their processes and what these hold."""
-
-        def rows() -> list[dict[str, Any]]:
-            return [
-                {
-                    "name": session.name,
-                    "tenant": session.domain,
-                    "used_bytes": session.used_bytes,
-                    "quota_bytes": session.quota_bytes,
-                    "prefill_s_per_token": session.prefill_s_per_token,
-                    "processes": [
-                        {
-                            "pid": process.peer.pid,
-                            "watched": process.peer.watched,
-                            "lost": process.lost,
-                            "leases": len(process.leases),
-                            "expired_leases": sum(one.expired for one in process.leases.values()),
-                            "puts": len(process.puts),
-                        }
-                        for process in session.processes.values()
-                    ],
-                }
-                for session in self._turns.observed.node.sessions.values()
-            ]
-
-        return {"sessions": self._turns.ask(rows)}
-
-    def tiers(self) -> dict[str, Any]:
-        """The tiers: sizes and state."""
-        return {"tiers": self._turns.ask(self._turns.observed.tiers)}
-
-    def config(self) -> dict[str, Any]:
-        """Every configured value and where it came from; secrets are masked."""
-        return {"values": values(self._turns.observed.loaded)}
-
-    def policy(self) -> dict[str, Any]:
-        """The eviction policy at work, all that are known, and those of the SSD tier."""
-        return self._turns.ask(self._turns.observed.policy)
-
-    def pins(self) -> dict[str, Any]:
-        """What operators pinned, and the budget."""
-
-        def rows() -> dict[str, Any]:
-            pins, now = self._turns.observed.node.pages.pins, monotonic_ns()
-            return {
-                "pins": [
-                    {
-                        "pin": pin.number,
-                        "space": pin.space.label,
-                        "key": pin.key.hex(),
-                        "tier": pin.tier,
-                        "pages": len(pin.nodes),
-                        "bytes": pin.size_bytes,
-                        "ends_in_s": (pin.expires_ns - now) / _NS_PER_S if pin.expires_ns else None,
-                    }
-                    for pin in pins
-                ],
-                "used_bytes": pins.used_bytes,
-                "budget_bytes": pins.budget_bytes,
-                "ssd_used_bytes": pins.disk_used_bytes,
-                "ssd_budget_bytes": pins.disk_budget_bytes,
-            }
-
-        return self._turns.ask(rows)
-
-    def quotas(self) -> dict[str, Any]:
-        """The spaces that have limits, once for each tier."""
-
-        def rows() -> list[dict[str, Any]]:
-            pages = self._turns.observed.node.pages
-            tiers = {"host": pages.quotas}
-            if pages.disk is not None:
-                tiers["ssd"] = pages.disk.limits.quotas
-            return [
-                {
-                    "space": one.space.label,
-                    "tier": tier,
-                    "quota_bytes": one.quota_bytes,
-                    "reserved_bytes": one.reserved_bytes,
-                    "used_bytes": quotas.used(one.space),
-                }
-                for tier, quotas in tiers.items()
-                for one in quotas.all()
-            ]
-
-        return {"quotas": self._turns.ask(rows)}
-
-    def explain(self, question: Question) -> dict[str, Any]:
-        """Why a key, or a prompt's tokens, are a hit or not."""
-        space = self._turns.space(question.space) if question.space is not None else None
-        if (question.key is None) == (question.tokens is None):
-            raise InvalidArgument("key", "give either a key or tokens")
-        if space is None and question.shard is not None:
-            raise InvalidArgument("shard", "a shard is one of a space; name the space too")
-        pages = self._turns.observed.node.pages
-        if question.key is not None:
-            key = key_of(question.key)
-            found = self._turns.ask(
-                lambda: Explainer(pages, monotonic_ns()).key(key, space, question.shard)
+    def quotas(self, _asked: operations.ListQuotas) -> Work[answers.QuotaList]:
+        """All limits."""
+        yield from ()
+        pages = self._observed.node.pages
+        tiers = {"host": pages.quotas}
+        if pages.disk is not None:
+            tiers["ssd"] = pages.disk.limits.quotas
+        rows = [
+            answers.QuotaRow(
+                space=one.space.label, tier=tier, quota_bytes=one.quota_bytes,
+                reserved_bytes=one.reserved_bytes, used_bytes=quotas.used(one.space),
             )
-            return _told(found)
-        every = self._turns.ask(lambda: list(pages.spaces))
-        if not every:
-            raise InvalidArgument("tokens", "no space is open here: nothing was stored yet")
-        sizes = {one.identity.page_tokens for one in every}
-        chains = {size: list(page_keys(question.tokens or [], size)) for size in sorted(sizes)}
-        chains = {size: keys for size, keys in chains.items() if keys}
-        least = space.identity.page_tokens if space is not None else min(sizes)
-        if least not in chains:
-            raise InvalidArgument("tokens", f"they fill no page of {least} tokens")
-        return _told(
-            self._turns.ask(
-                lambda: Explainer(pages, monotonic_ns()).tokens(chains, space, question.shard)
-            )
+            for tier, quotas in tiers.items()
+            for one in quotas.all()
+        ]  # fmt: skip
+        return answers.QuotaList(quotas=rows)
+
+    # ---- explaining -------------------------------------------------------------------------
+
+    def page_sizes(self, asked: operations.ListPageSizes) -> Work[answers.PageSizes]:
+        """Which page sizes there are."""
+        yield from ()
+        space = space_of(self._observed, asked.space) if asked.space is not None else None
+        sizes = sorted({one.identity.page_tokens for one in self._observed.node.pages.spaces})
+        return answers.PageSizes(
+            space=space.label if space is not None else None,
+            page_tokens=space.identity.page_tokens if space is not None else None,
+            sizes=sizes,
         )
+
+    def runs(self, asked: operations.FindRuns) -> Work[answers.Runs]:
+        """Who holds the longest part of a chain."""
+        if len(asked.keys) % KEY_BYTES:
+            raise InvalidArgument("keys", "they are no whole number of keys")
+        if asked.among is None:
+            spaces = list(self._observed.node.pages.spaces)
+        else:
+            spaces = [space_of(self._observed, label, "among") for label in asked.among]
+        of_size = [one for one in spaces if one.identity.page_tokens == asked.page_tokens]
+        yield None
+        best = yield from leading_runs(of_size, asked.keys, asked.shard)
+        return answers.Runs(
+            runs=[answers.Run(space=space.label, pages=pages) for space, pages in best]
+        )
+
+    def explain(self, asked: operations.ExplainKey) -> Work[Explanation]:
+        """Why a key is a hit or not."""
+        space = space_of(self._observed, asked.space) if asked.space is not None else None
+        explainer = Explainer(self._observed.node.pages, monotonic_ns())
+        return (yield from explainer.steps(key_of(asked.key), space, asked.shard))
+
+    def compare(self, asked: operations.Compare) -> Work[Explanation]:
+        """What keeps a page from being one of another space."""
+        yield from ()
+        space = space_of(self._observed, asked.space)
+        other = space_of(self._observed, asked.other, "other")
+        explainer = Explainer(self._observed.node.pages, monotonic_ns())
+        return explainer.other(space, other, key_of(asked.key))
+
+    # ---- inside -----------------------------------------------------------------------------
 
     def _stored(self, space: Space, text: str, field: str) -> PrefixKey:
         """The key that a request names, if the space has it."""
         key = key_of(text, field)
-        if not self._turns.ask(lambda: key in space.nodes):
+        if key not in space.nodes:
             raise not_stored(key.hex(), field)
         return key
 
-    def _below(
-        self, space: Space, top: PrefixKey, cursor: str, limit: int, shown: Filter
-    ) -> dict[str, Any]:
-        after = key_of(cursor, "cursor") if len(cursor) == 64 else PrefixKey(b"")
-        rows, more = self._subtree(space, top, after, 1 << 30, limit)
-        wanted = [row for row in rows if shown.shows(row)]
-        return {"pages": wanted, "next": rows[-1]["key"] if more else None}
-
-    def _subtree(
-        self, space: Space, top: PrefixKey, after: PrefixKey, depth: int, limit: int
-    ) -> tuple[list[dict[str, Any]], bool]:
-        def turn() -> tuple[list[dict[str, Any]], bool]:
-            nodes, more = subtree(space, top, after, depth, min(limit, TURN_NODES))
-            now_ns = monotonic_ns()
-            return [{**_row(node, now_ns), "depth": node.depth} for node in nodes], more
-
-        return self._turns.ask(turn)
-
-    def _rows(self, space: Space, number: int, cursor: int) -> Iterable[dict[str, Any]]:
-        def turn() -> list[dict[str, Any]]:
-            now_ns = monotonic_ns()
-            return [_row(node, now_ns) for node in space.shelves.nodes(number, cursor)]
-
-        return self._turns.ask(turn)
+    def _space_row(self, space: Space) -> answers.SpaceRow:
+        pages, of = self._observed.node.pages, space.identity
+        host = pages.quotas.get(space)
+        ssd = pages.disk.limits.quotas.get(space) if pages.disk is not None else None
+        return answers.SpaceRow(
+            space=space.label, model=of.model, kv_dtype=of.kv_dtype, page_tokens=of.page_tokens,
+            tenant=of.tenant, revision=of.revision, scope=of.scope, pages=len(space.nodes),
+            host_bytes=space.host_bytes, quota_bytes=host.quota_bytes,
+            reserved_bytes=host.reserved_bytes, ssd_bytes=space.disk_bytes,
+            ssd_quota_bytes=ssd.quota_bytes if ssd is not None else 0,
+            ssd_reserved_bytes=ssd.reserved_bytes if ssd is not None else 0,
+            shards=[
+                answers.ShardRow(
+                    layout=one.spec.layout, layers=one.spec.layers, heads=one.spec.heads,
+                    group=one.spec.group, window_pages=one.spec.window_pages,
+                    page_bytes=one.page_bytes,
+                )
+                for one in space.shards
+            ],
+        )  # fmt: skip
 
 
-def _row(node: Node, now_ns: int) -> dict[str, Any]:
-    """One page as plain values; call it on the state's loop."""
+def _at_once(shown: Callable[[], Any]) -> Work[Any]:
+    """Work of one step."""
+    yield from ()
+    return shown()
+
+
+def _rows(
+    nodes: Iterable[Node], wanted: operations.ListPages | None, most: int = STRETCH_ROWS
+) -> Work[list[answers.PageRow]]:
+    """The rows of the first nodes that are there and wanted."""
+    rows: list[answers.PageRow] = []
+    now_ns = monotonic_ns()
+    for count, node in enumerate(nodes, start=1):
+        if is_live(node) and (wanted is None or _is_wanted(node, wanted, now_ns)):
+            rows.append(_row(node, now_ns))
+            if len(rows) == most:
+                break
+        if count % _STEP_ROWS == 0:
+            yield None
+    return rows
+
+
+def _is_wanted(node: Node, wanted: operations.ListPages, now_ns: int) -> bool:
+    if wanted.hits_min is not None and node.hits < wanted.hits_min:
+        return False
+    if wanted.hits_max is not None and node.hits > wanted.hits_max:
+        return False
+    if wanted.tier == "host" and not any(node.ready >> shard & 1 for shard in node.slots):
+        return False
+    if wanted.tier == "ssd" and not any(node.ready >> shard & 1 for shard in node.disk):
+        return False
+    if wanted.age_min_s is None and wanted.age_max_s is None:
+        return True
+    age_s = (now_ns - node.stored_ns) / _NS_PER_S if node.stored_ns else None
+    return (
+        age_s is not None
+        and (wanted.age_min_s is None or age_s >= wanted.age_min_s)
+        and (wanted.age_max_s is None or age_s <= wanted.age_max_s)
+    )
+
+
+def _row(node: Node, now_ns: int) -> answers.PageRow:
+    """One key."""
     parent = node.parent.key if node.parent is not None else b""
     shards = node.space.shards
-    tiers = where(node)
-    return {
-        "key": node.key.hex(),
-        "parent": parent.hex() or None,
-        "serial": node.serial,
-        "tier": "host" if node.slots else "ssd" if node.disk else "none",
-        "children": len(node.children),
-        "hits": node.hits,
-        "stored_s_ago": (now_ns - node.stored_ns) / _NS_PER_S if node.stored_ns else None,
-        "used_s_ago": (now_ns - node.used_ns) / _NS_PER_S if node.used_ns else None,
-        "expires_in_s": (min(node.expires.values()) - now_ns) / _NS_PER_S if node.expires else None,
-        "shards": {
-            number: {
-                "state": "writing" if found == ["writing"] else "ready",
-                "tiers": [] if found == ["writing"] else found,
-                "bytes": shards[int(number)].page_bytes,
-                "digest": node.digests.get(int(number), b"").hex() or None,
-            }
-            for number, found in tiers.items()
+    return answers.PageRow(
+        key=node.key.hex(),
+        parent=parent.hex() or None,
+        depth=node.depth,
+        serial=node.serial,
+        tier="host" if node.slots else "ssd" if node.disk else "none",
+        children=len(node.children),
+        hits=node.hits,
+        stored_s_ago=(now_ns - node.stored_ns) / _NS_PER_S if node.stored_ns else None,
+        used_s_ago=(now_ns - node.used_ns) / _NS_PER_S if node.used_ns else None,
+        expires_in_s=(min(node.expires.values()) - now_ns) / _NS_PER_S if node.expires else None,
+        shards={
+            number: answers.PageShard(
+                state="writing" if tiers == ["writing"] else "ready",
+                tiers=[] if tiers == ["writing"] else tiers,
+                bytes=shards[int(number)].page_bytes,
+                digest=node.digests.get(int(number), b"").hex() or None,
+            )
+            for number, tiers in where(node).items()
         },
-    }
+    )
 
 
-def _told(found: Explanation) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(found)
-    return told
+def _session_row(session: Session) -> answers.SessionRow:
+    return answers.SessionRow(
+        name=session.name,
+        tenant=session.domain,
+        used_bytes=session.used_bytes,
+        quota_bytes=session.quota_bytes,
+        prefill_s_per_token=session.prefill_s_per_token,
+        processes=[
+            answers.ProcessRow(
+                pid=process.peer.pid,
+                watched=process.peer.watched,
+                lost=process.lost,
+                leases=len(process.leases),
+                expired_leases=sum(one.expired for one in process.leases.values()),
+                puts=len(process.puts),
+            )
+            for process in islice(session.processes.values(), PROCESSES_MAX)
+        ],
+    )
+
+
+def _pin_row(pin: Pin) -> answers.PinRow:
+    ends_in_s = (pin.expires_ns - monotonic_ns()) / _NS_PER_S if pin.expires_ns else None
+    return answers.PinRow(
+        pin=pin.number, space=pin.space.label, key=pin.key.hex(), tier=pin.tier,
+        pages=len(pin.nodes), bytes=pin.size_bytes, ends_in_s=ends_in_s,
+    )  # fmt: skip

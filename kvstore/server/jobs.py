@@ -1,157 +1,132 @@
 """What an operator starts and that takes a while: verifying, evicting, moving. With progress."""
 
 import logging
-import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final
+from typing import Final, Literal
 
-from kvstore.errors import KVStoreError
-from kvstore.server.api import ApiError
+from kvstore.logs import audit
+from kvstore.server.answers import JobFault, JobRow, Value
+from kvstore.server.channel import Caller
+from kvstore.server.refusal import Refusal
+from kvstore.server.turns import Turns, Work
 
 log = logging.getLogger(__name__)
 
 RUNNING_MAX: Final = 4
 KEPT_MAX: Final = 256
-_STOP_TIMEOUT_S: Final = 10.0
 
 
 class Job:
-    """One piece of an operator's work in a thread of its own.
+    """One piece of an operator's work.
 
     Attributes:
         number: names the job on this node.
         done: steps that are done, of ``total`` (an estimate while pages come and go).
         result: what it found; plain values.
+        pages: that it has changed: taken out, quarantined, or moved to where they are now.
+        cancelled: whether the work should end; it looks between its steps.
     """
 
-    def __init__(self, number: int, kind: str, subject: dict[str, Any]) -> None:
+    def __init__(self, number: int, kind: str, subject: dict[str, Value], by: Caller) -> None:
         self.number = number
         self.kind = kind
-        self.state = "running"
+        self.state: Literal["running", "done", "failed", "cancelled"] = "running"
         self.done = 0
         self.total = 0
-        self.result: dict[str, Any] = {}
+        self.result: dict[str, Value] = {}
+        self.pages = 0
+        self.cancelled = False
         self._subject = subject
-        self._error: dict[str, str] | None = None
+        self._by = by
+        self._fault: JobFault | None = None
         self._started = monotonic()
         self._ended = 0.0
-        self._cancelled = threading.Event()
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether the work should end; it looks between its turns."""
-        return self._cancelled.is_set()
+    def end(self, refusal: Refusal | None) -> None:
+        """The work has ended."""
+        self._ended = monotonic()
+        if refusal is not None:
+            self.state = "failed"
+            self._fault = JobFault(code=refusal.code, message=str(refusal))
+        else:
+            self.state = "cancelled" if self.cancelled else "done"
+        failed = {"code": refusal.code, "why": str(refusal)} if refusal is not None else {}
+        audit(
+            log, "job ended", job=self.number, kind=self.kind, role=self._by.role,
+            address=self._by.address, state=self.state, pages=self.pages, result=self.result,
+            **failed,
+        )  # fmt: skip
 
-    def pause(self, seconds: float) -> None:
-        """Wait, but not when the job is cancelled meanwhile."""
-        self._cancelled.wait(seconds)
-
-    def cancel(self) -> None:
-        """Ask the work to end."""
-        self._cancelled.set()
-
-    def run(self, work: Callable[["Job"], None]) -> None:
-        """Do the work and say how it ended."""
-        state = "failed"
-        try:
-            work(self)
-            state = "cancelled" if self.cancelled else "done"
-        except (KVStoreError, ApiError) as error:
-            self._error = {"code": error.code, "message": str(error)}
-            log.warning("job %d (%s) failed: %s", self.number, self.kind, error)
-        finally:
-            if state == "failed" and self._error is None:
-                self._error = {"code": "internal", "message": "see the node's log"}
-            self._ended = monotonic()
-            self.state = state
-
-    def shown(self) -> dict[str, Any]:
-        """The job as plain values."""
-        return {
-            "job": self.number,
-            "kind": self.kind,
-            "subject": self._subject,
-            "state": self.state,
-            "done": self.done,
-            "total": max(self.total, self.done),
-            "result": dict(self.result),
-            "error": self._error,
-            "seconds": (self._ended or monotonic()) - self._started,
-        }
+    def shown(self) -> JobRow:
+        """The job as it is now."""
+        return JobRow(
+            job=self.number, kind=self.kind, subject=self._subject, state=self.state,
+            done=self.done, total=max(self.total, self.done), result=dict(self.result),
+            error=self._fault, seconds=(self._ended or monotonic()) - self._started,
+        )  # fmt: skip
 
 
 class Jobs:
-    """The jobs of one node: a few that run, and the last ones that ended."""
+    """The jobs of one node: a few that run, and the last ones that ended.
 
-    def __init__(self) -> None:
+    Args:
+        turns: where they run.
+    """
+
+    def __init__(self, turns: Turns) -> None:
         """Start with none."""
+        self._turns = turns
         self._jobs: dict[int, Job] = {}
-        self._threads: dict[int, threading.Thread] = {}
         self._number = 0
-        #: Protects the three above.
-        self._lock = threading.Lock()
+
+    def refuse_if_full(self) -> None:
+        """Refuse one job more.
+
+        Raises:
+            Refusal: 409, too many run already.
+        """
+        if sum(job.state == "running" for job in self._jobs.values()) >= RUNNING_MAX:
+            message = f"{RUNNING_MAX} jobs run already; wait for one or cancel it"
+            raise Refusal(409, "busy", message)
 
     def start(
-        self,
-        kind: str,
-        subject: dict[str, Any],
-        work: Callable[[Job], None],
-        first: Callable[[], None] = lambda: None,
-    ) -> dict[str, Any]:
-        """Begin a job; returns it as plain values.
+        self, kind: str, subject: dict[str, Value], by: Caller, work: Callable[[Job], Work[None]]
+    ) -> JobRow:
+        """Begin a job.
 
         Args:
             kind: names the work.
-            subject: what it is about; plain values.
-            work: what a thread of its own does.
-            first: what is done at once, if there is room for the job; when it raises none begins.
+            subject: what it is about.
+            by: who wants it, for the log.
+            work: what is to be done.
 
         Raises:
-            ApiError: 409, too many run already; nothing was done.
+            Refusal: 409, too many run already; nothing was done.
         """
-        with self._lock:
-            self._threads = {n: thread for n, thread in self._threads.items() if thread.is_alive()}
-            if len(self._threads) >= RUNNING_MAX:
-                raise ApiError(
-                    409, "busy", f"{RUNNING_MAX} jobs run already; wait for one or cancel it"
-                )
-            first()
-            self._number += 1
-            job = Job(self._number, kind, subject)
-            ended = [number for number, one in self._jobs.items() if one.state != "running"]
-            for number in ended[: max(0, len(self._jobs) - KEPT_MAX + 1)]:
-                del self._jobs[number]
-            self._jobs[job.number] = job
-            thread = threading.Thread(target=job.run, args=(work,), name=f"kvstore-job-{kind}")
-            self._threads[job.number] = thread
-            thread.start()
-        return job.shown()
+        self.refuse_if_full()
+        self._number += 1
+        job = Job(self._number, kind, subject, by)
+        over = [number for number, one in self._jobs.items() if one.state != "running"]
+        for number in over[: max(0, len(self._jobs) - KEPT_MAX + 1)]:
+            del self._jobs[number]
+        self._jobs[job.number] = job
+        shown = job.shown()
+        self._turns.start(work(job), lambda end: job.end(end))
+        return shown
 
     def get(self, number: int) -> Job:
         """A job that runs or that ended not long ago.
 
         Raises:
-            ApiError: 404, there is none of that number.
+            Refusal: 404, there is none of that number.
         """
-        with self._lock:
-            job = self._jobs.get(number)
+        job = self._jobs.get(number)
         if job is None:
             message = f"{number} does not exist; the last {KEPT_MAX} are remembered"
-            raise ApiError(404, "not_found", message, "job")
+            raise Refusal(404, "not_found", message, "job")
         return job
 
-    def all(self) -> list[dict[str, Any]]:
+    def all(self) -> list[JobRow]:
         """All jobs that are remembered, the newest first."""
-        with self._lock:
-            jobs = list(self._jobs.values())
-        return [job.shown() for job in reversed(jobs)]
-
-    def stop(self) -> None:
-        """Cancel what runs and wait for it, but not for ever."""
-        with self._lock:
-            threads = list(self._threads.values())
-            for job in self._jobs.values():
-                job.cancel()
-        for thread in threads:
-            thread.join(_STOP_TIMEOUT_S)
+        return [job.shown() for job in reversed(self._jobs.values())]

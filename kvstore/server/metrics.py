@@ -27,7 +27,7 @@ class _Snapshot:
         yield _gauge(
             "kvstore_sessions",
             "Engines with a process that is connected or still holds something.",
-            len(stats["sessions"]),
+            stats["sessions_total"],
         )
         yield _gauge(
             "kvstore_connections", "Open connections of engines' processes.", stats["connections"]
@@ -52,21 +52,30 @@ class _Snapshot:
             "How late the loop that owns the state was in its last turn of 20 ms.",
             stats["loop_lag_s"],
         )
+        yield _counter(
+            "kvstore_admin_restarts",
+            "Times that the process which serves HTTP ended and was started again.",
+            stats["admin"]["restarts"],
+        )
         yield from _counters(stats["counts"])
         if ssd := stats.get("ssd"):
             yield from _ssd(ssd, stats["counts"])
-        events = stats["events"]
-        if events:
-            yield _counter(
-                "kvstore_event_batches",
-                "Batches of KV events that were published.",
-                events["batches_sent"],
-            )
-            yield _counter(
-                "kvstore_event_batches_dropped",
-                "Batches of KV events that were lost because too many waited.",
-                events["batches_dropped"],
-            )
+        if stats["events"]:
+            yield from _events(stats["events"])
+
+
+def _events(events: Mapping[str, Any]) -> Iterator[Metric]:
+    """What was published."""
+    yield _counter(
+        "kvstore_event_batches",
+        "Batches of KV events that were published.",
+        events["batches_sent"],
+    )
+    yield _counter(
+        "kvstore_event_batches_dropped",
+        "Batches of KV events that were lost because too many waited.",
+        events["batches_dropped"],
+    )
 
 
 def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:

@@ -1,324 +1,254 @@
-"""Routes that change: pins, eviction, verification, limits, the policy, movements, jobs."""
+"""Operations that change: pins, eviction, verification, limits, the policy, movements, jobs.
+
+Whatever can be refused is refused before anything has changed, in the same step that changes it.
+"""
 
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Annotated, Any, Final, Literal
-
-from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, Final
 
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.page import PrefixKey
-from kvstore.server.api import (
-    ApiError,
-    Checked,
+from kvstore.server import answers, operations
+from kvstore.server.answers import JobRow
+from kvstore.server.channel import Caller
+from kvstore.server.jobs import Job, Jobs
+from kvstore.server.observed import (
     Movement,
     Movements,
-    Turns,
+    Observed,
     key_of,
     not_stored,
+    space_of,
 )
-from kvstore.server.auth import Auth
-from kvstore.server.jobs import Job, Jobs
+from kvstore.server.refusal import Refusal
 from kvstore.server.removals import drop
+from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
 from kvstore.state.pages import PageTable
-from kvstore.state.pins import Pin, expiry
-from kvstore.state.tree import Node, Space
+from kvstore.state.pins import expiry
+from kvstore.state.tree import Node, Space, is_live
 
-KEYS_MAX: Final = 10_000
-_POLL_S: Final = 0.05
-_SHRINK_PAGES: Final = 64
 LIMIT_S: Final = 60.0
 """So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
+_POLL_S: Final = 0.05
+_SHRINK_PAGES: Final = 8
+_SETTLE_LEAVES: Final = 64
+_STEP_NODES: Final = 32
+_STEP_KEYS: Final = 512
+_STEP_WRITES: Final = 8
 
-Tier = Literal["host", "ssd"]
-Bytes = Annotated[int, Field(ge=0, le=1 << 62)]
+_EVICTIONS: Final = ("removed_evicted", "evicted_to_disk", "disk_quota_pages")
 
-
-class Body(BaseModel):
-    """A request's body; what it does not know is refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class PinBody(Body):
-    """A prefix to pin in a tier; ``ttl_s`` 0 = until it is unpinned."""
-
-    space: str
-    key: str
-    ttl_s: float = 3600.0
-    tier: Tier = "host"
-
-
-class EvictBody(Body):
-    """A key, which goes with all that follows it; without one the whole space."""
-
-    space: str
-    key: str | None = None
-
-
-class ClearBody(Body):
-    """A space to empty; ``all`` = every space."""
-
-    space: str | None = None
-    all: bool = False
-
-
-class VerifyBody(Body):
-    """A page (space and key), a space, or with neither all pages; in one tier, or in all."""
-
-    space: str | None = None
-    key: str | None = None
-    tier: Tier | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=7 * 86_400)] = 3600.0
-
-
-class MoveBody(Body):
-    """Keys of one chain, and how long the movement may take."""
-
-    space: str
-    keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_MAX)]
-    to: Tier = "ssd"
-    deadline_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
-
-
-class PrefetchBody(Body):
-    """Keys to bring from the SSD into host memory."""
-
-    space: str
-    keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_MAX)]
-    deadline_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
-
-
-class LimitsBody(Body):
-    """Limits of a space in a tier; 0 = none."""
-
-    quota_bytes: Bytes = 0
-    reserved_bytes: Bytes = 0
-    tier: Tier = "host"
-
-
-class PolicyBody(Body):
-    """The eviction policy to use from now on."""
-
-    name: str
+Change = Callable[[Any, Caller], Work[Any]]
 
 
 class Operation:
-    """The routes that need the role ``operate``.
+    """What the role ``operate`` may ask.
 
     Args:
-        turns: takes turns on the state's loop.
-        auth: who may operate.
-        jobs: where work is done that takes longer than a turn.
+        observed: the node.
+        turns: where jobs run.
+
+    Attributes:
+        handlers: operation → what carries it out, for whom.
     """
 
-    def __init__(self, turns: Turns, auth: Auth, jobs: Jobs) -> None:
-        """Make the routes."""
-        self._turns = turns
-        self._jobs = jobs
-        self._verifier = Verifier(turns)
-        operate = [Depends(auth.require("operate"))]
-        self.router = APIRouter(prefix="/v1", tags=["operate"], route_class=Checked)
-        routes: tuple[tuple[str, str, Callable[..., Any], int], ...] = (
-            ("POST", "/evict", self.evict, 202),
-            ("POST", "/clear", self.clear, 202),
-            ("POST", "/verify", self.verify, 202),
-            ("POST", "/prefetch", self.prefetch, 202),
-            ("POST", "/move", self.move, 202),
-            ("POST", "/pins", self.pin, 200),
-            ("DELETE", "/pins/{pin}", self.unpin, 200),
-            ("PUT", "/quotas/{space}", self.limit, 202),
-            ("PUT", "/policy", self.set_policy, 200),
-            ("DELETE", "/jobs/{job}", self.cancel, 200),
+    def __init__(self, observed: Observed, turns: Turns) -> None:
+        """Change nothing yet."""
+        self._observed = observed
+        self._jobs = Jobs(turns)
+        self._verifier = Verifier(observed.node.pages, observed.memory)
+        self.handlers: dict[type[operations.Operation], Change] = {
+            operations.Pin: self.pin,
+            operations.Unpin: self.unpin,
+            operations.Evict: self.evict,
+            operations.Clear: self.clear,
+            operations.Verify: self.verify,
+            operations.Prefetch: self.prefetch,
+            operations.Move: self.move,
+            operations.SetLimits: self.limit,
+            operations.SetPolicy: self.set_policy,
+            operations.CancelJob: self.cancel,
+            operations.ListJobs: self.all_jobs,
+            operations.ShowJob: self.job,
+        }
+
+    def close(self) -> None:
+        """Let go of what jobs use; they have ended."""
+        self._verifier.close()
+
+    def pin(self, asked: operations.Pin, _by: Caller) -> Work[answers.Pinned]:
+        """Pin a prefix."""
+        self._refuse_without(asked.tier)
+        space, key = space_of(self._observed, asked.space), key_of(asked.key)
+        table = self._observed.node.pages
+        expires_ns = expiry(asked.ttl_s, table.now_ns)
+        measured = yield from table.pins.measure(space, key, asked.tier)
+        if asked.tier == "ssd":
+            yield from self._write(measured[0][::-1])
+        pin = table.pin(space, key, expires_ns, asked.tier, measured)
+        return answers.Pinned(
+            pin=pin.number, pages=len(pin.nodes), bytes=pin.size_bytes, tier=pin.tier
         )
-        for method, path, route, status in routes:
-            self.router.add_api_route(
-                path, route, methods=[method], status_code=status, dependencies=operate
-            )
-        read = [Depends(auth.require("read"))]
-        self.router.add_api_route("/jobs", self.all_jobs, methods=["GET"], dependencies=read)
-        self.router.add_api_route("/jobs/{job}", self.job, methods=["GET"], dependencies=read)
 
-    def pin(self, body: PinBody) -> dict[str, Any]:
-        """Pin the pages of a key and of all keys before it: they stay in a tier."""
-        self._refuse_without(body.tier)
-        space, key = self._turns.space(body.space), key_of(body.key)
-
-        def change(table: PageTable) -> Pin:
-            return table.pin(space, key, expiry(body.ttl_s, table.now_ns), body.tier)
-
-        pin = self._turns.operate(change)
-        told = {"pin": pin.number, "pages": len(pin.nodes), "bytes": pin.size_bytes}
-        return {**told, "tier": pin.tier}
-
-    def unpin(self, pin: int) -> dict[str, Any]:
+    def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
         """End a pin."""
-        ended = self._turns.operate(lambda table: table.unpin(pin))
-        return {"pin": pin, "pages": len(ended.nodes), "bytes": ended.size_bytes}
+        yield from ()
+        ended = self._observed.node.pages.unpin(asked.pin)
+        return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
 
-    def evict(self, body: EvictBody) -> dict[str, Any]:
+    def evict(self, asked: operations.Evict, by: Caller) -> Work[JobRow]:
         """Take a key with all that follows it, or a whole space, out of the index."""
-        space = self._turns.space(body.space)
-        top = self._node(space, key_of(body.key)) if body.key is not None else space.root
-        subject = {"space": space.label, "key": body.key}
+        yield from ()
+        space = space_of(self._observed, asked.space)
+        top = _node(space, key_of(asked.key)) if asked.key is not None else space.root
+        subject: dict[str, answers.Value] = {"space": space.label, "key": asked.key}
+        table = self._observed.node.pages
         return self._jobs.start(
-            "evict", subject, lambda job: drop(self._turns, job, [top], "operator")
+            "evict", subject, by, lambda job: drop(table, job, [top], "operator")
         )
 
-    def clear(self, body: ClearBody) -> dict[str, Any]:
-        """Empty a space, or all spaces; what is pinned or being written stays."""
-        if (body.space is None) == (not body.all):
+    def clear(self, asked: operations.Clear, by: Caller) -> Work[JobRow]:
+        """Empty a space, or all spaces."""
+        yield from ()
+        if (asked.space is None) == (not asked.all):
             raise InvalidArgument("space", "name a space, or say all=true")
-        spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
-        tops = [space.root for space in spaces]
-        subject = {"space": body.space, "all": body.all}
+        table = self._observed.node.pages
+        one = [space_of(self._observed, asked.space)] if asked.space is not None else None
+        tops = [space.root for space in one or list(table.spaces)]
+        subject: dict[str, answers.Value] = {"space": asked.space, "all": asked.all}
+        return self._jobs.start("clear", subject, by, lambda job: drop(table, job, tops, "cleared"))
+
+    def verify(self, asked: operations.Verify, by: Caller) -> Work[JobRow]:
+        """Read pages again and compare them with their digests."""
+        yield from ()
+        self._refuse_without(asked.tier)
+        every = ["host", "ssd"] if self._observed.node.pages.disk is not None else ["host"]
+        tiers = [asked.tier] if asked.tier is not None else every
+        deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
+        subject: dict[str, answers.Value] = {
+            "tier": asked.tier, "space": asked.space, "key": asked.key
+        }  # fmt: skip
+        if asked.space is None:
+            if asked.key is not None:
+                raise InvalidArgument("space", "a key is one of a space; name it too")
+            spaces = list(self._observed.node.pages.spaces)
+            work = self._verifier.spaces(spaces, tiers, deadline_ns)
+        elif asked.key is None:
+            space = space_of(self._observed, asked.space)
+            work = self._verifier.spaces([space], tiers, deadline_ns)
+        else:
+            node = _node(space_of(self._observed, asked.space), key_of(asked.key))
+            work = self._verifier.page(node, tiers, deadline_ns)
+        return self._jobs.start("verify", subject, by, work)
+
+    def prefetch(self, asked: operations.Prefetch, by: Caller) -> Work[JobRow]:
+        """Bring pages from the SSD into host memory, by a deadline."""
+        begin = self._movements().prefetch
+        return (yield from self._moved("prefetch", begin, asked, "host", by))
+
+    def move(self, asked: operations.Move, by: Caller) -> Work[JobRow]:
+        """Move pages to another tier."""
+        movements = self._movements()
+        begin = movements.demote if asked.to == "ssd" else movements.prefetch
+        return (yield from self._moved("move", begin, asked, asked.to, by))
+
+    def limit(self, asked: operations.SetLimits, by: Caller) -> Work[JobRow]:
+        """Limit what a space may have, and what the others must leave it, in a tier."""
+        yield from ()
+        space, table = space_of(self._observed, asked.space), self._observed.node.pages
+        self._refuse_without(asked.tier)
+        self._jobs.refuse_if_full()
+        quota, reserved = asked.quota_bytes, asked.reserved_bytes
+        if asked.tier == "ssd":
+            assert table.disk is not None
+            table.disk.limit(space, quota, reserved)
+        else:
+            table.quotas.set(space, quota, reserved, table.slots.capacity_bytes)
+        subject: dict[str, answers.Value] = {
+            "space": space.label, "quota_bytes": quota, "reserved_bytes": reserved,
+            "tier": asked.tier,
+        }  # fmt: skip
         return self._jobs.start(
-            "clear", subject, lambda job: drop(self._turns, job, tops, "cleared")
+            "limit", subject, by, lambda job: self._limit(job, space, asked.tier)
         )
 
-    def verify(self, body: VerifyBody) -> dict[str, Any]:
-        """Read pages again and compare them with their digests; what fails is quarantined."""
-        self._refuse_without(body.tier)
-        every = ["host", "ssd"] if self._has_ssd() else ["host"]
-        tiers = [body.tier] if body.tier is not None else every
-        deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
-        subject = {"tier": body.tier, "space": body.space, "key": body.key}
-        if body.space is None and body.key is not None:
-            raise InvalidArgument("space", "a key is one of a space; name it too")
-        spaces = [self._turns.space(body.space)] if body.space is not None else self._spaces()
-        if body.key is not None:
-            node = self._node(spaces[0], key_of(body.key))
-            work = self._verifier.page(node, tiers, deadline_ns)
-        else:
-            work = self._verifier.spaces(spaces, tiers, deadline_ns)
-        return self._jobs.start("verify", subject, work)
-
-    def prefetch(self, body: PrefetchBody) -> dict[str, Any]:
-        """Bring pages from the SSD into host memory, by a deadline."""
-        return self._moved("prefetch", self._movements().prefetch, body, "host")
-
-    def move(self, body: MoveBody) -> dict[str, Any]:
-        """Move pages to another tier; to the SSDs: memory lets go of them from the tails on.
-
-        The job's ``result`` says how many of the keys are ``there`` in the end, how many were
-        ``kept`` where they are (in use, followed by pages in memory, or without room), and how
-        many are ``missing``.
-        """
-        movements = self._movements()
-        begin = movements.demote if body.to == "ssd" else movements.prefetch
-        return self._moved("move", begin, body, body.to)
-
-    def limit(self, space: str, body: LimitsBody) -> dict[str, Any]:
-        """Limit what a space may have, and what the others must leave it, in a tier.
-
-        A job puts the space's pages into queues of their own and brings it within its quota.
-        """
-        of = self._turns.space(space)
-        self._refuse_without(body.tier)
-
-        def change(table: PageTable) -> None:
-            if body.tier == "ssd":
-                assert table.disk is not None
-                table.disk.limit(of, body.quota_bytes, body.reserved_bytes)
-                return
-            capacity = table.slots.capacity_bytes
-            table.quotas.set(of, body.quota_bytes, body.reserved_bytes, capacity)
-
-        subject = {"space": of.label, **body.model_dump()}
-        return self._jobs.start(
-            "limit", subject, lambda job: self._limit(job, of, body.tier),
-            first=lambda: self._turns.operate(change),
-        )  # fmt: skip
-
-    def set_policy(self, body: PolicyBody) -> dict[str, Any]:
+    def set_policy(self, asked: operations.SetPolicy, _by: Caller) -> Work[answers.PolicySet]:
         """Change the eviction policy; when that fails the one before it stays."""
-        observed = self._turns.observed
-        before = self._turns.ask(observed.policy)
-        if body.name not in before["known"]:
+        observed, table = self._observed, self._observed.node.pages
+        before = observed.policy()
+        if asked.name not in before["known"]:
             known = ", ".join(before["known"])
-            raise InvalidArgument("name", f"{body.name!r} is no policy; known are {known}")
+            raise InvalidArgument("name", f"{asked.name[:80]!r} is no policy; known are {known}")
+        while not table.eviction.settle(_SETTLE_LEAVES):
+            yield None  # leaves still move over to the policy before
+        before = observed.policy()
+        try:
+            observed.set_policy(asked.name)
+        except KVStoreError:
+            observed.set_policy(before["name"])
+            raise
+        table.ghosts.policy = asked.name
+        return answers.PolicySet(**_policy(observed.policy()), previous=before["name"])
 
-        def change(table: PageTable) -> dict[str, Any]:
-            try:
-                observed.set_policy(body.name)
-            except KVStoreError:
-                observed.set_policy(before["name"])
-                raise
-            table.ghosts.policy = body.name
-            return observed.policy()
-
-        return {**self._turns.operate(change), "previous": before["name"]}
-
-    def all_jobs(self) -> dict[str, Any]:
+    def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:
         """The jobs that run and the last ones that ended, the newest first."""
-        return {"jobs": self._jobs.all()}
+        yield from ()
+        return answers.JobList(jobs=self._jobs.all())
 
-    def job(self, job: int) -> dict[str, Any]:
+    def job(self, asked: operations.ShowJob, _by: Caller) -> Work[JobRow]:
         """One job, with its progress."""
-        return self._jobs.get(job).shown()
+        yield from ()
+        return self._jobs.get(asked.job).shown()
 
-    def cancel(self, job: int) -> dict[str, Any]:
-        """Ask a job to end; what it has done stays done."""
-        found = self._jobs.get(job)
-        found.cancel()
+    def cancel(self, asked: operations.CancelJob, _by: Caller) -> Work[JobRow]:
+        """Ask a job to end."""
+        yield from ()
+        found = self._jobs.get(asked.job)
+        found.cancelled = True
         return found.shown()
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _spaces(self) -> list[Space]:
-        return self._turns.ask(lambda: list(self._turns.observed.node.pages.spaces))
-
-    def _node(self, space: Space, key: PrefixKey) -> Node:
-        node = self._turns.ask(lambda: space.nodes.get(key))
-        if node is None:
-            raise not_stored(key.hex(), "key")
-        return node
-
-    def _has_ssd(self) -> bool:
-        return self._turns.ask(lambda: self._turns.observed.node.pages.disk is not None)
+    def _write(self, nodes: list[Node]) -> Work[None]:
+        """Have pages written that are not on disk, the first of a chain first."""
+        disk = self._observed.node.pages.disk
+        assert disk is not None
+        for count, node in enumerate(nodes, start=1):
+            for shard in list(node.digests) if is_live(node) else ():
+                disk.ensure_written(node, shard)
+            if count % _STEP_WRITES == 0:
+                yield None
 
     def _refuse_without(self, tier: str | None) -> None:
         """Refuse what is asked of a tier that this node does not have."""
-        if tier == "ssd" and not self._has_ssd():
+        if tier == "ssd" and self._observed.node.pages.disk is None:
             message = "this node has no SSD tier: give it ssd.directories"
-            raise ApiError(409, "tier_unavailable", message, "tier")
+            raise Refusal(409, "tier_unavailable", message, "tier")
 
-    def _limit(self, job: Job, space: Space, tier: str) -> None:
+    def _limit(self, job: Job, space: Space, tier: str) -> Work[None]:
         """Offer every page anew, then evict until the quota is kept.
 
         ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
         """
-        for number in self._turns.ask(lambda: space.shelves.numbers(0)):
-
-            def seed(table: PageTable, shelf: int = number) -> None:
-                nodes = space.shelves.nodes(shelf)
+        table = self._observed.node.pages
+        for number in space.shelves.numbers(0):
+            nodes = space.shelves.nodes(number)
+            for start in range(0, len(nodes), _STEP_NODES):
+                some = nodes[start : start + _STEP_NODES]
                 if tier == "host":
-                    table.eviction.offer_all(nodes, anew=True)
-                for node in nodes:
+                    table.eviction.offer_all(some, anew=True)
+                for node in some:
                     table.offer(node)
-
-            self._turns.operate(seed)
-            if job.cancelled:
-                return
-
-        def shrink(table: PageTable) -> tuple[int, bool, bool]:
-            disk = table.disk
-            if tier == "ssd":
-                assert disk is not None
-                before = space.disk_bytes
-                kept = disk.limits.shrink(space, _SHRINK_PAGES)
-                return before - space.disk_bytes, kept, False
-            before = space.host_bytes
-            kept = table.shrink(space, _SHRINK_PAGES)
-            return before - space.host_bytes, kept, disk is not None and disk.busy
-
-        job.result["evicted_bytes"] = 0
+                yield None  # also when it is cancelled: a leaf that is not offered is never found
+        evicted = 0
+        job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
         while True:
-            freed, kept, waits = self._turns.operate(shrink)
-            job.result["evicted_bytes"] += freed
+            freed, kept, waits = self._shrink(job, space, tier)
+            evicted += freed
+            job.result["evicted_bytes"] = evicted
             now_ns = monotonic_ns()
             if kept:
                 return
@@ -327,53 +257,98 @@ class Operation:
                 return
             if freed:
                 deadline_ns = now_ns + int(LIMIT_S * 1e9)
-            else:
-                job.pause(_POLL_S)  # its pages are being written, and go when that is done
+            # What is being written goes when that is done.
+            yield None if freed else _POLL_S
+
+    def _shrink(self, job: Job, space: Space, tier: str) -> tuple[int, bool, bool]:
+        """Take some pages of a space out: the bytes, whether it is in its quota, what waits."""
+        table = self._observed.node.pages
+        disk = table.disk
+        job.pages -= _evicted(table)
+        if tier == "ssd":
+            assert disk is not None
+            before = space.disk_bytes
+            kept = disk.limits.shrink(space, _SHRINK_PAGES)
+            job.pages += _evicted(table)
+            return before - space.disk_bytes, kept, False
+        before = space.host_bytes
+        kept = table.shrink(space, _SHRINK_PAGES)
+        job.pages += _evicted(table)
+        return before - space.host_bytes, kept, disk is not None and disk.busy
 
     def _movements(self) -> Movements:
-        movements = self._turns.observed.movements
+        movements = self._observed.movements
         if movements is None:
-            raise ApiError(
-                409, "tier_unavailable", "this node has one tier: there is nowhere to move pages to"
-            )
+            message = "this node has one tier: there is nowhere to move pages to"
+            raise Refusal(409, "tier_unavailable", message)
         return movements
 
     def _moved(
-        self,
-        kind: str,
-        begin: Callable[[Space, list[PrefixKey], int], Movement],
-        body: MoveBody | PrefetchBody,
-        to: Tier,
-    ) -> dict[str, Any]:
-        space = self._turns.space(body.space)
-        keys = [key_of(key, "keys") for key in body.keys]
-        if not self._turns.ask(lambda: any(key in space.nodes for key in keys)):
+        self, kind: str, begin: Callable[[Space, list[PrefixKey], int], Movement],
+        asked: operations.Move | operations.Prefetch, to: str, by: Caller,
+    ) -> Work[JobRow]:  # fmt: skip
+        space = space_of(self._observed, asked.space)
+        keys: list[PrefixKey] = []
+        known = False
+        for count, text in enumerate(asked.keys, start=1):
+            keys.append(key_of(text, "keys"))
+            known = known or keys[-1] in space.nodes
+            if count % _STEP_KEYS == 0:
+                yield None
+        if not known:
             raise not_stored(keys[0].hex(), "keys")
-        deadline_ns = monotonic_ns() + int(body.deadline_s * 1e9)
+        deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
+        movement = begin(space, keys, deadline_ns)
 
-        def work(job: Job) -> None:
-            movement = self._turns.operate(lambda _table: begin(space, keys, deadline_ns))
-            while not self._turns.ask(movement.finished):
-                job.done, job.total = self._turns.ask(movement.progress)
-                if job.cancelled or monotonic_ns() >= deadline_ns:
-                    break
-                job.pause(_POLL_S)
+        def work(job: Job) -> Work[None]:
+            try:
+                for pause in movement.steps():
+                    job.done, job.total = movement.done, movement.total
+                    if job.cancelled or monotonic_ns() >= deadline_ns:
+                        break
+                    yield pause
+            finally:
+                movement.cancel()
             over = job.cancelled or monotonic_ns() >= deadline_ns
-            self._turns.operate(lambda _table: movement.cancel())
-            job.result.update(self._turns.ask(lambda: _outcome(space, keys, to)))
-            job.done, job.total = job.result["there"], len(keys)
+            outcome = yield from _outcome(space, keys, to)
+            job.result.update(outcome)
+            job.pages = outcome["there"]
+            job.done, job.total = outcome["there"], len(keys)
             if over and job.done < job.total:
                 job.result["complete"] = False
 
-        return self._jobs.start(kind, {"space": space.label, "keys": len(keys)}, work)
+        subject: dict[str, answers.Value] = {"space": space.label, "keys": len(keys)}
+        return self._jobs.start(kind, subject, by, work)
 
 
-def _outcome(space: Space, keys: list[PrefixKey], to: Tier) -> dict[str, int]:
-    """How many keys' pages a movement left in the tier it went to; on the state's loop."""
-    nodes = [space.nodes.get(key) for key in keys]
-    stored = [node for node in nodes if node is not None and node.ready]
-    if to == "host":
-        there = sum(node.slots.keys() >= node.disk.keys() for node in stored)
-    else:
-        there = sum(not node.slots for node in stored)
-    return {"there": there, "kept": len(stored) - there, "missing": len(keys) - len(stored)}
+def _node(space: Space, key: PrefixKey) -> Node:
+    node = space.nodes.get(key)
+    if node is None:
+        raise not_stored(key.hex(), "key")
+    return node
+
+
+def _evicted(table: PageTable) -> int:
+    """Pages that were taken out of a tier for room so far."""
+    return sum(table.counts[name] for name in _EVICTIONS)
+
+
+def _policy(shown: dict[str, Any]) -> dict[str, Any]:
+    """The policies at work, without what an answer has no place for."""
+    return {
+        name: value for name, value in shown.items() if name in answers.Policy.__struct_fields__
+    }
+
+
+def _outcome(space: Space, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:
+    """How many keys' pages a movement left in the tier it went to."""
+    there = kept = 0
+    for count, key in enumerate(keys, start=1):
+        node = space.nodes.get(key)
+        if node is not None and node.ready:
+            is_there = node.slots.keys() >= node.disk.keys() if to == "host" else not node.slots
+            there += is_there
+            kept += not is_there
+        if count % _STEP_KEYS == 0:
+            yield None
+    return {"there": there, "kept": kept, "missing": len(keys) - there - kept}

@@ -1,19 +1,25 @@
 """Everything that can be counted in a page table, as plain values. Pure."""
 
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 from kvstore.state.pages import PageTable
 from kvstore.state.sessions import Session
 from kvstore.state.tree import Space
 
+LISTED_MAX: Final = 100
+"""Spaces and sessions that a snapshot names, so that it never holds the state for long."""
+
 
 def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
-    """One snapshot."""
+    """One snapshot; of spaces and sessions the first :data:`LISTED_MAX`, and how many there are."""
     slots = pages.slots.stats()
+    spaces = list(pages.spaces)
     processes = [process for session in sessions for process in session.processes.values()]
     return {
         "host": {name: getattr(slots, name) for name in slots.__slots__},
-        "pages": sum(len(space.nodes) for space in pages.spaces),
+        "pages": sum(len(space.nodes) for space in spaces),
+        "spaces_total": len(spaces),
         "spaces": [
             {
                 **_identity(space),
@@ -22,8 +28,9 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
                 "host_bytes": space.host_bytes,
                 "ssd_bytes": space.disk_bytes,
             }
-            for space in pages.spaces
+            for space in islice(spaces, LISTED_MAX)
         ],
+        "sessions_total": len(sessions),
         "sessions": [
             {
                 "name": session.name,
@@ -34,7 +41,7 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
                 "quota_bytes": session.quota_bytes,
                 "prefill_s_per_token": session.prefill_s_per_token,
             }
-            for session in sessions
+            for session in islice(sessions, LISTED_MAX)
         ],
         "leases": sum(len(process.leases) for process in processes),
         "puts": sum(len(process.puts) for process in processes),
@@ -45,4 +52,4 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
 def _identity(space: Space) -> dict[str, Any]:
     identity = space.identity
     fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
-    return {"space": identity.digest.hex(), **fields}
+    return {"space": space.label, **fields}

@@ -53,10 +53,18 @@ class Eviction:
             InvalidArgument: no policy has that name; nothing changed.
         """
         new_policy(policy, 0)
-        for name, queue in self._before.items():
-            self._take_over(name, queue, None)
+        while not self.settle(TAKE_OVER_MAX):
+            pass
         self.policy = policy
         self._before, self._queues = self._queues, {}
+
+    def settle(self, most: int) -> bool:
+        """Move up to ``most`` leaves over to the present policy; True when none is left behind."""
+        for name, queue in list(self._before.items()):
+            if self._take_over(name, queue, most):
+                return False
+            del self._before[name]
+        return True
 
     def stored(self, node: Node, slot_bytes: int, tick: int) -> None:
         """A page of ``node`` came in."""
@@ -141,14 +149,12 @@ class Eviction:
     def _has_grace(self, node: Node) -> bool:
         return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS
 
-    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int | None) -> bool:
+    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
         """Move leaves to the present policy's queue; False when none was left."""
-        moved = 0
-        while most is None or moved < most:
+        for _ in range(most):
             node = before.pop(self._tick)
             if node is None:
                 return False
-            moved += 1
             self._queue(*name).offer(node, self._tick)
         return True
 

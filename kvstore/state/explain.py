@@ -5,16 +5,17 @@ same key in other spaces. When nothing is known the answer says whether somethin
 forgotten.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 
-from kvstore.page import PrefixKey
+from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.ghosts import Ghost
 from kvstore.state.pages import PageTable
 from kvstore.state.tree import Node, Space
+from kvstore.state.walks import Steps, ended
 
 VERDICTS: Final = (
     "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
@@ -29,6 +30,41 @@ _VERDICT_OF: Final = {
     "retired": "evicted",
 }
 _NS_PER_S: Final = 1_000_000_000
+
+
+HEADS_MAX: Final = 8
+"""Pages before a page that are explained with it: each may have left because of the one before."""
+RUNS_MAX: Final = 64
+"""Spaces that are told of when many hold equally much of a prompt."""
+_STEP_SPACES: Final = 32
+_STEP_KEYS: Final = 256
+
+
+class Difference(TypedDict):
+    """A field in which a stored page is not the one that was asked for."""
+
+    field: str
+    asked: Any
+    there: Any
+
+
+class Departure(TypedDict):
+    """What is remembered of a page that left; ages in seconds, None = not known.
+
+    ``head``: the page whose leaving took this one along. ``wanted_by``: label of the space that
+    needed its room, a slot of ``wanted_bytes``; 0 bytes = that space was over its quota.
+    """
+
+    cause: str
+    policy: str
+    shard: int
+    head: str
+    hits: int
+    wanted_by: str
+    wanted_bytes: int
+    left_s_ago: float | None
+    stored_s_ago: float | None
+    used_s_ago: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +89,9 @@ class Explanation:
     key: str
     space: str = ""
     shards: dict[str, list[str]] = field(default_factory=dict)
-    differs: list[dict[str, Any]] = field(default_factory=list)
+    differs: list[Difference] = field(default_factory=list)
     head: "Explanation | None" = None
-    left: dict[str, Any] | None = None
+    left: Departure | None = None
     hit_pages: int | None = None
     asked_pages: int | None = None
 
@@ -74,71 +110,47 @@ class Explainer:
         self._now_ns = now_ns
 
     def key(self, key: PrefixKey, space: Space | None, shard: int | None = None) -> Explanation:
+        """:meth:`steps` at once."""
+        return ended(self.steps(key, space, shard))
+
+    def steps(
+        self, key: PrefixKey, space: Space | None, shard: int | None = None, heads: int = HEADS_MAX
+    ) -> Steps[Explanation]:
         """Why the page of ``key`` is a hit or not.
 
         Args:
             key: what is asked for.
             space: where; None = wherever it is known best.
             shard: number of the shard in ``space``; None = any.
+            heads: how many pages before it are explained, each because the one after it asks.
         """
         if space is not None:
-            return self._in_space(space, key, shard) or self._elsewhere(space, key)
-        found = [self._in_space(one, key, None) for one in self._pages.spaces]
-        known = [one for one in found if one is not None]
-        if known:
-            return min(known, key=lambda one: VERDICTS.index(one.verdict))
+            found = yield from self._in_space(space, key, shard, heads)
+            return found or (yield from self._elsewhere(space, key))
+        best: tuple[int, Space] | None = None
+        for count, one in enumerate(list(self._pages.spaces), start=1):
+            found = yield from self._in_space(one, key, None, 0)
+            if found is not None:
+                rank = VERDICTS.index(found.verdict)
+                best = (rank, one) if best is None or rank < best[0] else best
+            if count % _STEP_SPACES == 0:
+                yield
+        if best is not None:
+            found = yield from self._in_space(best[1], key, None, heads)
+            if found is not None:
+                return found
         return self._nothing(None, key)
 
-    def tokens(
-        self, chains: Mapping[int, Sequence[PrefixKey]], space: Space | None, shard: int | None
-    ) -> Explanation:
-        """Why a token list is no hit: how far it is one, and why the page after that is not there.
+    def other(self, space: Space, other: Space, key: PrefixKey) -> Explanation:
+        """What keeps a page that another space has from being one of ``space``."""
+        node = other.nodes.get(key)
+        if node is None or not node.present:
+            return self._nothing(space, key)
+        return self._of_other(space, other, node)
 
-        Args:
-            chains: tokens in a page → the keys of the list's full pages; at least one each, and
-                those of ``space``.
-            space: where; None = the space that holds the longest part.
-            shard: as in :meth:`key`.
-        """
-        chosen, hits = space, 0
-        if space is not None:
-            hits = _hits(space, chains[space.identity.page_tokens], shard)
-        else:
-            for one in self._pages.spaces:
-                keys = chains.get(one.identity.page_tokens)
-                count = _hits(one, keys, None) if keys else 0
-                if count > hits:
-                    chosen, hits = one, count
-        size = chosen.identity.page_tokens if chosen is not None else min(chains)
-        keys = chains[size]
-        at = min(hits, len(keys) - 1)
-        found = self.key(keys[at], chosen, shard if chosen is space else None)
-        text = f"{hits} of {len(keys)} pages are a hit"
-        if hits < len(keys):
-            text += f"; page {hits}: {found.text}"
-        if space is not None and found.verdict in ("never_stored", "unknown"):
-            found = self._in_other_pages(chains, space, hits * size) or found
-            text = f"{hits} of {len(keys)} pages are a hit; page {hits}: {found.text}"
-        return Explanation(
-            found.verdict, text, found.key, found.space, found.shards, found.differs, found.head,
-            found.left, hits, len(keys),
-        )  # fmt: skip
-
-    def _in_other_pages(
-        self, chains: Mapping[int, Sequence[PrefixKey]], space: Space, tokens: int
-    ) -> Explanation | None:
-        """Tokens that a space with pages of another size has further than ``tokens``."""
-        for other in self._pages.spaces:
-            size = other.identity.page_tokens
-            if size == space.identity.page_tokens or size not in chains:
-                continue
-            count = _hits(other, chains[size], None)
-            if count * size > tokens:
-                key = chains[size][count - 1]
-                return self._of_other(space, other, other.nodes[key])
-        return None
-
-    def _in_space(self, space: Space, key: PrefixKey, shard: int | None) -> Explanation | None:
+    def _in_space(
+        self, space: Space, key: PrefixKey, shard: int | None, heads: int
+    ) -> Steps[Explanation | None]:
         """The answer that this space alone can give."""
         node = space.nodes.get(key)
         if node is not None and node.present:
@@ -147,7 +159,7 @@ class Explainer:
                 return found
         ghost = self._pages.ghosts.find(space, key)
         if ghost is not None and (shard is None or node is None or ghost.shard == shard):
-            return self._left(space, ghost)
+            return (yield from self._left(space, ghost, heads))
         if node is not None and node.present and shard is not None:
             return self._other_shard(node, shard)
         return None
@@ -176,12 +188,14 @@ class Explainer:
         text = f"stored for shard {stored}, not for {shard}: they differ in {names}"
         return Explanation("other_shard", text, node.key.hex(), space.label, where(node), differs)
 
-    def _elsewhere(self, space: Space, key: PrefixKey) -> Explanation:
+    def _elsewhere(self, space: Space, key: PrefixKey) -> Steps[Explanation]:
         """The same key in another space, or nothing."""
-        for other in self._pages.spaces:
+        for count, other in enumerate(list(self._pages.spaces), start=1):
             node = other.nodes.get(key) if other is not space else None
             if node is not None and node.present:
                 return self._of_other(space, other, node)
+            if count % (_STEP_SPACES * 8) == 0:
+                yield
         return self._nothing(space, key)
 
     def _of_other(self, space: Space, other: Space, node: Node) -> Explanation:
@@ -190,7 +204,7 @@ class Explainer:
         text = f"stored in another space ({other.label[:12]}): it differs in {names}"
         return Explanation("other_space", text, node.key.hex(), other.label, where(node), differs)
 
-    def _left(self, space: Space, ghost: Ghost) -> Explanation:
+    def _left(self, space: Space, ghost: Ghost, heads: int) -> Steps[Explanation]:
         left = self._remembered(ghost)
         verdict = _VERDICT_OF.get(ghost.cause, ghost.cause)
         head = None
@@ -199,7 +213,8 @@ class Explainer:
             verdict = "head_missing"
             text = f"unreachable since {ago}: a page before it left"
             if ghost.head:
-                head = self.key(ghost.head, space)
+                if heads:
+                    head = yield from self.steps(ghost.head, space, None, heads - 1)
                 text = f"unreachable since {ago}: page {ghost.head.hex()[:12]} before it left"
         elif ghost.cause == "evicted":
             text = f"evicted {ago} by policy {ghost.policy}"
@@ -217,9 +232,9 @@ class Explainer:
             head=head, left=left,
         )  # fmt: skip
 
-    def _remembered(self, ghost: Ghost) -> dict[str, Any]:
-        spaces = {space.number: space.label for space in self._pages.spaces}
-        by = spaces.get(ghost.wanted_by, "") if ghost.wanted_by is not None else ""
+    def _remembered(self, ghost: Ghost) -> Departure:
+        wanting = (one.label for one in self._pages.spaces if one.number == ghost.wanted_by)
+        by = next(wanting, "") if ghost.wanted_by is not None else ""
         return {
             "cause": ghost.cause,
             "policy": ghost.policy,
@@ -274,16 +289,42 @@ def _bits(mask: int) -> list[int]:
     return [at for at in range(mask.bit_length()) if mask >> at & 1]
 
 
-def _hits(space: Space, keys: Sequence[PrefixKey], shard: int | None) -> int:
-    for count, key in enumerate(keys):
-        node = space.nodes.get(key)
-        ready = node.ready if node is not None else 0
-        if not (ready if shard is None else ready >> shard & 1):
-            return count
-    return len(keys)
+def leading_runs(
+    spaces: Sequence[Space], packed: bytes, shard: int | None
+) -> Steps[list[tuple[Space, int]]]:
+    """Which spaces hold most of the leading pages of a chain, and how many pages that is.
+
+    Args:
+        spaces: where.
+        packed: consecutive keys of one chain.
+        shard: whose pages; None = of any shard.
+
+    Returns:
+        those that hold the most, :data:`RUNS_MAX` at most; none when no space holds the first.
+    """
+    best: list[tuple[Space, int]] = []
+    looked = 0
+    for space in spaces:
+        count = 0
+        for at in range(0, len(packed), KEY_BYTES):
+            looked += 1
+            if looked % _STEP_KEYS == 0:
+                yield
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            ready = node.ready if node is not None else 0
+            if not (ready if shard is None else ready >> shard & 1):
+                break
+            count += 1
+        most = best[0][1] if best else 0
+        if count > most:
+            best = [(space, count)]
+        elif count == most > 0 and len(best) < RUNS_MAX:
+            best.append((space, count))
+        looked += 1
+    return best
 
 
-def _differences(asked: msgspec.Struct, there: msgspec.Struct) -> list[dict[str, Any]]:
+def _differences(asked: msgspec.Struct, there: msgspec.Struct) -> list[Difference]:
     """The fields in which two names differ."""
     mine, theirs = msgspec.to_builtins(asked), msgspec.to_builtins(there)
     return [

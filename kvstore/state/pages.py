@@ -274,8 +274,13 @@ class PageTable(Residents):
         self._lend(process, lease_id, lease)
         return lease
 
-    def pin(self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host") -> Pin:
+    def pin(
+        self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host",
+        measured: tuple[list[Node], int] | None = None,
+    ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
+
+        ``measured`` is what :meth:`kvstore.state.pins.Pins.measure` gave a moment ago.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -284,7 +289,7 @@ class PageTable(Residents):
         """
         if tier == "ssd" and self.disk is None:
             raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
-        pin = self.pins.add(space, key, expires_ns, tier)
+        pin = self.pins.add(space, key, expires_ns, tier, measured)
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:

@@ -8,7 +8,7 @@ its tier, wherever its pages are then; pages that two pins share are charged to 
 is ever exceeded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,9 @@ from kvstore.page import PrefixKey
 from kvstore.state.tree import Node, Space
 
 PINS_MAX: Final = 1024
+PIN_KEYS_MAX: Final = 32_768
+"""Keys of one pin: what it covers is let go at once when it ends."""
+_STEP_KEYS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +66,51 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host") -> Pin:
+    def measure(
+        self, space: Space, key: PrefixKey, tier: str = "host"
+    ) -> Generator[None, None, tuple[list[Node], int]]:
+        """What a pin would cover, and what that takes in its tier; in short steps.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: it is more than one pin may cover.
+        """
+        nodes: list[Node] = []
+        size = 0
+        at: Node | None = _stored(space, key)
+        while at is not None and at is not space.root:
+            if len(nodes) >= PIN_KEYS_MAX:
+                raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
+            nodes.append(at)
+            for shard in {*at.slots, *at.disk}:
+                of = space.shards[shard]
+                size += of.record_bytes if tier == "ssd" else of.slot_bytes
+            at = at.parent
+            if len(nodes) % _STEP_KEYS == 0:
+                yield
+        return nodes, size
+
+    def add(
+        self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host",
+        measured: tuple[list[Node], int] | None = None,
+    ) -> Pin:  # fmt: skip
         """Pin the pages of ``key`` and of all keys before it in a tier, ``host`` or ``ssd``.
+
+        ``measured`` is what :meth:`measure` gave a moment ago; without it that is done now.
 
         Raises:
             NotFound: no page is stored under the key.
             CapacityError: the budget does not suffice, or there are too many pins.
         """
-        node = space.nodes.get(key)
-        if node is None or not node.ready:
-            raise NotFound("key", f"no page of {key.hex()} is stored in this space")
-        nodes: list[Node] = []
-        at: Node | None = node
-        while at is not None and at is not space.root:
-            nodes.append(at)
-            at = at.parent
+        node = _stored(space, key)
+        if (
+            measured is None
+            or measured[0][0] is not node
+            or measured[0][-1].parent is not space.root
+        ):
+            measured = _at_once(self.measure(space, key, tier))
+        nodes, size = measured
         on_disk = tier == "ssd"
-        size = sum(
-            space.shards[shard].record_bytes if on_disk else space.shards[shard].slot_bytes
-            for one in nodes
-            for shard in {*one.slots, *one.disk}
-        )
         used = self.disk_used_bytes if on_disk else self.used_bytes
         budget = self.disk_budget_bytes if on_disk else self.budget_bytes
         if used + size > budget:
@@ -123,10 +150,14 @@ class Pins:
             for node in pin.nodes:
                 node.memory_pins += change
 
-    def expire(self, now_ns: int) -> list[Node]:
-        """End every pin whose time is up; returns the nodes that lost one."""
-        ended = [pin for pin in self._pins.values() if 0 < pin.expires_ns <= now_ns]
-        return [node for pin in ended for node in self.remove(pin.number).nodes]
+    def expire(self, now_ns: int) -> tuple[Node, ...]:
+        """End one pin whose time is up, if there is any; returns the nodes that lost it.
+
+        One at a time: many may end together, and nobody is to wait for all of them.
+        """
+        ended = (pin.number for pin in self._pins.values() if 0 < pin.expires_ns <= now_ns)
+        number = next(ended, None)
+        return self.remove(number).nodes if number is not None else ()
 
     def next_deadline_ns(self) -> int:
         """The earliest end of a pin; 0 = none ends by itself."""
@@ -141,6 +172,24 @@ class Pins:
             sizes = [pin.size_bytes for pin in self._pins.values() if pin.tier == tier]
             assert used == sum(sizes)
             assert used <= budget or not sizes
+
+
+def _stored(space: Space, key: PrefixKey) -> Node:
+    node = space.nodes.get(key)
+    if node is None or not node.ready:
+        raise NotFound("key", f"no page of {key.hex()} is stored in this space")
+    return node
+
+
+def _at_once(
+    steps: Generator[None, None, tuple[list[Node], int]],
+) -> tuple[list[Node], int]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: tuple[list[Node], int] = end.value
+            return found
 
 
 def expiry(ttl_s: float, now_ns: int) -> int:

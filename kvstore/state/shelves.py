@@ -7,6 +7,7 @@ shelf, and the number of the next node is all it has to remember. A node that wa
 beginning of a walk to its end is shown exactly once.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -46,8 +47,8 @@ class Shelves:
 
     def numbers(self, cursor: int) -> list[int]:
         """Numbers of the shelves that hold nodes with serial numbers from ``cursor`` on."""
-        first = cursor >> _SHIFT
-        return [number for number in self._shelves if number >= first]
+        every = list(self._shelves)
+        return every[bisect_left(every, cursor >> _SHIFT) :]
 
     def nodes(self, number: int, cursor: int = 0) -> list["Node"]:
         """The nodes of one shelf from serial number ``cursor`` on; none when the shelf is gone."""

@@ -1,12 +1,12 @@
-"""Walks over pages in turns: every call looks at a bounded number of nodes, and says how to go on.
+"""Walks over pages in steps: each looks at a bounded number of nodes and says how to go on.
 
 They are what listings and an operator's bulk changes are made of: nobody else waits for longer
-than one turn.
+than a step.
 """
 
-from collections.abc import Iterator
-from itertools import islice, pairwise
-from typing import Final
+from collections.abc import Generator, Iterator
+from itertools import islice
+from typing import Final, TypeVar
 
 from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey
@@ -14,17 +14,36 @@ from kvstore.state.pages import PageTable
 from kvstore.state.pins import PINS_MAX
 from kvstore.state.tree import Node, Space, is_live
 
-TURN_NODES: Final = 250
-"""Nodes that one turn of a listing shows: about a millisecond."""
-DROP_NODES: Final = 100
-"""Nodes that one turn takes out: about two milliseconds."""
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""Work in short steps; between two of them anything may happen to the pages."""
+
+STEP_NODES: Final = 64
+"""Nodes that one step of a listing looks at."""
+DROP_NODES: Final = 16
+"""Nodes that one step takes out: each costs some 20 microseconds."""
+PASS_NODES: Final = 20
+"""Nodes passed on the way down take as long as one that is taken out."""
 SIBLINGS_MAX: Final = 50_000
 """Finding one's way back among more children than this would hold the state for too long."""
+_CHILDREN: Final = 100
+"""Children of one node that a pass takes at least."""
+
+
+def ended(steps: Steps[T]) -> T:
+    """The result of steps that are taken all at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
 
 def subtree(
     space: Space, top: PrefixKey, after: PrefixKey, depth: int, limit: int
-) -> tuple[list[Node], bool]:
+) -> Steps[tuple[list[Node], bool]]:
     """Nodes below a key, every parent before its children.
 
     Args:
@@ -32,7 +51,7 @@ def subtree(
         top: the first node of the walk; empty = the space's root, which itself is not listed.
         after: the last node of the stretch before; empty = begin.
         depth: levels below ``top`` to list.
-        limit: nodes to return, 1..:data:`TURN_NODES`.
+        limit: nodes to return, 1 or more.
 
     Returns:
         the nodes, and whether there are more.
@@ -44,51 +63,74 @@ def subtree(
     if start is None:
         raise InvalidArgument("key", f"{top.hex()} is not in this space")
     found: list[Node] = []
+    above: Node | None = None
     if after:
-        stack = _resume(space, start, after, depth)
-    else:
-        found = [start] if start is not space.root else []
-        stack = [iter(start.children.values())] if depth else []
-    limit = min(limit, TURN_NODES)
-    while stack and len(found) <= limit:
+        above = yield from _cursor(space, start, after)
+    elif start is not space.root:
+        found.append(start)
+    first = above or start
+    stack = [_children(first, limit)] if first.depth - start.depth < depth else []
+    looked = 0
+    while len(found) <= limit:
+        if not stack:
+            if above is None or above is start:
+                break
+            stack.append(_younger(above, limit))
+            above = above.parent
         child = next(stack[-1], None)
+        looked += 1
+        if looked % STEP_NODES == 0:
+            yield
         if child is None:
             stack.pop()
-            continue
-        found.append(child)
-        if len(stack) < depth:
-            stack.append(iter(child.children.values()))
+        elif is_live(child):
+            found.append(child)
+            if child.depth - start.depth < depth:
+                stack.append(_children(child, limit))
     return found[:limit], len(found) > limit
 
 
-def _resume(space: Space, start: Node, after: PrefixKey, depth: int) -> list[Iterator[Node]]:
-    """Where a walk that has shown ``after`` goes on: what is left of each level above it."""
+def _children(node: Node, limit: int) -> Iterator[Node]:
+    """As many children as a stretch can need; nobody minds when some leave meanwhile."""
+    return iter(list(islice(node.children.values(), limit + 1)))
+
+
+def _younger(node: Node, limit: int) -> Iterator[Node]:
+    """The siblings that come after a node."""
+    parent = node.parent
+    if parent is None:
+        raise _cursor_left()
+    if len(parent.children) > SIBLINGS_MAX:
+        raise InvalidArgument("cursor", "too many siblings to go on; list /v1/pages instead")
+    siblings = list(parent.children.values())
+    after = siblings.index(node) + 1
+    return iter(siblings[after : after + limit + 1])
+
+
+def _cursor(space: Space, start: Node, after: PrefixKey) -> Steps[Node]:
+    """The node that a walk has shown last, if it stands below ``start``."""
     last = space.nodes.get(after)
     if last is None:
-        raise InvalidArgument("cursor", "the page it stands at has left; begin the listing again")
-    path = [last]
-    while path[-1] is not start:
-        parent = path[-1].parent
-        if parent is None:
-            raise InvalidArgument("cursor", "it stands at a page outside of this listing")
-        path.append(parent)
-    path.reverse()
-    stack: list[Iterator[Node]] = []
-    for parent, child in pairwise(path):
-        if len(parent.children) > SIBLINGS_MAX:
-            raise InvalidArgument("cursor", "too many siblings to go on; list /v1/pages instead")
-        rest = iter(parent.children.values())
-        for sibling in rest:
-            if sibling is child:
-                break
-        stack.append(rest)
-    if len(stack) < depth:
-        stack.append(iter(last.children.values()))
-    return stack
+        raise _cursor_left()
+    at, looked = last, 0
+    while at is not start:
+        if at.parent is None:
+            if at is space.root:
+                raise InvalidArgument("cursor", "it stands at a page outside of this listing")
+            raise _cursor_left()
+        at = at.parent
+        looked += 1
+        if looked % (STEP_NODES * 10) == 0:
+            yield
+    return last
+
+
+def _cursor_left() -> InvalidArgument:
+    return InvalidArgument("cursor", "the page it stands at has left; begin the listing again")
 
 
 class Removal:
-    """Takes what lies at and below a node out of the index, leaves first, turn by turn.
+    """Takes what lies at and below a node out of the index, leaves first, step by step.
 
     Pages that an operator pinned stay, with all before them, and so do pages that are being
     written. A pass goes on where the turn before it ended, however much stays; passes follow each
@@ -114,10 +156,11 @@ class Removal:
 
     def turn(self, table: PageTable, limit: int = DROP_NODES) -> bool:
         """Take some pages out; False when nothing is left that may go."""
-        looked = 0
-        while self._stack and looked < limit:
+        looked = passed = 0
+        while self._stack and looked < limit and passed < limit * PASS_NODES:
             node, children = self._stack[-1]
             child = next(children, None)
+            passed += 1
             if child is not None:
                 if is_live(child):
                     self._stack.append((child, iter(_some_children(child))))
@@ -141,14 +184,16 @@ class Removal:
         if node.pins or node.children or not node.digests:
             self.kept += 1
             return 1
-        shards = list(node.digests)
+        shards = list(node.digests)[:DROP_NODES]
         for shard in shards:
             table.drop(node, shard, self._cause)
         self.dropped += len(shards)
+        if is_live(node) and node.digests:
+            self._stack.append((node, iter(())))  # the rest of them in their turn
         return len(shards)
 
 
 def _some_children(node: Node) -> list[Node]:
     """As many children as a pass looks at: more than may stay, pinned or being written."""
     stay_max = 2 * PINS_MAX + min(len(node.space.writing), SIBLINGS_MAX)
-    return list(islice(node.children.values(), DROP_NODES + stay_max))
+    return list(islice(node.children.values(), _CHILDREN + stay_max))

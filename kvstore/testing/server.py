@@ -8,17 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvstore.server import client
+from kvstore.server.auth import token_file
+
 START_WAIT_S: Final = 60.0
 END_WAIT_S: Final = 30.0
 ANSWER_WAIT_S: Final = 10.0
 PAUSE_S: Final = 0.002
-_READY: Final = re.compile(r"(?m)^kvstore-server ready: socket (\S+) http (\S+) .*$")
+_READY: Final = re.compile(
+    r"(?m)^kvstore-server ready: socket (\S+) http (\S+) .*\badmin unix://(\S+)"
+)
 _never: Final = threading.Event()
 
 
@@ -56,7 +60,8 @@ class Server:
         command = [sys.executable, "-m", *module, "--set", "http.port=0"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
-        self._out, self._err = folder / "server.out", folder / "server.err"
+        earlier = len(list(folder.glob("server-*.out")))  # they may still run, and write
+        self._out, self._err = (folder / f"server-{earlier}.{end}" for end in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -93,6 +98,18 @@ class Server:
         return self._ready.group(2)
 
     @property
+    def admin(self) -> str:
+        """Its admin API over the Unix socket: for ``kvstore --url``, no token is needed there."""
+        assert self._ready is not None, "wait_ready() comes first"
+        return f"unix://{self._ready.group(3)}"
+
+    @property
+    def token_file(self) -> Path:
+        """Where its token for HTTP over TCP is; it makes none when it was given one."""
+        assert self._ready is not None, "wait_ready() comes first"
+        return token_file(Path(self._ready.group(3)))
+
+    @property
     def ended(self) -> bool:
         """Whether it runs no more."""
         return self._child.poll() is not None
@@ -108,18 +125,19 @@ class Server:
         return self._err.read_text(errors="replace")
 
     def get(self, path: str) -> Any:
-        """What an HTTP path answers, decoded from JSON.
+        """What a path of its admin API answers, decoded from JSON.
 
         Raises:
-            urllib.error.URLError: it does not answer, or not with 200.
+            OSError: it does not answer.
+            ServerError: it answers, but not with 200.
         """
         return json.loads(self.fetch(path))
 
     def fetch(self, path: str) -> bytes:
-        """What an HTTP path answers."""
-        assert self._ready is not None, "wait_ready() comes first"
-        with urllib.request.urlopen(self._ready.group(2) + path, timeout=ANSWER_WAIT_S) as answer:
-            body: bytes = answer.read()
+        """What a path of its admin API answers."""
+        status, body = client.send(self.admin, "GET", path, timeout_s=ANSWER_WAIT_S)
+        if status != 200:
+            raise ServerError(f"{path}: {status} {body.decode(errors='replace')}")
         return body
 
     def open_files(self) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from kvstore.client import KVStore
 from kvstore.page import PrefixKeys
+from kvstore.server import client
 from kvstore.space import Space
 from tests.client.conftest import FLAT, READY, Daemon, arguments, content, identity
 from tests.client.conftest import new_keys as keys_of
@@ -24,24 +23,20 @@ _seeds = count(100)
 
 
 class Api:
-    """The HTTP face of one daemon."""
+    """The admin API of one daemon: over its Unix socket, or with a token ("" = none) over TCP."""
 
-    def __init__(self, daemon: Daemon, token: str = "") -> None:
+    def __init__(self, daemon: Daemon, token: str | None = None) -> None:
         self.daemon = daemon
-        self.url = daemon.http
+        self.url = daemon.admin if token is None else daemon.http
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def send(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
         """Status and body."""
         data = json.dumps(body).encode() if body is not None else None
-        every = {**self.headers, **headers, "Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, every, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                status, text = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, text = error.code, error.read()
+        every = {**self.headers, **headers}
+        status, text = client.send(
+            self.url, method, path, body=data, headers=every, timeout_s=TIMEOUT_S
+        )
         return status, json.loads(text)
 
     def get(self, path: str) -> Any:

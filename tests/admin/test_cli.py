@@ -5,14 +5,17 @@ import os
 import re
 import socketserver
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvstore.cli import main, show, top
+from kvstore.cli import command, main, show, top
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
 from kvstore.errors import PeerUnreachable
+from kvstore.server import client
+from kvstore.server.auth import token_file
 from tests.admin.conftest import PAGE_BYTES, Stored, flip_a_byte
 from tests.client.conftest import READY, Daemon, arguments
 
@@ -24,7 +27,7 @@ def kvstore(daemon, capsys):
     """``kvstore(*words) -> (status, what was printed)``; ``as_json`` parses it."""
 
     def run(*words, as_json=False, to=daemon):
-        status = main([*map(str, words), "--url", to.http, *(["--json"] if as_json else [])])
+        status = main([*map(str, words), "--url", to.admin, *(["--json"] if as_json else [])])
         printed = capsys.readouterr()
         if not as_json:
             return status, printed.out + printed.err
@@ -133,7 +136,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(daemon, monkeypatch, tm
         Stored(store, model="mödel-模").put(1)
         with (tmp_path / "told").open("w+", encoding="ascii") as ascii_only:
             monkeypatch.setattr("sys.stdout", ascii_only)
-            assert main(["spaces", "--url", daemon.http]) == 0
+            assert main(["spaces", "--url", daemon.admin]) == 0
             ascii_only.seek(0)
             assert r"m\xf6del-\u6a21" in ascii_only.read()
 
@@ -160,7 +163,7 @@ def test_a_reader_that_has_had_enough_is_no_error(daemon, monkeypatch, capfd):
         os.close(reading)
         with monkeypatch.context() as patch, os.fdopen(writing, "w") as piped:
             patch.setattr("sys.stdout", piped)
-            assert main([*words, "--url", daemon.http]) == 1
+            assert main([*words, "--url", daemon.admin]) == 1
     assert capfd.readouterr().err == ""
 
 
@@ -177,7 +180,17 @@ def test_keys_are_whole_in_a_narrow_window(stored):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "foo", "127.0.0.1:7780", "http://h:abc", "http://", "http://a b", "unix:///run/s"]
+    "url",
+    [
+        "",
+        "foo",
+        "127.0.0.1:7780",
+        "http://h:abc",
+        "http://",
+        "http://a b",
+        "unix://run/s",
+        "unix://",
+    ],
 )
 def test_what_is_no_address_of_a_node_is_said(url, capsys):
     for verb in ("stats", "top", "doctor"):
@@ -238,18 +251,61 @@ def test_a_wrong_command_line_is_status_2(words, capsys):
     assert "usage: kvstore" in capsys.readouterr().err
 
 
-def test_tokens_of_roles_are_sent_and_their_lack_is_said(spawn, tmp_path, kvstore, monkeypatch):
+def test_tokens_of_roles_are_sent_and_their_lack_is_said(
+    spawn, tmp_path, kvstore, monkeypatch, capsys
+):
     read, operate = "r" * 20, "o" * 20
     settings = {"http__read_token": read, "http__operate_token": operate}
     own = Daemon(spawn(arguments(tmp_path / "own.sock", **settings), ready=READY))
 
-    status, told = kvstore("stats", to=own)
+    def over_tcp(*words: str) -> tuple[int, str]:
+        status = main([*words, "--url", own.http])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    status, told = over_tcp("stats")
     assert (status, "KVSTORE_TOKEN" in told) == (1, True)
-    monkeypatch.setenv("KVSTORE_TOKEN", read)
-    assert kvstore("stats", to=own)[0] == 0
-    status, told = kvstore("clear", "--all", "--yes", to=own)
+    (tmp_path / "token").write_text(read + "\n")
+    monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(tmp_path / "token"))
+    assert over_tcp("stats")[0] == 0
+    status, told = over_tcp("clear", "--all", "--yes")
     assert (status, "operating needs" in told) == (1, True)
-    assert kvstore("clear", "--all", "--yes", "--token", operate, to=own)[0] == 0
+    assert over_tcp("clear", "--all", "--yes", "--token", operate)[0] == 0
+    monkeypatch.setenv("KVSTORE_TOKEN", operate)
+    assert over_tcp("clear", "--all", "--yes")[0] == 0
+    monkeypatch.delenv("KVSTORE_TOKEN")
+    assert kvstore("clear", "--all", "--yes", to=own)[0] == 0, (
+        "its own user needs none on its socket"
+    )
+
+
+def test_the_node_of_this_machine_is_found_without_a_word(spawn, tmp_path, monkeypatch, capsys):
+    own = Daemon(spawn(arguments(tmp_path / "own.sock"), ready=READY))
+    socket = Path(own.admin.removeprefix("unix://"))
+    monkeypatch.setattr(client, "admin_socket", lambda: socket)
+    monkeypatch.setattr(client, "HERE", own.admin)
+    monkeypatch.setattr(client, "HERE_TCP", own.http)
+    monkeypatch.setattr(command, "cli_defaults", lambda: (own.admin, ""))
+
+    assert main(["stats"]) == 0
+    token = token_file(socket).read_text()
+    socket.unlink()  # as if it were somewhere else: its port is left, and the token it made
+    assert main(["clear", "--all", "--yes"]) == 0
+    assert "done" in capsys.readouterr().out
+    token_file(socket).write_text("stale" * 10)
+    assert main(["stats"]) == 1
+    assert f"it is in {token_file(socket)}" in capsys.readouterr().err
+    token_file(socket).write_text(token)
+    own.process.kill()
+    assert main(["stats"]) == 1
+    assert "is it running?" in capsys.readouterr().err
+
+
+def test_a_token_file_that_cannot_be_read_is_said(monkeypatch, capsys):
+    monkeypatch.setenv("KVSTORE_TOKEN_FILE", "/nowhere/token")
+
+    assert main(["stats"]) == 2
+    assert "KVSTORE_TOKEN_FILE=/nowhere/token" in capsys.readouterr().err
 
 
 def test_the_help_describes_every_argument(capsys):

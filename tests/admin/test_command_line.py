@@ -27,7 +27,7 @@ def kvstore(daemon, capsys):
     """``kvstore(*words) -> (status, what was printed)``."""
 
     def run(*words):
-        status = main(["--url", daemon.http, *map(str, words)])
+        status = main(["--url", daemon.admin, *map(str, words)])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
@@ -40,9 +40,9 @@ def kvstore(daemon, capsys):
 def test_options_of_every_verb_may_stand_before_it_or_behind(daemon, capsys, monkeypatch):
     monkeypatch.setenv("KVSTORE_URL", "http://127.0.0.1:1")
     for words in (
-        ["--url", daemon.http, "--json", "stats"], ["stats", "--url", daemon.http, "--json"],
-        ["--json", "stats", "--url", daemon.http],
-        ["--url", "http://127.0.0.1:1", "stats", "--json", "--url", daemon.http],
+        ["--url", daemon.admin, "--json", "stats"], ["stats", "--url", daemon.admin, "--json"],
+        ["--json", "stats", "--url", daemon.admin],
+        ["--url", "http://127.0.0.1:1", "stats", "--json", "--url", daemon.admin],
     ):  # fmt: skip
         assert main(words) == 0, words
         assert json.loads(capsys.readouterr().out)["node"] == "local"
@@ -218,7 +218,7 @@ def test_emptying_a_node_asks_at_a_terminal_and_needs_a_word_elsewhere(spawn, tm
     with own.connect() as store:
         stored = Stored(store)
         keys = stored.put(3)
-        clear = ["--url", own.http, "clear", "--all"]
+        clear = ["--url", own.admin, "clear", "--all"]
 
         assert main(clear) == 2
         assert "--yes" in capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_the_directories_and_the_capacity_of_the_file_are_checked(
     config.write_text(f"[host]\ncapacity_bytes = {1 << 47}\n[ssd]\ndirectories = [{listed}]\n")
     monkeypatch.chdir(here)
     monkeypatch.setattr(doctor, "disk_speed", lambda _directory: (0.75e9, "read"))
-    words = ["doctor", "--config", str(config), "--url", daemon.http]
+    words = ["doctor", "--config", str(config), "--url", daemon.admin]
 
     assert main([*words, "--json"]) == 1
     told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
@@ -176,7 +176,7 @@ def test_the_directories_and_the_capacity_of_the_file_are_checked(
 
 
 def test_a_running_node_is_asked(daemon, machine, tmp_path, capsys):
-    assert main(["doctor", "--directory", str(tmp_path), "--url", daemon.http, "--json"]) == 0
+    assert main(["doctor", "--directory", str(tmp_path), "--url", daemon.admin, "--json"]) == 0
 
     node = json.loads(capsys.readouterr().out)["checks"][0]
     assert node["found"].startswith("local: ")

@@ -1,12 +1,19 @@
 """Goal: for every reason that a page is no hit, ``explain`` names that reason and no other."""
 
+import asyncio
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
-from kvstore.page import CanonicalLayout, ShardSpec
-from kvstore.state.explain import VERDICTS, Explainer, Explanation
+from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, ShardSpec
+from kvstore.server.admin import prompts
+from kvstore.server.inspect import Inspection
+from kvstore.server.operations import Operation
+from kvstore.state.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
 from kvstore.state.ghosts import Ghosts
-from kvstore.state.tree import Retention, Space
+from kvstore.state.tree import Node, Retention, Space
+from kvstore.state.walks import ended
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
 
 SECOND = 1_000_000_000
@@ -176,34 +183,83 @@ def test_without_a_space_the_best_answer_of_all_is_given(asked):
     assert explainer.key(key("q"), None).verdict == "never_stored"
 
 
-def test_tokens_are_explained_by_the_first_page_that_is_missing(asked):
+@pytest.fixture
+def prompt(asked, monkeypatch):
+    """``prompt(chains, space, shard)``: explains a prompt whose keys are those, by page size."""
+    inspection = Inspection(SimpleNamespace(node=SimpleNamespace(pages=asked.table)))
+
+    async def ask(operation: Operation, _kind: object) -> object:
+        return ended(inspection.handlers[type(operation)](operation))
+
+    def run(
+        chains: dict[int, list[PrefixKey]], space: Space | None = None, shard: int | None = None
+    ) -> Explanation:
+        monkeypatch.setattr(
+            prompts, "page_keys", lambda _tokens, size: PrefixKeys(b"".join(chains.get(size, [])))
+        )
+        tokens = [0] * max(size * len(keys) for size, keys in chains.items())
+        label = space.label if space is not None else None
+        return asyncio.run(prompts.explain(ask, tokens, label, shard))
+
+    return run
+
+
+def test_tokens_are_explained_by_the_first_page_that_is_missing(asked, prompt):
     asked.world.store(asked.process, asked.space, "abcd")
     asked.table.drop(asked.space.nodes[key("abc")], 0, "corrupt")
-    explainer = Explainer(asked.table, 100 * SECOND)
 
     for space in (asked.space, None):
-        found = explainer.tokens({1: chain("abcd")}, space, None)
+        found = prompt({1: chain("abcd")}, space)
         assert (found.hit_pages, found.asked_pages) == (2, 4)
         assert (found.verdict, found.key) == ("quarantined", key("abc").hex())
-    whole = explainer.tokens({1: chain("ab")}, asked.space, None)
+        assert found.text.startswith("2 of 4 pages are a hit; page 2: quarantined")
+    whole = prompt({1: chain("ab")}, asked.space)
     assert (whole.verdict, whole.hit_pages) == ("hit", 2)
+    assert prompt({1: chain("ab")}, asked.space, 1).verdict == "other_shard"
 
 
-def test_tokens_that_a_space_with_other_pages_has_say_so(asked):
+def test_tokens_are_asked_a_stretch_at_a_time(asked, prompt, monkeypatch):
+    monkeypatch.setattr(prompts, "_STRETCH_BYTES", 2 * KEY_BYTES)
+    asked.world.store(asked.process, asked.space, "abc")
+    other = asked.other(model="n")
+    asked.world.store(asked.process, other, "a")
+
+    found = prompt({1: chain("abcdef")})
+
+    assert (found.hit_pages, found.asked_pages, found.space) == (3, 6, asked.space.label)
+    assert prompt({1: chain("abcdef")}, other).hit_pages == 1
+
+
+def test_tokens_that_a_space_with_other_pages_has_say_so(asked, prompt):
     wanted = msgspec.structs.replace(identity(model="pairs"), page_tokens=2)
     half = ShardSpec(layout=CanonicalLayout(1024), layers=(0, 1), heads=(0, 1))
     pairs = asked.table.spaces.open(asked.process.session, wanted, [half])[0]
     asked.world.store(asked.process, asked.space, "a")
     asked.world.store(asked.process, pairs, "xy")
-    explainer = Explainer(asked.table, 100 * SECOND)
 
-    found = explainer.tokens({1: chain("abcd"), 2: chain("xy")}, asked.space, None)
+    found = prompt({1: chain("abcd"), 2: chain("xy")}, asked.space)
 
     assert (found.verdict, found.hit_pages, found.asked_pages) == ("other_space", 1, 4)
     assert found.space == pairs.label
     assert {one["field"] for one in found.differs} == {"model", "page_tokens"}
-    short = explainer.tokens({1: chain("abcd"), 2: chain("q")}, asked.space, None)
+    short = prompt({1: chain("abcd"), 2: chain("q")}, asked.space)
     assert short.verdict == "never_stored"
+    assert prompt({1: chain("abcd"), 2: chain("xy")}).space == pairs.label, "more tokens of it"
+
+
+def test_a_page_whose_head_left_with_its_own_head_a_thousand_times_is_explained(asked):
+    name = "a" * 1_000
+    asked.table.ghosts = Ghosts(10_000)
+    for depth in range(len(name), 1, -1):
+        node = Node(asked.space, key(name[:depth]), None)
+        asked.table.ghosts.head = key(name[: depth - 1])
+        asked.table.ghosts.add(node, 0, "head_lost", SECOND)
+
+    found, heads = asked.why(name), 0
+    while found.head is not None:
+        found, heads = found.head, heads + 1
+
+    assert heads == HEADS_MAX
 
 
 def test_asking_changes_nothing(asked):

@@ -261,3 +261,60 @@ def test_limits_hold_whatever_is_stored(puts):
         assert space.host_bytes >= min(reached, 2 * PAGE)
         reached = max(reached, space.host_bytes)
         world.table.check()
+
+
+def test_pins_that_end_together_end_one_after_the_other(world_of_two):
+    world, process, space, _ = world_of_two
+    pins = world.table.pins
+    pins.budget_bytes = 100 * PAGE
+    world.store(process, space, "abc")
+    for _ in range(3):
+        pins.add(space, key("abc"), 5 * SECOND)
+
+    ends = [(pins.expire(6 * SECOND), len(pins))[1] for _ in range(4)]
+
+    assert ends == [2, 1, 0, 0]
+    assert pins.used_bytes == 0
+
+
+def test_a_pin_is_measured_in_steps_and_made_at_once():
+    world = World(extents=20, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "a" * 1000)
+    world.table.pins.budget_bytes = 2000 * PAGE
+    steps, taken = world.table.pins.measure(space, key("a" * 1000)), 0
+    while True:
+        try:
+            next(steps)
+            taken += 1
+        except StopIteration as end:
+            measured = end.value
+            break
+
+    assert taken >= 1000 // 128
+    pin = world.table.pin(space, key("a" * 1000), 0, "host", measured)
+    assert (len(pin.nodes), pin.size_bytes) == (1000, 1000 * PAGE)
+    world.table.check()
+
+
+def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):
+    world, process, space, _ = world_of_two
+    world.table.pins.budget_bytes = 100 * PAGE
+    world.store(process, space, "abc")
+    world.store(process, space, "x")
+
+    for other in ("ab", "x"):
+        measured = [space.nodes[key(other)]], PAGE
+        assert len(world.table.pin(space, key("abc"), 0, "host", measured).nodes) == 3
+
+
+def test_a_pin_has_a_length(world_of_two, monkeypatch):
+    world, process, space, _ = world_of_two
+    world.table.pins.budget_bytes = 100 * PAGE
+    monkeypatch.setattr("kvstore.state.pins.PIN_KEYS_MAX", 2)
+    world.store(process, space, "abc")
+
+    with pytest.raises(CapacityError, match="2 keys at most"):
+        world.table.pin(space, key("abc"), 0)
+    assert len(world.table.pin(space, key("ab"), 0).nodes) == 2

@@ -52,6 +52,8 @@ STEPS = {
     "the SSD directory is another process's": (
         {"ssd__directories": "{here}/locked"}, "another process"),
     "the token file is missing": ({"http__read_token_file": "{here}/none"}, "read_token_file"),
+    "a file is where the admin socket goes": (
+        {"http__socket_path": "{here}/file"}, "http.socket_path"),
     "the token is short": ({"http__operate_token_file": "{here}/file"}, "5 characters"),
     "a setting is unknown": ({"http__prot": "1"}, "did you mean http.port"),
     "a setting does not fit": ({"host__policy": "arc"}, "one of kvstore, lru"),
@@ -215,7 +217,7 @@ def test_events_that_do_not_end_do_not_hide_why_it_failed(spawn, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "step", ["the port of HTTP is taken", "a node listens at the socket", "the token is short"]
+    "step", ["a node listens at the socket", "a file is where the admin socket goes"]
 )
 def test_a_daemon_that_fails_late_gives_back_what_it_had(tmp_path, taken, step):
     settings, said = STEPS[step]

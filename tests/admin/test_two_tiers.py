@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import main
+from kvstore.server.jobs import RUNNING_MAX
 from tests.admin.conftest import PAGE_BYTES, Api, Stored
 from tests.client.conftest import READY, Daemon, arguments
 
@@ -31,7 +32,7 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
         assert wear["today_bytes"] >= 20 * PAGE_BYTES
         assert wear["forecast_bytes"] > wear["today_bytes"]
         for words, heard in ((["stats"], "SSD tier"), (["top", "--once"], "of 256.0 MiB (6%)")):
-            assert main([*words, "--url", two_tiers.http]) == 0
+            assert main([*words, "--url", two_tiers.admin]) == 0
             assert heard in capsys.readouterr().out
 
         limits = {"quota_bytes": 5 * PAGE_BYTES}
@@ -104,7 +105,7 @@ def test_a_flipped_byte_in_a_segment_is_found_and_its_page_is_a_miss(
 
 def test_the_command_verifies_a_tier_by_a_deadline(two_tiers, capsys, wait_until):
     def verify(*words: str) -> tuple[int, dict]:
-        status = main(["verify", *words, "--json", "--url", two_tiers.http])
+        status = main(["verify", *words, "--json", "--url", two_tiers.admin])
         return status, json.loads(capsys.readouterr().out)
 
     with two_tiers.connect() as store:
@@ -139,7 +140,7 @@ def test_a_lower_quota_is_kept_when_pages_have_to_be_written_first(spawn, tmp_pa
 
 def test_a_movement_says_what_is_there_in_the_end(two_tiers, capsys, wait_until):
     def kvstore(*words: str, status: int = 0) -> dict:
-        assert main([*words, "--json", "--url", two_tiers.http]) == status
+        assert main([*words, "--json", "--url", two_tiers.admin]) == status
         return json.loads(capsys.readouterr().out or "{}")
 
     unknown = "cd" * 32
@@ -162,7 +163,7 @@ def test_a_movement_says_what_is_there_in_the_end(two_tiers, capsys, wait_until)
 
 def test_quotas_and_pins_on_the_ssd_are_set_shown_and_kept(two_tiers, capsys, wait_until):
     def kvstore(*words: object) -> dict:
-        assert main([*map(str, words), "--json", "--url", two_tiers.http]) == 0
+        assert main([*map(str, words), "--json", "--url", two_tiers.admin]) == 0
         return json.loads(capsys.readouterr().out)
 
     with two_tiers.connect() as store:
@@ -202,3 +203,37 @@ def test_without_an_ssd_tier_nothing_can_be_asked_of_it(api, stored):
         ("PUT", f"/v1/quotas/{stored.label}", {"quota_bytes": 1, "tier": "ssd"}),
     ):
         assert api.refused(method, path, body) == (409, "tier_unavailable", "tier")
+
+
+def test_a_job_too_many_is_refused_and_a_limit_that_needs_one_is_not_set(two_tiers):
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(2)
+        body = {"space": mine.label, "keys": [key.hex() for key in keys], "deadline_s": 3000}
+        with mine.space.get(keys):  # in use: they stay, and the jobs wait for them
+            jobs = [api.post("/v1/move", **body) for _ in range(RUNNING_MAX)]
+            limits = {"quota_bytes": 4 * PAGE_BYTES}
+
+            assert api.refused("POST", "/v1/verify", {})[:2] == (409, "busy")
+            assert api.refused("PUT", f"/v1/quotas/{mine.label}", limits)[:2] == (409, "busy")
+            assert api.get("/v1/quotas")["quotas"] == []
+            for job in jobs:
+                assert api.send("DELETE", f"/v1/jobs/{job['job']}")[0] == 200
+                ended = api.ended(job)
+                assert (ended["state"], ended["result"]["kept"]) == ("cancelled", 2)
+        assert api.ended(api.post("/v1/verify"))["state"] == "done"
+
+
+def test_a_prompt_longer_than_one_question_is_explained(two_tiers):
+    with two_tiers.connect() as store:
+        mine, api = Stored(store), Api(two_tiers)
+        keys = mine.put(1500)
+        size = mine.space.identity.page_tokens
+        wanted = mine.space.page_keys(range(1600 * size))
+        assert wanted[:1500] == keys
+
+        told = api.post("/v1/explain", tokens=list(range(1600 * size)), space=mine.label)
+
+    assert (told["hit_pages"], told["asked_pages"]) == (1500, 1600)
+    assert told["key"] == wanted[1500].hex()
+    assert told["verdict"] == "never_stored"

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +11,8 @@ from kvstore.errors import InvalidArgument
 from kvstore.state import walks
 from kvstore.state.shelves import SHELF_NODES
 from kvstore.state.tree import Space
-from kvstore.state.walks import DROP_NODES, Removal, subtree
-from tests.state.world import PAGE, ROOT, World, chain, identity, key
+from kvstore.state.walks import DROP_NODES, PASS_NODES, STEP_NODES, Removal, ended, subtree
+from tests.state.world import FULL, PAGE, ROOT, World, chain, identity, key
 
 paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)
 
@@ -30,7 +31,7 @@ def test_a_subtree_is_listed_once_and_heads_before_tails(stored, limit, depth):
     _, _, space = grown(stored)
     found, after, more = [], ROOT, True
     while more:
-        nodes, more = subtree(space, ROOT, after, depth, limit)
+        nodes, more = ended(subtree(space, ROOT, after, depth, limit))
         assert len(nodes) <= limit
         found += nodes
         after = found[-1].key if found else ROOT
@@ -47,7 +48,7 @@ def test_a_subtree_is_listed_once_and_heads_before_tails(stored, limit, depth):
 def test_below_a_key_begins_with_that_key():
     _, _, space = grown(["abc", "abd", "x"])
 
-    nodes, more = subtree(space, key("ab"), ROOT, 9, 10)
+    nodes, more = ended(subtree(space, key("ab"), ROOT, 9, 10))
 
     assert ([node.key for node in nodes], more) == ([key("ab"), key("abc"), key("abd")], False)
 
@@ -56,7 +57,7 @@ def test_a_cursor_that_left_or_lies_elsewhere_is_refused():
     _, _, space = grown(["ab", "x"])
     for top, after in ((key("a"), key("x")), (ROOT, key("gone")), (key("gone"), ROOT)):
         with pytest.raises(InvalidArgument):
-            subtree(space, top, after, 9, 10)
+            ended(subtree(space, top, after, 9, 10))
 
 
 @given(paths, paths, st.randoms(use_true_random=False))
@@ -104,6 +105,60 @@ def test_a_chain_deeper_than_a_turn_goes_all_the_same():
     removal = Removal(space.root, "cleared")
     assert removal.turn(world.table, limit=50)
     assert (removal.dropped, removal.kept, len(space.nodes)) == (50, 0, 150)
+
+
+def test_on_the_way_down_a_chain_the_state_is_given_away_too():
+    world = World(extents=20, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "a" * 1000)
+    removal = Removal(space.root, "cleared")
+
+    assert removal.turn(world.table, limit=2)
+    assert len(removal._stack) <= 2 * PASS_NODES + 1
+    assert removal.dropped == 0
+
+
+def test_a_node_of_many_ranks_goes_a_few_at_a_time():
+    world = World(extents=8, slots_each=16)
+    process = world.process()
+    ranks = [msgspec.structs.replace(FULL, heads=(at, at + 1)) for at in range(3 * DROP_NODES)]
+    space = world.space(process, ranks)
+    for shard in range(len(ranks)):
+        world.store(process, space, "a", shard=shard)
+    removal, counts = Removal(space.root, "cleared"), [0]
+    while removal.turn(world.table):
+        counts.append(removal.dropped)
+
+    assert removal.dropped == 3 * DROP_NODES
+    assert all(after - before <= DROP_NODES for before, after in pairwise(counts))
+
+
+def test_finding_the_way_back_to_a_cursor_takes_steps_too():
+    world = World(extents=40, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "a" * 2000)
+    steps = subtree(space, ROOT, key("a" * 2000), 10_000, 10)
+
+    assert sum(1 for _ in steps) >= 2000 // (STEP_NODES * 10)
+    assert ended(subtree(space, ROOT, key("a" * 1990), 10_000, 5)) == (
+        [space.nodes[key("a" * depth)] for depth in range(1991, 1996)], True,
+    )  # fmt: skip
+
+
+def test_a_listing_leaves_out_what_leaves_between_its_steps():
+    world, process, space = grown([])
+    for number in range(STEP_NODES + 10):
+        space.node(key(f"filler{number}"), ROOT)
+    world.store(process, space, "zy")
+    stay = set(space.nodes.values()) - {space.nodes[key("z")], space.nodes[key("zy")]}
+    steps = subtree(space, ROOT, ROOT, 9, 1000)
+    next(steps)
+    world.table.drop(space.nodes[key("z")], 0, "operator")
+
+    found, more = ended(steps)
+    assert (set(found), len(found), more) == (stay, len(stay), False)
 
 
 def test_what_stays_does_not_keep_what_comes_after_it():

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import urllib.request
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -17,10 +16,14 @@ from kvstore.client import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.kvpool import KVPool
 from kvstore.page import CanonicalLayout, OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.server import client
 from kvstore.space import Space
 from tests.conftest import Process, Spawn
 
-READY = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
+READY = (
+    r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
+    r" .*\badmin (unix://\S+)"
+)
 CAPACITY_BYTES = 64 << 20
 EXTENT_BYTES = 16 << 20
 TIMEOUT_S = 10.0
@@ -43,13 +46,13 @@ class Daemon:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.address, self.http, self.events, self.replay = process.ready.groups()
+        self.address, self.http, self.events, self.replay, self.admin = process.ready.groups()
         self.socket = Path(self.address.removeprefix("unix://"))
 
     def ask(self, path: str) -> Any:
-        with urllib.request.urlopen(self.http + path, timeout=TIMEOUT_S) as answer:
-            body = answer.read()
-        return json.loads(body) if answer.headers["content-type"] == "application/json" else body
+        status, body = client.send(self.admin, "GET", path, timeout_s=TIMEOUT_S)
+        assert status == 200, body
+        return json.loads(body) if body[:1] == b"{" else body
 
     def connect(self, **options: Any) -> KVStore:
         return KVStore.connect(self.address, timeout_s=TIMEOUT_S, **options)

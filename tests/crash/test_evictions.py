@@ -183,7 +183,7 @@ def test_the_command_evicts_for_good_and_a_killed_daemon_explains_it(tmp_path: P
     }  # fmt: skip
 
     def command(server: Server, *words: str) -> dict:
-        status = main([*words, "--url", server.http, "--json"])
+        status = main([*words, "--url", server.admin, "--json"])
         assert status == 0
         return json.loads(capsys.readouterr().out)
 

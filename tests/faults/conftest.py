@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -18,10 +16,11 @@ import numpy as np
 import pytest
 
 from kvstore.client import KVStore
+from kvstore.server import client
 from tests.conftest import READY_WAIT_S, Process, Spawn, WaitUntil, wait_for
 from tests.faults import content
 
-READY = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
+READY = r"kvstore-server ready: socket (\S+) .*\badmin (unix://\S+)"
 CAPACITY_BYTES = 64 << 20
 EXTENT_BYTES = 16 << 20
 PAGES = CAPACITY_BYTES // content.PAGE_BYTES
@@ -37,19 +36,20 @@ class Daemon:
         self.process = process
         self.name = name
         self.pid = process.pid
-        self.address, self.http = process.ready.group(1), process.ready.group(2)
+        self.address, self.admin = process.ready.group(1), process.ready.group(2)
         assert wait_for(self._answers)
 
     def stats(self) -> dict[str, Any]:
         """Its ``/v1/stats``."""
-        with urllib.request.urlopen(f"{self.http}/v1/stats", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
+        status, body = client.send(self.admin, "GET", "/v1/stats", timeout_s=10)
+        assert status == 200, body
+        found: dict[str, Any] = json.loads(body)
         return found
 
     def _answers(self) -> bool:
         try:
             return bool(self.stats())
-        except urllib.error.URLError:
+        except OSError:
             return False
 
     def host(self, name: str) -> int:

@@ -99,7 +99,7 @@ def test_metrics_are_what_prometheus_can_read(events):
     node.pages.counts.update(removed_evicted=5, refused_protocol=2, lookup_pages=9, hit_pages=4)
     stats = {
         **node.stats(), "populated_bytes": 7, "missing_bytes": 3 << 20, "memory_failures": 5,
-        "connections": 3, "loop_lag_s": 0.5, "events": events
+        "connections": 3, "loop_lag_s": 0.5, "events": events, "admin": {"pid": 1, "restarts": 2},
     }  # fmt: skip
 
     text = render(stats).decode()
@@ -117,6 +117,7 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_refused_total", ("code", "protocol")] == 2
     assert found["kvstore_lookup_pages_total",] == 9
     assert found["kvstore_hit_pages_total",] == 4
+    assert found["kvstore_admin_restarts_total",] == 2
     assert found["kvstore_loop_lag_seconds",] == 0.5
     assert ("kvstore_event_batches_total",) in found or not events
 

@@ -458,6 +458,9 @@ def test_a_prefetch_that_is_given_up_pins_nothing():
     world.end_all()
     assert world.table.release_memory(world.node("a"))
     prefetch = Prefetch(world.table, world.mine, chain("a"), 1000)
+    steps = prefetch.steps()
+    while not len(world.disk.loads):
+        next(steps)
 
     prefetch.cancel()
     world.end_all()

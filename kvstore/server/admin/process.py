@@ -1,0 +1,81 @@
+"""The life of an admin process: told what to serve, it serves until the node has gone."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+
+from kvstore.server.admin.access import Access
+from kvstore.server.admin.app import App
+from kvstore.server.admin.connections import (
+    HEADER_BYTES_MAX,
+    IDLE_S,
+    Connection,
+    Connections,
+)
+from kvstore.server.admin.link import Link, NodeLog
+from kvstore.server.channel import ALIVE_S, Serving
+
+_BEGIN_S: Final = 30.0
+_NICE: Final = 5
+"""Engines' lookups come first."""
+
+
+class _Server(uvicorn.Server):
+    """A server that says when it serves, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config, link: Link) -> None:
+        super().__init__(config)
+        self._link = link
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        self._link.send(Serving())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn; the node ends this process, no signal does."""
+        yield
+
+
+def run(descriptor: int) -> int:
+    """Serve the node at the other end of a socket."""
+    os.nice(_NICE)
+    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    return 0
+
+
+async def _serve(node: socket.socket) -> None:
+    node.setblocking(False)  # noqa: FBT003
+    link = Link()
+    await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=node)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NodeLog(link)])
+    async with asyncio.timeout(_BEGIN_S):
+        begin = await link.begun
+    access = Access(begin.tokens, group=begin.group, token_file=begin.token_file)
+    app = App(link, access, begin.values, open_metrics=begin.open_metrics).starlette()
+    Connection.all = Connections()
+    config = uvicorn.Config(
+        app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
+        log_level="error", access_log=False, proxy_headers=False, server_header=False,
+        timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=1, backlog=128,
+        h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+    )  # fmt: skip
+    server = _Server(config, link)
+    listeners = [socket.socket(fileno=number) for number in begin.listeners]
+    async with asyncio.TaskGroup() as tasks:
+        helpers = [
+            tasks.create_task(link.say_alive(ALIVE_S)), tasks.create_task(Connection.all.sweep())
+        ]  # fmt: skip
+        serving = tasks.create_task(server.serve(listeners))
+        await link.lost.wait()
+        server.should_exit = True
+        await serving
+        for helper in helpers:
+            helper.cancel()

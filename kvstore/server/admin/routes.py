@@ -1,0 +1,96 @@
+"""All routes: the table from which requests are served and ``/openapi.json`` is made."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
+
+from kvstore.server import answers, operations
+from kvstore.server.admin.access import Role
+from kvstore.state.explain import Explanation
+
+BODY_BYTES_MAX: Final = 1 << 20
+"""More than the longest list of keys that an operation takes."""
+PROMPT_BYTES_MAX: Final = 32 << 20
+"""More than the longest prompt that :class:`Question` takes."""
+
+
+class Question(operations.Operation, frozen=True):
+    """Why a key, or a prompt's tokens, are a hit or not.
+
+    Either ``key``, or ``tokens`` from the prompt's beginning; ``shard`` is one of ``space``.
+    """
+
+    key: operations.Name | None = None
+    tokens: Annotated[list[int], Meta(max_length=operations.TOKENS_MAX)] | None = None
+    space: operations.Name | None = None
+    shard: operations.ShardNumber | None = None
+
+
+class ShowMetrics(operations.Operation, frozen=True):
+    """Prometheus series."""
+
+
+class ShowConfiguration(operations.Operation, frozen=True):
+    """Every configured value and where it came from; secrets are masked."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route.
+
+    Attributes:
+        method: of HTTP.
+        path: parts in braces are fields of ``asks``; ``{job:int}`` is a number.
+        asks: what a request is: its query, or its body, and the parts of its path.
+        gives: the answer's JSON; None = it is no JSON.
+        role: who may ask; None = everybody.
+        status: of success.
+        rows: name of the rows of a listing that is put together from several answers of the node.
+        body_bytes_max: a longer body is refused.
+    """
+
+    method: Literal["GET", "POST", "PUT", "DELETE"]
+    path: str
+    asks: type[operations.Operation]
+    gives: Any
+    role: Role | None = "read"
+    status: int = 200
+    rows: str = ""
+    body_bytes_max: int = BODY_BYTES_MAX
+
+    @property
+    def has_body(self) -> bool:
+        """Whether what is asked is in the body."""
+        return self.method in ("POST", "PUT")
+
+
+ROUTES: Final = (
+    Route("GET", "/healthz", operations.Ping, answers.Health, None),
+    Route("GET", "/readyz", operations.ShowReadiness, answers.Readiness, None),
+    Route("GET", "/metrics", ShowMetrics, None),
+    Route("GET", "/v1/stats", operations.ShowStats, answers.Stats),
+    Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
+    Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
+    Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
+    Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
+    Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
+    Route("GET", "/v1/tiers", operations.ListTiers, answers.TierList),
+    Route("GET", "/v1/config", ShowConfiguration, answers.Configuration),
+    Route("GET", "/v1/policy", operations.ShowPolicy, answers.Policy),
+    Route("GET", "/v1/pins", operations.ListPins, answers.PinList),
+    Route("GET", "/v1/quotas", operations.ListQuotas, answers.QuotaList),
+    Route("GET", "/v1/jobs", operations.ListJobs, answers.JobList),
+    Route("GET", "/v1/jobs/{job:int}", operations.ShowJob, answers.JobRow),
+    Route("POST", "/v1/explain", Question, Explanation, body_bytes_max=PROMPT_BYTES_MAX),
+    Route("POST", "/v1/pins", operations.Pin, answers.Pinned, "operate"),
+    Route("DELETE", "/v1/pins/{pin:int}", operations.Unpin, answers.Unpinned, "operate"),
+    Route("POST", "/v1/evict", operations.Evict, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/clear", operations.Clear, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/verify", operations.Verify, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/prefetch", operations.Prefetch, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/move", operations.Move, answers.JobRow, "operate", 202),
+    Route("PUT", "/v1/quotas/{space}", operations.SetLimits, answers.JobRow, "operate", 202),
+    Route("PUT", "/v1/policy", operations.SetPolicy, answers.PolicySet, "operate"),
+    Route("DELETE", "/v1/jobs/{job:int}", operations.CancelJob, answers.JobRow, "operate"),
+)

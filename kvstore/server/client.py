@@ -1,0 +1,108 @@
+"""One HTTP request to a node's admin API, over TCP or over its Unix socket."""
+
+import http.client
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import SplitResult, urlsplit
+
+from kvstore.config import HttpConfig
+from kvstore.server.auth import token_file
+from kvstore.server.environment import admin_socket
+
+HERE: Final = f"unix://{admin_socket()}"
+"""A node of this machine that was told no paths."""
+HERE_TCP: Final = f"http://{HttpConfig().host}:{HttpConfig().port}"
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """See :class:`http.client.HTTPConnection`."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def is_address(url: str) -> bool:
+    """Whether this can be a node's address: ``http://…``, ``https://…`` or ``unix:///path``."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    if parts.scheme == "unix":
+        return parts.path.startswith("/") and not parts.netloc and url.isprintable()
+    named = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return named and url.isascii() and url.isprintable() and " " not in url
+
+
+def send(
+    url: str, method: str, path: str, *, body: bytes | None = None, token: str = "",
+    timeout_s: float, headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:  # fmt: skip
+    """Send a request as it is, past any proxy of the environment.
+
+    Args:
+        url: the node's address.
+        method: of HTTP.
+        path: with its query.
+        body: JSON; None = none.
+        token: a bearer token; empty = none.
+        timeout_s: of each step of the connection.
+        headers: to send besides.
+
+    Returns:
+        status and body of the answer.
+
+    Raises:
+        OSError, http.client.HTTPException: nobody answers there, or no HTTP.
+    """
+    every = dict(headers or {})
+    if token:
+        every["Authorization"] = f"Bearer {token}"
+    if body is not None:
+        every.setdefault("Content-Type", "application/json")
+    parts = urlsplit(url)
+    connection = _connection(parts, timeout_s)
+    try:
+        connection.request(
+            method, (parts.path if parts.scheme != "unix" else "") + path, body, every
+        )
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def reach(url: str, token: str) -> tuple[str, str]:
+    """Where and with which token to ask a node.
+
+    It is as it was given, but when it is the socket of a node that was told no paths and there is
+    none, it is the port of such a node, with the token that it made if this user may read that.
+    """
+    socket_path = admin_socket()
+    if url != HERE or socket_path.is_socket():
+        return url, token
+    try:
+        return HERE_TCP, token or token_file(socket_path).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return HERE_TCP, token
+
+
+def _connection(parts: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    if parts.scheme == "unix":
+        return _UnixConnection(parts.path, timeout_s)
+    assert parts.hostname is not None
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=timeout_s, context=context
+        )
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)

@@ -1,0 +1,129 @@
+"""Carries out what the admin process asks: each operation is work in turns, its answer a frame.
+
+What it refuses changed nothing. What fails for a reason of our own ends the node (the loop's
+handler sees to that): a state that broke an assertion must not be served from.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.logs import audit
+from kvstore.server import operations
+from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Caller, Refused
+from kvstore.server.inspect import Inspection
+from kvstore.server.observed import Observed
+from kvstore.server.operate import Operation
+from kvstore.server.refusal import Refusal
+from kvstore.server.turns import Task, Turns, Work
+
+log = logging.getLogger(__name__)
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class Dispatcher:
+    """All operations of one node.
+
+    Args:
+        observed: the node.
+        turns: where they are carried out.
+        send: sends an answer to the admin process.
+    """
+
+    def __init__(
+        self, observed: Observed, turns: Turns, send: Callable[[Answered | Refused], None]
+    ) -> None:
+        """Carry out nothing yet."""
+        self._turns = turns
+        self._send = send
+        self._tasks: dict[int, Task] = {}
+        inspection = Inspection(observed)
+        self._operation = Operation(observed, turns)
+        self._handlers: dict[str, tuple[type[operations.Operation], Any]] = {}
+        for kind, handler in inspection.handlers.items():
+            self._handlers[kind.__name__] = (kind, handler)
+        for kind, change in self._operation.handlers.items():
+            self._handlers[kind.__name__] = (kind, change)
+        self._changes = set(self._operation.handlers)
+
+    def close(self) -> None:
+        """Let go of everything; the turns have ended."""
+        self._operation.close()
+
+    def forget(self) -> None:
+        """Whoever asked has gone; what runs as a job goes on."""
+        for task in self._tasks.values():
+            self._turns.abandon(task)
+        self._tasks.clear()
+
+    def abandon(self, message: Abandon) -> None:
+        """Nobody waits for an answer any more."""
+        task = self._tasks.pop(message.id, None)
+        if task is not None:
+            self._turns.abandon(task)
+
+    def ask(self, message: Ask) -> None:
+        """Begin to carry out an operation."""
+        number = message.id
+        if message.operation == operations.Ping.__name__:
+            self._send(Answered(number, msgspec.Raw(_ENCODER.encode({"status": "ok"}))))
+            return
+        if len(self._tasks) >= ASKS_MAX or number in self._tasks:
+            self._refuse(number, Refusal(503, "busy", "too many requests at a time; try again"))
+            return
+        if message.operation not in self._handlers:
+            refusal = Refusal(400, "invalid_argument", f"{message.operation[:80]!r} is unknown")
+            self._refuse(number, refusal)
+            return
+        kind, handler = self._handlers[message.operation]
+        try:
+            asked = msgspec.msgpack.decode(message.arguments, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._refuse(number, Refusal(400, "invalid_argument", str(error)))
+            return
+        work: Work[Any] = handler(asked, message.by) if kind in self._changes else handler(asked)
+        ended: list[Any] = []
+
+        def end(result: Any) -> None:
+            ended.append(result)
+            self._tasks.pop(number, None)
+            self._answer(number, asked, message.by, result)
+
+        task = self._turns.start(work, end)
+        if not ended:
+            self._tasks[number] = task
+
+    def _answer(self, number: int, asked: operations.Operation, by: Caller, result: Any) -> None:
+        if isinstance(asked, operations.Change):
+            _log_change(asked, by, result)
+        if isinstance(result, Refusal):
+            self._refuse(number, result)
+            return
+        try:
+            encoded = _ENCODER.encode(result)
+        except (TypeError, ValueError, OverflowError):  # a name that is no UTF-8, say
+            log.exception("%s cannot be answered", type(asked).__name__)
+            self._refuse(number, Refusal(500, "internal", "see the node's log"))
+            return
+        self._send(Answered(number, msgspec.Raw(encoded)))
+
+    def _refuse(self, number: int, refusal: Refusal) -> None:
+        self._send(Refused(number, refusal.status, refusal.code, str(refusal), refusal.field))
+
+
+def _log_change(asked: operations.Change, by: Caller, result: Any) -> None:
+    """Say who changed what, and what came of it."""
+    told: dict[str, object] = {"operation": type(asked).__name__}
+    told |= {"role": by.role, "address": by.address}
+    for name in asked.__struct_fields__:
+        value = getattr(asked, name)
+        if value is not None:
+            told[name] = len(value) if isinstance(value, list) else value
+    if isinstance(result, Refusal):
+        audit(log, "operation refused", **told, code=result.code, why=str(result))
+        return
+    shown = ((name, getattr(result, name, None)) for name in ("job", "pin", "pages", "previous"))
+    audit(log, "operation done", **(told | {k: v for k, v in shown if v is not None}))

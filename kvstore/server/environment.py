@@ -1,0 +1,34 @@
+"""What the environment tells our commands, and what it tells processes that we start."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstore.config import ServerConfig
+from kvstore.errors import ConfigError
+
+
+def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 - it is frozen
+    """The Unix socket of a node's admin API; of a node that was told nothing, by default."""
+    return Path(config.http.socket_path or f"{config.socket.path}.admin")
+
+
+def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The node's address and the token that the ``kvstore`` command uses unless it is told.
+
+    Raises:
+        ConfigError: KVSTORE_TOKEN_FILE cannot be read.
+    """
+    token, path = environ.get("KVSTORE_TOKEN", ""), environ.get("KVSTORE_TOKEN_FILE", "")
+    if path and not token:
+        try:
+            token = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"KVSTORE_TOKEN_FILE={path}: {error}") from error
+    return environ.get("KVSTORE_URL", f"unix://{admin_socket()}"), token
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a process of ours: it imports what this one does, and nothing else."""
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

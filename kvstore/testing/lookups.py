@@ -1,0 +1,133 @@
+"""An engine that looks up all the time, and says how long its node let it wait.
+
+Run as ``python -m kvstore.testing.lookups ADDRESS PID``: it stores a prompt, says ``ready``, looks
+it up every two milliseconds until its standard input closes, and prints what it saw as JSON.
+
+A machine with few cores makes everybody wait. What the kernel says that the node's loop, or this
+process, was ready to run and did not get to (``schedstat``) is no fault of the node's, and is not
+counted.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from json import dumps
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+from kvstore import wire
+from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+
+PAGES: Final = 1500
+PAUSE_S: Final = 0.002
+_PAGE_TOKENS: Final = 64
+_STRETCH_BYTES: Final = 256 * KEY_BYTES
+_TIMEOUT_S: Final = 30.0
+_never: Final = threading.Event()
+
+
+@dataclass
+class Waits:
+    """What one engine saw.
+
+    Attributes:
+        lookups: how many there were.
+        misses: of these, not a hit of all pages.
+        half_s: half of the lookups took no longer.
+        worst_s: the longest, less what the kernel kept others waiting.
+        stalls_s: those that took longer than 5 ms, so corrected; the longest first.
+    """
+
+    lookups: int = 0
+    misses: int = 0
+    half_s: float = 0.0
+    worst_s: float = 0.0
+    stalls_s: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """A connection to a node's socket.
+
+    Args:
+        address: of the socket.
+        pid: of the node.
+    """
+
+    def __init__(self, address: str, pid: int) -> None:
+        """Store a prompt."""
+        self._waited = [Path(f"/proc/{one}/schedstat") for one in (pid, os.getpid())]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_TIMEOUT_S)
+        self._socket.connect(address.removeprefix("unix://"))
+        self._reader = wire.FrameReader()
+        self._ask(wire.Hello(1, wire.PROTOCOL_MAJOR, 2, "looks up"))
+        identity = SpaceIdentity(
+            model=f"lookups-{os.getpid()}", kv_dtype="uint8", page_tokens=_PAGE_TOKENS
+        )
+        shard = ShardSpec(layout=CanonicalLayout(head_dim=32), layers=(0, 1), heads=(0, 1))
+        opened = self._ask(wire.OpenSpace(2, identity, [shard]))
+        assert isinstance(opened, wire.SpaceOpened), opened
+        self._space = opened.space
+        self._keys = page_keys(range(_PAGE_TOKENS * PAGES), _PAGE_TOKENS).packed
+        self.put()
+
+    def put(self) -> None:
+        """Store the prompt, a stretch at a time."""
+        parent = b""
+        for start in range(0, len(self._keys), _STRETCH_BYTES):
+            keys = self._keys[start : start + _STRETCH_BYTES]
+            granted = self._ask(wire.BeginPut(3, 1, self._space, 0, keys, parent))
+            assert isinstance(granted, wire.PutGranted), granted
+            pages = granted.statuses.count(0)
+            if pages:
+                self._ask(wire.CommitPut(4, 1, b"d" * 16 * pages))
+            parent = keys[-KEY_BYTES:]
+
+    def lookup(self) -> tuple[float, bool]:
+        """One lookup: the seconds it took, and whether all was a hit."""
+        before = self._waited_s()
+        begun = perf_counter()
+        found = self._ask(wire.Lookup(5, self._space, [0], self._keys))
+        took = perf_counter() - begun
+        assert isinstance(found, wire.Found), found
+        return max(0.0, took - (self._waited_s() - before)), found.pages == PAGES
+
+    def close(self) -> None:
+        """Leave."""
+        self._socket.close()
+
+    def _waited_s(self) -> float:
+        return sum(int(path.read_text().split()[1]) for path in self._waited) / 1e9
+
+    def _ask(self, request: wire.Request) -> wire.Answer:
+        self._socket.sendall(wire.encode(request))
+        while True:
+            bodies = self._reader.feed(self._socket.recv(1 << 16))
+            if bodies:
+                return wire.decode_answer(bodies[0])
+
+
+def run(address: str, pid: int) -> Waits:
+    """Look up until standard input closes."""
+    engine = Engine(address, pid)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    waits, taken = Waits(), list[float]()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        seconds, hit = engine.lookup()
+        taken.append(seconds)
+        waits.misses += not hit
+        _never.wait(PAUSE_S)
+    engine.close()
+    taken.sort()
+    waits.lookups, waits.half_s, waits.worst_s = len(taken), taken[len(taken) // 2], taken[-1]
+    waits.stalls_s = [one for one in reversed(taken) if one > 0.005][:100]
+    return waits
+
+
+if __name__ == "__main__":
+    sys.stdout.write(dumps(asdict(run(sys.argv[1], int(sys.argv[2])))) + "\n")
