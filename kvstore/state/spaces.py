@@ -48,7 +48,7 @@ class Spaces:
             LayoutMismatch, InvalidArgument: names the field that does not fit what is known.
             CapacityError: the node, or the session, has as many spaces as it may have.
         """
-        if session.domain and session.domain != identity.tenant:
+        if session.spaces and session.domain != identity.tenant:
             raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
         if not 1 <= len(shards) <= SHARDS_MAX:
             raise InvalidArgument("shards", f"{len(shards)} of them, not 1..{SHARDS_MAX}")
@@ -71,16 +71,14 @@ class Spaces:
         return self._find_or_make(identity, shards, SPACES_MAX)
 
     def get(self, number: int, session: Session) -> Space:
-        """The space of that number.
+        """The space that a session has opened under that number.
 
         Raises:
-            InvalidArgument: there is none, or it is another tenant's.
+            InvalidArgument: it has opened none.
         """
-        space = self._spaces.get(number)
+        space = session.spaces.get(number)
         if space is None:
-            raise InvalidArgument("space", f"{number} is not open")
-        if space.identity.tenant != session.domain:
-            raise InvalidArgument("space", f"{number} belongs to another tenant")
+            raise InvalidArgument("space", f"{number} is not open in this session")
         return space
 
     def left(self, session: Session) -> None:

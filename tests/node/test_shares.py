@@ -306,6 +306,21 @@ def test_a_process_uses_the_tenants_it_may_and_no_other():
     assert isinstance(opened, wire.SpaceOpened)
 
 
+def test_a_process_that_may_use_one_tenant_touches_nothing_of_the_one_without_a_name():
+    made = Wire()
+    keys = page_keys(range(8), 2)
+    for connection, tenants in ((1, None), (2, frozenset({"red"}))):
+        made.node.connected(connection, Peer(connection, tenants=tenants))
+        made.ask(connection, wire.Hello(0, 1, 2, "engine"))
+    assert isinstance(made.ask(1, wire.OpenSpace(0, _tenant(""), SHARDS)), wire.SpaceOpened)
+
+    refused = made.ask(2, wire.BeginPut(0, 1, 0, 0, keys.packed, b""))
+
+    assert isinstance(refused, wire.Failure)
+    assert refused.field == "space"
+    assert made.lookup(1, keys) == (0, 0), "it would be called verified"
+
+
 def _tenant(name: str) -> SpaceIdentity:
     return msgspec.structs.replace(IDENTITY, tenant=name)
 

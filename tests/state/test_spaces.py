@@ -40,6 +40,28 @@ def test_a_session_has_one_tenant_and_sees_no_space_of_another():
         world.table.spaces.get(99, red.session)
 
 
+@pytest.mark.parametrize("tenant", ["", "red"])
+def test_a_session_sees_no_space_before_it_has_opened_it(tenant):
+    world = World()
+    space = world.space(world.process("first"), tenant=tenant)
+    second = world.process("second", pid=2)
+
+    with pytest.raises(InvalidArgument, match="space"):
+        world.table.spaces.get(space.number, second.session)
+    world.space(second, tenant=tenant)
+
+    assert world.table.spaces.get(space.number, second.session) is space
+
+
+def test_a_session_of_the_tenant_without_a_name_stays_with_it():
+    world = World()
+    engine = world.process()
+    world.space(engine, tenant="")
+
+    with pytest.raises(InvalidArgument, match="tenant"):
+        world.space(engine, tenant="red")
+
+
 def test_a_page_larger_than_an_extent_is_refused():
     world = World(slots_each=1)
     engine = world.process()
