@@ -108,6 +108,29 @@ def test_connections_without_a_number_are_never_settled_by_one_that_has_one(node
     assert limbo(node) == SIZE
 
 
+def test_a_process_is_waited_for_while_a_connection_of_it_may_still_say_hello(node):
+    node.node.connected(2, Peer(77))
+    node.node.connected(3, Peer(77))
+    assert isinstance(node.ask(2, wire.Hello(0, 9, 0, "refused")), wire.Failure)
+    lose(node, 3)
+
+    assert node.node.waits_for(77), "what it holds later would never come back"
+    lose(node, 2)
+
+    assert not node.node.waits_for(77)
+
+
+def test_when_a_process_ends_its_connections_without_a_session_are_closed_too(node):
+    """A child of it may hold them, and would hold on to what nobody gives back."""
+    begin(node, 2, number=1)
+    node.node.connected(3, Peer(77))
+    node.node.connected(4, Peer(78))
+
+    node.node.process_ended(77, node.now_ns)
+
+    assert sorted(node.node.closing) == [2, 3]
+
+
 def test_a_hello_that_was_overtaken_takes_nothing_from_the_newer_connection(node):
     session = begin(node, 2, number=2)
 
