@@ -66,11 +66,12 @@ class Leases:
         """
         link, lease = self._services.waiting_link("load"), next(names)
         opened = self._numbers(link)
-        try:
-            leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
-            then()
-        finally:
-            link.send_later(wire.Release(lease), opened.epoch)
+        with link.moving():  # or a link that is closed would leave before the lease is given back
+            try:
+                leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
+                then()
+            finally:
+                link.send_later(wire.Release(lease), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
     def _ask(

@@ -215,6 +215,24 @@ def test_a_put_that_runs_while_its_store_is_closed_leaves_nothing(
     assert scene.daemon.host("limbo") == scene.daemon.host("writing") == 0
 
 
+def test_a_store_closed_while_a_load_brings_pages_from_disk_leaves_nothing(
+    scene: Scene, stats_until: StatsUntil
+):
+    content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
+    store = KVStore.connect(scene.daemon.address, name="reader", timeout_s=TIMEOUT_S)
+    leases, gate = content.open_space(store)._loads.leases, Gate()
+    load = threading.Thread(target=leases.warm, args=(content.keys(CHAIN, HELD), 0, gate))
+    load.start()
+    assert gate.entered.wait(TIMEOUT_S)
+
+    store.close()
+    gate.opened.set()
+    load.join(TIMEOUT_S)
+
+    stats_until(lambda stats: [one["name"] for one in stats["sessions"]] == ["test"])
+    assert scene.daemon.stats()["leases"] == 0
+
+
 def test_a_store_closed_while_the_node_is_stopped_tells_it_later_what_is_over(
     scene: Scene, stats_until: StatsUntil
 ):
