@@ -171,6 +171,10 @@ class DiskTier:
         """End what is under way, within a bounded time, and give the directories back."""
         self._log.close()
 
+    def forked(self) -> None:
+        """In a forked child: the tier is the parent's."""
+        self._log.forked()
+
     def stats(self) -> dict[str, Any]:
         """What is on disk and what was moved, as plain values."""
         return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}

@@ -194,6 +194,9 @@ class Embedded:
         self._open, self._left = False, False
         self._why = "the store was opened before the fork, by the parent: open one of your own"
         self._mapping.forked()
+        self.memory.forked()
+        if self._disk is not None:
+            self._disk.forked()
         self._sent.clear()
 
     def stats(self) -> dict[str, Any]:

@@ -219,11 +219,20 @@ class HostMemory:
                 log.error("memory of an extent is still being given back: left to the system")
             elif exchange.descriptor is not None:
                 descriptors.append(exchange.descriptor)
+        self._exchanges.clear()
         for descriptor in descriptors:
             os.close(descriptor)
-        self._exchanges.clear()
         if self._record is not None:
             self._record.close()
+
+    def forked(self) -> None:
+        """In a forked child: let go of what is the parent's, or it would outlast the parent."""
+        leaving = [one.descriptor for one in self._exchanges.values()]
+        inherited = [*self._descriptors.values(), *leaving]
+        self._descriptors, self._exchanges, self._mapped = {}, {}, {}
+        for descriptor in inherited:
+            if descriptor is not None:
+                os.close(descriptor)
 
     # ---- making it --------------------------------------------------------------------------
 
@@ -336,9 +345,11 @@ class HostMemory:
 
     def _map(self, number: int, descriptor: int) -> int:
         try:
-            return kernel.map_shared(descriptor, self._extent_bytes)
+            address = kernel.map_shared(descriptor, self._extent_bytes)
+            kernel.keep_from_children(address, self._extent_bytes)
         except OSError as error:
             raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
+        return address
 
     def _unmap(self, number: int) -> None:
         known = self._mapped.pop(number, None)

@@ -246,8 +246,13 @@ class Segments:
             for segment in list(self._open.values()):
                 assert not segment.users, "jobs end before their files are closed"
                 self._close_file(segment)
-        for directory in self.directories:
-            self.disk.close(directory.lock)
+        self._give_back()
+
+    def forked(self) -> None:
+        """In a forked child: close what is the parent's; its locks would outlast the parent."""
+        for segment in list(self._open.values()):
+            self._close_file(segment)
+        self._give_back()
 
     def counts(self) -> list[int]:
         """Segments in each directory, with those being made."""
@@ -300,10 +305,17 @@ class Segments:
                 self.directories[segment.directory].used_bytes -= segment.size_bytes
 
     def _close_file(self, segment: Segment) -> None:
-        if segment.descriptor is not None:
-            self.disk.close(segment.descriptor)
-            segment.descriptor = None
+        descriptor, segment.descriptor = segment.descriptor, None
+        if descriptor is not None:
             del self._open[segment.number]
+            self.disk.close(descriptor)
+
+    def _give_back(self) -> None:
+        """Give the directories back, once."""
+        for directory in self.directories:
+            lock, directory.lock = directory.lock, -1
+            if lock >= 0:
+                self.disk.close(lock)
 
     def _opened(self, segment: Segment) -> int:
         """The descriptor of a segment in use, which makes or opens the file; its lock is held."""

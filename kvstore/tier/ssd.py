@@ -265,6 +265,10 @@ class SSDLog:
         else:
             self._segments.close()
 
+    def forked(self) -> None:
+        """In a forked child: the directories are the parent's, and nobody here works for it."""
+        self._segments.forked()
+
     def stats(self) -> dict[str, Any]:
         """What was moved and what is there, as plain values."""
         total: Counter[str] = Counter()

@@ -1,5 +1,7 @@
 """Goal: the node in this process keeps on disk what its memory has no room for."""
 
+import os
+import socket
 import threading
 from pathlib import Path
 
@@ -70,6 +72,49 @@ def test_a_durable_page_is_there_when_the_directory_is_opened_again(tmp_path):
         space = large_space(store, model=model)
         assert space.lookup(keys).pages == 5
         assert read(space, keys) == [bytes(page) for page in pages]
+
+
+def test_a_forked_child_keeps_neither_the_directory_nor_memory_of_its_parent(tmp_path):
+    store = open_store(tmp_path)
+    space = large_space(store)
+    space.put(new_keys(space, 5), content(5, space.page_bytes[0]), durable=True)
+    here, there = socket.socketpair()
+    child = os.fork()
+    if not child:
+        here.close()
+        there.sendall(b"!")
+        there.recv(1)  # until the test ends
+        os._exit(0)
+    there.close()
+    try:
+        assert here.recv(1) == b"!"
+        store.close()
+        held = [str(entry.readlink()) for entry in Path(f"/proc/{child}/fd").iterdir()]
+        mapped = Path(f"/proc/{child}/maps").read_text()
+        assert [name for name in held if "memfd:kvstore" in name or str(tmp_path) in name] == []
+        assert "memfd:kvstore" not in mapped
+
+        open_store(tmp_path).close()
+    finally:
+        here.close()
+        os.waitpid(child, 0)
+
+
+def test_a_fork_after_the_store_was_closed_closes_no_file_of_others(tmp_path):
+    store = open_store(tmp_path)
+    space = large_space(store)
+    space.put(new_keys(space, 5), content(5, space.page_bytes[0]), durable=True)
+    store.close()
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]  # numbers are used again
+    try:
+        child = os.fork()
+        if not child:
+            there = Path("/proc/self/fd")
+            os._exit(0 if all((there / str(number)).exists() for number in others) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        for number in others:
+            os.close(number)
 
 
 def test_a_lookup_reckons_with_what_the_disk_takes_and_learns_it(tmp_path):
