@@ -31,6 +31,7 @@ from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
     ENTRY,
     SEGMENT_BYTES_MAX,
+    SEQUENCE_MAX,
     Entries,
     ForeignLog,
     Header,
@@ -51,6 +52,8 @@ from kvstore.tier.window import SegmentFile, Window
 log = logging.getLogger(__name__)
 
 _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
+_SEQUENCE_BITS: Final = 32
+"""No segment has so many records that they do not count up within these."""
 
 
 class Tombstone(NamedTuple):
@@ -116,7 +119,7 @@ class RecoveredLog:
         segments: by number.
         pairs: what pages belong to.
         next_segment: higher than every number in use, foreign files included.
-        next_sequence: higher than every record's.
+        next_sequence: higher than every record's, those in files that are left as they are too.
         untouched: files left as they are: path and reason.
     """
 
@@ -316,13 +319,22 @@ def combine(found: Iterable[Found]) -> RecoveredLog:
                 last_tombstone=max((one.sequence for one in segment.tombstones), default=0),
             )
         )
-    return RecoveredLog(
-        segments,
-        [unpack_pair(packed) for packed in numbers],
-        max((one.number + 1 for one in ordered), default=0),
-        max((int(one["sequence"].max()) + 1 for one in entries if len(one)), default=1),
-        [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None],
-    )
+    next_segment = max((one.number + 1 for one in ordered), default=0)
+    next_sequence = max((int(one["sequence"].max()) + 1 for one in entries if len(one)), default=1)
+    untouched = [f"{one.path}: {one.reason}" for one in ordered if one.loaded is None]
+    if untouched:
+        next_sequence = max(next_sequence, _above_all(next_segment))
+    pairs = [unpack_pair(packed) for packed in numbers]
+    return RecoveredLog(segments, pairs, next_segment, next_sequence, untouched)
+
+
+def _above_all(next_segment: int) -> int:
+    """A sequence number that no record of an earlier segment can have, whatever it says.
+
+    Only records are counted, and each has its place in a segment; what a start cannot read a later
+    one may, and its records must not pass for newer than what was written meanwhile.
+    """
+    return min(next_segment << _SEQUENCE_BITS, SEQUENCE_MAX // 2)
 
 
 def _first_page(entries: Entries) -> int:

@@ -23,6 +23,8 @@ from kvstore.tier.base import (
     ReadPage,
     SealSegment,
     SyncAll,
+    WritePage,
+    WriteTombstone,
 )
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
@@ -217,7 +219,8 @@ class SSDLog:
         for batch in batches(jobs):
             unsynced = self._segments.unsynced() if isinstance(batch[0], SyncAll) else {}
             work.append(_Work(batch, sequence, unsynced))
-            sequence += len(batch)
+            if isinstance(batch[0], WritePage | WriteTombstone | CopyPage):
+                sequence += len(batch)
         with self._lock:
             if self._closing:
                 raise TierUnavailable("the SSD tier is closed")

@@ -13,7 +13,7 @@ from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
 from kvstore.tier.base import WriteTombstone
 from kvstore.tier.directories import Directory
-from kvstore.tier.record import IDENTITY_NAME, segment_name
+from kvstore.tier.record import IDENTITY_NAME, SEGMENT_MAX, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
 from kvstore.tier.ssd import SSDLog
 from tests.ssd.conftest import HOME, SEGMENT_BYTES, open_log, recovered
@@ -290,6 +290,73 @@ def test_a_segment_that_cannot_be_read_is_reported_and_the_rest_is_found(disk):
 
     assert [segment.number for segment in found.segments] == [0], "the newest is read first"
     assert segment_name(1) in found.untouched[0]
+
+
+def test_what_a_start_cannot_read_is_older_than_what_is_written_after_it(disk):
+    """Else what was taken out meanwhile came back once the file could be read again."""
+    stays, goes = pages(2)
+    log = recovered(disk)
+    driver = TierDriver(log)
+    for number, page in enumerate([stays, goes]):
+        driver.write((Place(number, 0), page))
+        driver.seal(number)
+    log.close()
+    log = open_log(_unreadable(disk))
+    assert segment_name(1) in log.recover().untouched[0]
+    driver = TierDriver(log)
+    assert driver.tombstone(Place(2, 0), goes.record.key).error is None
+    driver.seal(2)
+    log.close()
+
+    found = open_log(disk).recover()
+
+    assert not found.untouched
+    left = [key for one in found.segments for key in one.entries["key"].tolist()]
+    assert left == [stays.record.key]
+
+
+def test_a_page_written_after_a_start_that_could_not_read_its_tombstone_stands(disk):
+    (page,) = pages(1)
+    log = recovered(disk)
+    driver = TierDriver(log)
+    driver.write((Place(0, 0), page))
+    driver.seal(0)
+    assert driver.tombstone(Place(1, 0), page.record.key).error is None
+    driver.seal(1)
+    log.close()
+    log = open_log(_unreadable(disk))
+    log.recover()
+    driver = TierDriver(log)
+    driver.write((Place(2, 0), page))
+    driver.seal(2)
+    log.close()
+
+    found = open_log(disk).recover()
+
+    assert [one.number for one in found.segments if len(one.entries)] == [2]
+
+
+def test_what_is_written_beside_the_highest_number_that_cannot_be_read_is_found(disk):
+    recovered(disk).close()
+    disk.write_file(HOME / "0" / segment_name(SEGMENT_MAX - 1), bytes(4096))
+    (page,) = pages(1)
+    log = open_log(_unreadable(disk))
+    found = log.recover()
+    assert segment_name(SEGMENT_MAX - 1) in found.untouched[0]
+    driver = TierDriver(log)
+    assert driver.write((Place(found.next_segment, 0), page))[0].error is None
+    log.close()
+
+    segments = {one.number: one for one in open_log(disk).recover().segments}
+
+    assert segments[found.next_segment].entries["key"].tolist() == [page.record.key]
+
+
+def _unreadable(disk: SimulatedDisk) -> FaultyDisk:
+    """The disk, but what is read of it first cannot be read."""
+    faulty = FaultyDisk(disk)
+    faulty.arm("read", Fault.IO_ERROR)
+    return faulty
 
 
 def test_a_directory_of_another_node_is_refused_and_unchanged(disk):
