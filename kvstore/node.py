@@ -134,7 +134,7 @@ class Node:
             self._stop_waiting(process)
             if ended or process.idle:
                 self._end(process)
-            else:
+            elif process not in self._ending:  # else it has settled: what it held is on its way
                 self._lose(process, now_ns)
         self._after(now_ns)
 

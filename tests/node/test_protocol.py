@@ -25,9 +25,9 @@ DIGEST = b"d" * 16
 class Wire:
     """A node, and its answers to one message at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: NodeLimits | None = None) -> None:
         tokens = (bytes([number]) * 16 for number in range(1, 200))
-        limits = NodeLimits(1 << 20, LEASE_MS_MAX)
+        limits = limits or NodeLimits(1 << 20, LEASE_MS_MAX)
         self.node = Node("n", b"b" * 16, SlotTable(1 << 16, 4), limits, lambda: next(tokens))
         self.now_ns = 1
         self._requests = 0

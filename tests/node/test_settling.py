@@ -3,6 +3,8 @@
 import pytest
 
 from kvstore import wire
+from kvstore.page import page_keys
+from kvstore.requests import NodeLimits
 from kvstore.state.sessions import Peer
 from tests.node.test_protocol import IDENTITY, KEYS, LEASE_MS_MAX, SHARDS, Wire, node
 
@@ -106,6 +108,32 @@ def test_connections_without_a_number_are_never_settled_by_one_that_has_one(node
     node.ask(3, wire.Settled(1))
 
     assert limbo(node) == SIZE
+
+
+def test_a_connection_that_closes_while_what_it_settled_is_given_back_is_over():
+    """Taken for lost once more it would have been given up a minute after its end."""
+    limits = NodeLimits(1 << 20, LEASE_MS_MAX, turn_pages=2)
+    made = Wire(limits)
+    nobody_sees_its_end = Peer(77, watched=False)
+    made.node.connected(1, nobody_sees_its_end)
+    first = wire.Hello(0, 1, wire.PROTOCOL_MINOR, "engine", b"", ORIGIN, 1)
+    welcome = made.ask(1, first)
+    assert isinstance(welcome, wire.Welcome)
+    made.ask(1, wire.OpenSpace(0, IDENTITY, SHARDS))
+    for start in range(0, 400, 100):
+        made.begin(1, page_keys(range(start, start + 8), 2))
+    made.node.connected(2, nobody_sees_its_end)
+    made.ask(2, wire.Hello(0, 1, wire.PROTOCOL_MINOR, "engine", welcome.session, ORIGIN, 2))
+
+    made.ask(2, wire.Settled(2))
+    assert made.node.unfinished, "there is more to give back than one turn does"
+    made.node.disconnected(1, made.now_ns, ended=False)
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+
+    assert list(made.node.processes) == [2]
+    assert len(made.node.retirement) == 0
+    made.node.advance(made.now_ns + 2 * limits.unwatched_ns)
 
 
 def test_a_process_is_waited_for_while_a_connection_of_it_may_still_say_hello(node):
