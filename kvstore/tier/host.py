@@ -384,7 +384,8 @@ class HostMemory:
         """Fault an extent in; what is replaced meanwhile takes no memory afterwards."""
         for start in range(0, self._extent_bytes, _TOUCH_BYTES):
             length = min(_TOUCH_BYTES, self._extent_bytes - start)
-            mover.populate(address + start, length, write=True)
+            # A client may be writing there already: only the native mover writes nothing back.
+            mover.populate(address + start, length, write=mover.native)
             with self._lock:
                 there, in_vain = number in self._descriptors, self._in_vain
             if in_vain:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvstore import mover
 from kvstore.errors import TierUnavailable
 from kvstore.state.slots import Replacement
 from kvstore.tier import host, kernel
@@ -294,3 +295,28 @@ def test_memory_that_was_given_back_while_it_was_touched_takes_none(monkeypatch,
         os.close(descriptor)
     finally:
         memory.close()
+
+
+def test_without_the_native_mover_nothing_is_written_to_memory_that_clients_may_write_to(
+    monkeypatch, wait_until
+):
+    """What is read and written back takes away what a client wrote in between."""
+    fallback, writes = mover.Fallback(), list[bool]()
+
+    def watched(address: int, length: int, write: bool) -> None:
+        writes.append(write)
+        fallback.populate(address, length, write=write)
+
+    monkeypatch.setattr(mover, "native", False)
+    monkeypatch.setattr(mover, "populate", watched)
+    memory = HostMemory("n", BOOT, EXTENT_BYTES, prefault=True)
+    try:
+        memory.create([0])
+        wait_until(lambda: memory.populated_bytes() == EXTENT_BYTES)
+        descriptor = memory.descriptor(0)
+        assert descriptor is not None
+        assert allocated_bytes(descriptor) == EXTENT_BYTES, "reading makes it be there too"
+    finally:
+        memory.close()
+
+    assert writes == [False]
