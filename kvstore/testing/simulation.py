@@ -22,6 +22,7 @@ from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, 
 from kvstore.requests import NodeLimits
 from kvstore.state.diskjobs import DiskRules
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.retirement import AGAIN_NS
 from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.testing import slowtier
@@ -36,6 +37,8 @@ WAIT_MS: Final = 30
 LEASE_MS_MAX: Final = 20
 TURN_PAGES: Final = 3
 UNWATCHED_NS: Final = 30_000_000
+LAST_NS: Final = 3 * AGAIN_NS
+"""After the end of every process: extents that others still read then are looked at again."""
 _SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
 _ORIGINS: Final = count(1)
 
@@ -161,7 +164,7 @@ class Simulation:
         self._wanted = 0
         for process in list(self._processes):
             self._end(process)
-        self._pass_until(end_ns + 1_000_000_000)
+        self._pass_until(end_ns + LAST_NS)
         self._check_the_end()
         return self.outcome
 
