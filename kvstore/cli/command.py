@@ -15,11 +15,11 @@ from rich.console import Console
 from kvstore import doctor
 from kvstore.cli import show, top
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
+from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.machine import version_of
 from kvstore.server.environment import cli_defaults
-from kvstore.sizes import size_of
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
 Show = Callable[[Any, Console], None]
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         if wrong is not None:
             near = difflib.get_close_matches(wrong[1], self.verbs, n=1)
             hint = f"did you mean {near[0]}?" if near else "kvstore --help lists them"
-            message = f"{wrong[1]!r} is no verb; {hint}"
+            message = f"{wrong[1]!r} is not a verb; {hint}"
         elif message.endswith("required: VERB"):
             message = "name a verb; kvstore --help lists them"
         super().error(message)
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(verb)
     live = verb("top", "watch a node", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print one frame and end")
-    live.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
+    live.add_argument("--interval", type=seconds(zero=False, most=_INTERVAL_MAX_S), default=1.0, metavar="SECONDS",
                       help="between frames; default: 1")  # fmt: skip
     ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
     ill.add_argument("--directory", type=Path,
@@ -167,22 +167,22 @@ def _add_looks(verb: _Add) -> None:
     pages.add_argument("--prefix", metavar="KEY", help="only at and below this key")
     pages.add_argument("--tier", choices=["host", "ssd"], help="only what is there")
     for bound, compared in (("min", "at least"), ("max", "at most")):
-        pages.add_argument(f"--age-{bound}", type=float, metavar="SECONDS",
+        pages.add_argument(f"--age-{bound}", type=seconds(zero=True), metavar="SECONDS",
                            help=f"only stored {compared} so long ago")  # fmt: skip
-        pages.add_argument(f"--hits-{bound}", type=int, metavar="N",
+        pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
                            help=f"only hit {compared} so often")  # fmt: skip
-    pages.add_argument("--limit", type=_positive, default=100, help="default: 100")
+    pages.add_argument("--limit", type=count(1), default=100, help="default: 100")
     page = verb("page", "one page", _page, show.page)
     tree = verb("tree", "what follows a key", _tree, show.tree)
     tree.add_argument("space", help=_SPACE)
     tree.add_argument("key", nargs="?", help=f"{_KEY}; default: from the chains' beginning")
-    tree.add_argument("--depth", type=_positive, default=8, help="levels; default: 8")
-    tree.add_argument("--limit", type=_positive, default=100, help="pages; default: 100")
+    tree.add_argument("--depth", type=count(1), default=8, help="levels; default: 8")
+    tree.add_argument("--limit", type=count(1), default=100, help="pages; default: 100")
     explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
     explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
     explain.add_argument("--space", help=f"{_SPACE}; default: wherever it is known best")
-    explain.add_argument("--shard", type=int, help="its number in the space; default: any")
+    explain.add_argument("--shard", type=count(0), help="its number in the space; default: any")
     _names_page(page)
 
 
@@ -190,18 +190,18 @@ def _add_changes(verb: _Add) -> None:
     """The verbs that need the role operate and are done at once."""
     pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
     _names_page(pin)
-    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS",
+    pin.add_argument("--ttl", type=seconds(zero=True), default=3600.0, metavar="SECONDS",
                      help="when it ends; 0 = never; default: 3600")  # fmt: skip
     pin.add_argument("--tier", choices=["host", "ssd"], default="host",
                      help="where it stays; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=int, help="its number; see kvstore pins")
+    unpin.add_argument("pin", type=count(1), help="its number; see kvstore pins")
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
     quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
-    quota.add_argument("--quota-bytes", type=_size, metavar="SIZE",
+    quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
                        help="the most it may have; 0 = no quota; default: as it is")  # fmt: skip
-    quota.add_argument("--reserved-bytes", type=_size, metavar="SIZE",
+    quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
                        help="what others leave it; 0 = none; default: as it is")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
                        help="which tier to limit it in; default: host")  # fmt: skip
@@ -221,7 +221,7 @@ def _add_jobs(verb: _Add) -> None:
         _waits(made)
         if name == "verify":
             made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
-            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS",
+            made.add_argument("--deadline", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                               help="begin nothing later; default: 3600")  # fmt: skip
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
     clear.add_argument("space", nargs="?", help=_SPACE)
@@ -235,35 +235,14 @@ def _add_jobs(verb: _Add) -> None:
         made = verb(name, summary, _moved, show.job)
         made.add_argument("space", help=_SPACE)
         made.add_argument("keys", nargs="+", metavar="KEY", help="those of one chain, in order")
-        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS",
+        made.add_argument("--deadline", type=seconds(zero=False), default=60.0, metavar="SECONDS",
                           help="begin nothing later; default: 60")  # fmt: skip
         if name == "move":
             made.add_argument("--to", choices=["host", "ssd"], default="ssd", help="default: ssd")
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=int, nargs="?", help="its number; default: all")
+    jobs.add_argument("job", type=count(1), nargs="?", help="its number; default: all")
     jobs.add_argument("--cancel", action="store_true", help="end it; what it has done stays done")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def _size(text: str) -> int:
-    try:
-        return size_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= _INTERVAL_MAX_S:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0 to {_INTERVAL_MAX_S:.0f}")
-    return seconds
 
 
 def _names_page(verb: argparse.ArgumentParser) -> None:
@@ -306,14 +285,24 @@ def _explain(node: Remote, at: argparse.Namespace) -> Any:
     return node.send("POST", "/v1/explain", {k: v for k, v in body.items() if v is not None})
 
 
-def _tokens(text: str) -> Any:
+def _tokens(text: str) -> list[int]:
     """Token ids as they were given, or from a file."""
+    if not text.startswith("@"):
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError as error:
+            message = f"{text[:80]!r} is not a list of token ids such as 1,2,3"
+            raise InvalidArgument("--tokens", message) from error
     try:
-        if text.startswith("@"):
-            return json.loads(Path(text[1:]).read_text())
-        return [int(part) for part in text.split(",")]
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("--tokens", str(error)) from error
+        found = json.loads(Path(text[1:]).read_text())
+    except OSError as error:
+        raise InvalidArgument("--tokens", f"{text[1:]}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidArgument("--tokens", f"{text[1:]} is not JSON: {error}") from error
+    if not (isinstance(found, list) and all(type(one) is int for one in found)):
+        message = f"{text[1:]} is not a JSON list of token ids such as [1, 2, 3]"
+        raise InvalidArgument("--tokens", message)
+    return found
 
 
 def _pin(node: Remote, at: argparse.Namespace) -> Any:
