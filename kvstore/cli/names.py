@@ -67,7 +67,7 @@ class Names:
         if _FULL.fullmatch(name):
             return name
         if not _PREFIX.fullmatch(name):
-            message = f"{name!r} is not a key: write 64 hex digits, or the first {PREFIX_MIN} or more"
+            message = f"{name!r} is not a key: 64 hex digits, or the first {PREFIX_MIN} or more"
             raise InvalidArgument("key", message)
         spaces = [one for one in self._all_spaces() if space in (None, one["space"])]
         pages = sum(one["pages"] for one in spaces)
