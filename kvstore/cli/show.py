@@ -82,7 +82,7 @@ def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
     if left := by_cause("removed_"):
         rows.append(("pages left", left))
     if refused := by_cause("refused_"):
-        rows.append(("refused", f"{refused} requests"))
+        rows.append(("refused", refused))
     return rows
 
 

@@ -44,7 +44,7 @@ def test_every_look_is_a_table_and_is_json(kvstore, stored):
         (("page", stored.label, keys[0].hex()), "shards"), (("sessions",), "sessions"),
         (("tiers",), "tier host"), (("config",), "configuration"), (("pins",), "pins"),
         (("quota",), "limits"), (("policy",), "lru"), (("jobs",), "jobs"),
-        (("top", "--once"), "hit rate"), (("explain", keys[1].hex()), "hit: stored"),
+        (("top", "--once"), "hit rate"), (("explain", keys[1].hex()), "hit: READY in host"),
     ):  # fmt: skip
         status, told = kvstore(*words)
         assert (status, heard in told) == (0, True), (words, told)

@@ -366,7 +366,7 @@ def test_stats_count_what_was_stored_what_left_and_what_was_refused(capsys):
     assert re.search(r"stored\s.*1,200 pages, 3\.0 GiB since the start", told), told
     assert re.search(r"loaded\s.*1\.0 GiB", told), told
     assert re.search(r"pages left\s.*corrupt 1, evicted 300", told), told
-    assert re.search(r"refused\s.*capacity 7 requests", told), told
+    assert re.search(r"refused\s.*capacity 7", told), told
     show.stats({**answer, "counts": {}}, show.console())
     told = capsys.readouterr().out
     assert not re.search("stored|loaded|pages left|refused", told), "nothing happened"
