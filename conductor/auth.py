@@ -25,7 +25,7 @@ from aiohttp.typedefs import Handler
 from conductor.config import HttpConfig
 from conductor.openai import error_response
 from kvstore import privatefile
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, reason
 from kvstore.faults import Faults
 
 _TOKEN_CHARACTERS_MIN: Final = 16
@@ -153,7 +153,7 @@ def _read(key: str, path: str) -> str:
     try:
         text = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}={path}: {error}") from error
+        raise ConfigError(f"{key}={path}: {reason(error)}") from error
     if not text:
         raise ConfigError(f"{key}={path}: the file is empty")
     return text

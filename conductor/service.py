@@ -33,7 +33,7 @@ from conductor.proxy import Parts, Proxy
 from conductor.queue import RequestQueue
 from conductor.upstream import Upstream
 from kvstore.config import show
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, reason
 from kvstore.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
@@ -154,7 +154,7 @@ class Conductor:
             ready: called with the URL once it answers.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: the address cannot be listened on; names the setting.
             ConfigError: the token that was made cannot be written anywhere.
         """
         http = self.config.http
@@ -170,9 +170,7 @@ class Conductor:
         token: MadeToken | None = None
         try:
             assert runner.server is not None
-            server = await loop.create_server(
-                self._front.serve(runner.server), http.host, http.port
-            )
+            server = await self._listen(self._front.serve(runner.server))
             port: int = server.sockets[0].getsockname()[1]
             token = MadeToken(self._auth.made, port)
             self.token_path = token.path
@@ -207,6 +205,14 @@ class Conductor:
             self._broken(error)
         else:
             loop.default_exception_handler(context)
+
+    async def _listen(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
+        http = self.config.http
+        try:
+            return await asyncio.get_running_loop().create_server(protocol, http.host, http.port)
+        except OSError as error:
+            where = f"http.host={http.host}, http.port={http.port}"
+            raise OSError(error.errno, f"{where}: {reason(error)}") from error
 
     async def _drain(self) -> None:
         """Refuse new requests; give those that are here their time, then refuse what waits."""
@@ -288,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"kvstore-conductor: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"kvstore-conductor: {error}\n")
+        sys.stderr.write(f"kvstore-conductor: {reason(error)}\n")
         return 1
 
 
@@ -299,9 +305,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="address to listen on (http.host)")
     parser.add_argument("--port", type=int, help="port, 0 = any free one (http.port)")
     parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)} (policy.name)")
-    parser.add_argument("--config", type=Path, help="TOML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--print-config", action="store_true", help="print the tree and end")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="a setting; wins over the environment"
+                        " (KVSTORE_CONDUCTOR__SECTION__KEY) and the file")  # fmt: skip
+    parser.add_argument("--print-config", action="store_true",
+                        help="print every setting and its source, and exit")  # fmt: skip
     parser.add_argument(
         "--log-level",
         default="WARNING",

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, g
 import msgspec
 
 from kvstore.constraints import allowed
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, reason
 from kvstore.machine import Needs
-from kvstore.sizes import size_of
+from kvstore.sizes import exact, size_of
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +103,13 @@ class HostConfig(Section, frozen=True):
         """Refuse a capacity that holds no extent, or more than a process can have open."""
         if self.capacity_bytes < self.extent_bytes:
             raise ValueError(
-                f"host.capacity_bytes={self.capacity_bytes} is smaller than"
-                f" host.extent_bytes={self.extent_bytes}"
+                f"host.capacity_bytes={exact(self.capacity_bytes)} is smaller than"
+                f" host.extent_bytes={exact(self.extent_bytes)}"
             )
         if self.capacity_bytes // self.extent_bytes > EXTENTS_MAX:
             raise ValueError(
-                f"host.capacity_bytes={self.capacity_bytes} is more than {EXTENTS_MAX} times"
-                f" host.extent_bytes={self.extent_bytes}: each of these takes a file descriptor"
+                f"host.capacity_bytes={exact(self.capacity_bytes)} is more than {EXTENTS_MAX} times"
+                f" host.extent_bytes={exact(self.extent_bytes)}: each takes a file descriptor"
             )
 
 
@@ -147,8 +147,8 @@ class SSDConfig(Section, frozen=True):
         """Refuse a capacity that holds too few segments, and a directory given twice."""
         if self.capacity_bytes < 4 * self.segment_bytes:
             raise ValueError(
-                f"ssd.capacity_bytes={self.capacity_bytes} is less than four segments of"
-                f" ssd.segment_bytes={self.segment_bytes}: raise it or make segments smaller"
+                f"ssd.capacity_bytes={exact(self.capacity_bytes)} is less than four segments of"
+                f" ssd.segment_bytes={exact(self.segment_bytes)}: raise it or make segments smaller"
             )
         if len({os.path.normpath(path) for path in self.directories}) < len(self.directories):
             raise ValueError(f"ssd.directories={','.join(self.directories)} names one twice")
@@ -392,7 +392,7 @@ def _entries(
         try:
             content = tomllib.loads(path.read_text())
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {reason(error)}") from error
         yield from ((str(path), key, value) for key, value in _leaves(content, []))
     for name, text in sorted(environ.items()):
         if name.startswith(env_prefix):
@@ -452,7 +452,7 @@ def _listed(value: str, key: list[str], source: str) -> Any:
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is no list: {error}") from error
+        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is not a list: {error}") from error
 
 
 def _bytes(value: Any, source: str, key: list[str]) -> Any:

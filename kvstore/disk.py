@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvstore.config import SSDConfig
 from kvstore.errors import KVStoreError
+from kvstore.logs import event
 from kvstore.node import Node
 from kvstore.state.admission import Admission
 from kvstore.state.adopt import FoundSegment, adopt
@@ -130,8 +131,8 @@ class DiskTier:
                 gc.enable()
         self.recovery_s = monotonic() - start
         if found.segments:
-            log.info("%d pages of %d segments recovered in %.2f s",
-                     pages, len(found.segments), self.recovery_s)  # fmt: skip
+            event(log, logging.INFO, "pages recovered", pages=pages,
+                  segments=len(found.segments), took_s=self.recovery_s)  # fmt: skip
 
     # ---- jobs -------------------------------------------------------------------------------
 

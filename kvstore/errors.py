@@ -117,6 +117,12 @@ class ProtocolError(KVStoreError):
     code = "protocol"
 
 
+def reason(error: BaseException) -> str:
+    """What an exception says, without the number and the path of a system's error."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error) or type(error).__name__
+
+
 def error_from_code(code: str, message: str, field: str = "") -> KVStoreError:
     """Rebuild the error that the other side of a connection reported."""
     kind = _BY_CODE.get(code, KVStoreError)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, reason
 
 PATH_BYTES_MAX: Final = 107
 """Longest path of a Unix socket that Linux takes."""
@@ -107,7 +107,7 @@ class Listener:
                 self.socket = _listen_tcp(endpoint)
                 self.endpoint = Tcp(endpoint.host, self.socket.getsockname()[1])
         except (OSError, UnicodeError) as error:  # a host name that IDNA cannot say
-            raise InvalidArgument(field, f"cannot listen at {endpoint}: {error}") from error
+            raise InvalidArgument(field, f"cannot listen at {endpoint}: {reason(error)}") from error
 
     def close(self) -> None:
         """Listen no longer; remove the file, if it is still ours."""
@@ -204,7 +204,7 @@ def _make_way(field: str, path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise InvalidArgument(field, f"{path}: something else is there")
+        raise InvalidArgument(field, f"{path} is not a socket: remove it, or name another path")
     if _answers(path):
         raise InvalidArgument(field, f"{path}: another node listens there (or another program)")
     path.unlink()

@@ -124,7 +124,7 @@ def test_something_else_at_the_path_is_left_alone(tmp_path):
     path = tmp_path / "precious"
     path.write_text("data")
 
-    with pytest.raises(InvalidArgument, match="something else is there"), listening(path):
+    with pytest.raises(InvalidArgument, match="is not a socket"), listening(path):
         pass
 
     assert path.read_text() == "data"

@@ -6,7 +6,11 @@ import logging
 import os
 import signal
 import sys
+import urllib.parse
 import uuid
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,21 +21,27 @@ from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from engine_adapters.reference.store_client import Store
+from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
+from kvstore.sizes import size_of
+
+_PROGRAM = "python -m engine_adapters.reference"
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """The command line; an unknown option ends the process with a message."""
-    parser = argparse.ArgumentParser(prog="python -m engine_adapters.reference", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=_PROGRAM, allow_abbrev=False)
     add = parser.add_argument
     add("--mode", choices=("mono", "prefill", "decode"), default="mono")
     add("--model", choices=sorted(MODELS), default="tiny")
-    add("--host-port", "--port", dest="port", type=int, default=0, help="0: any free port")
+    add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
+        help="0: any free port")  # fmt: skip
     add("--id", default=f"engine-{uuid.uuid4().hex[:8]}", help="name of this engine")
     add("--store", metavar="URL", help="unix:///path of the node's socket; none: no store")
-    add("--device-slab", type=int, default=0, metavar="BYTES",
-        help="copies of pages loaded from the store in this process; 0: none")  # fmt: skip
+    add("--device-slab", type=_size, default=0, metavar="SIZE",
+        help="memory of this process for copies of loaded pages; 0: none")  # fmt: skip
     add("--node", metavar="NAME", help="id of the node behind --store, told to the Conductor")
-    add("--conductor", metavar="URL", help="register there, again and again")
+    add("--conductor", metavar="URL", type=_address,
+        help="http://host:port; register there every 3 s")  # fmt: skip
     add(
         "--conductor-token-file",
         type=Path,
@@ -41,18 +51,58 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add("--prefix-cache", choices=("on", "off"), default="on")
     add("--kv-hashes", choices=("on", "off"), default="on")
-    add("--threads", type=int, default=2, help="of torch")
-    add("--kv-blocks", type=int, default=2048, help="blocks of 16 tokens in the pool")
-    add("--token-budget", type=int, default=512, help="tokens computed in one step")
-    add("--max-running", type=int, default=8)
-    add("--max-waiting", type=int, default=256)
+    add("--threads", type=_number(1), default=2, help="of torch")
+    add("--kv-blocks", type=_number(1), default=2048, help="blocks of 16 tokens in the pool")
+    add("--token-budget", type=_number(1), default=512,
+        help="tokens computed in one step")  # fmt: skip
+    add("--max-running", type=_number(1), default=8)
+    add("--max-waiting", type=_number(1), default=256)
     add("--events", metavar="ENDPOINT", help="publish the local prefix cache's KV events there")
     add("--events-replay", metavar="ENDPOINT", help="answer replay requests there")
-    args = parser.parse_args(argv)
-    for name in ("threads", "kv_blocks", "token_budget", "max_running", "max_waiting"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    return args
+    return parser.parse_args(argv)
+
+
+def _number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r} is not a whole number") from error
+        if number < least:
+            raise ArgumentTypeError(f"{number} is less than {least}")
+        if most is not None and number > most:
+            raise ArgumentTypeError(f"{number} is more than {most}")
+        return number
+
+    return read
+
+
+def _size(text: str) -> int:
+    try:
+        return size_of(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def _address(text: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ArgumentTypeError(f"{text!r} is not http://host:port")
+    return text
+
+
+@contextmanager
+def _given_by(option: str) -> Iterator[None]:
+    """Name the option whose value cannot be used."""
+    try:
+        yield
+    except KVStoreError as error:
+        field = f"{error.field}: " if isinstance(error, InvalidArgument) else ""
+        raise ConfigError(f"{option}: {str(error).removeprefix(field)}") from error
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -60,6 +110,9 @@ async def run(args: argparse.Namespace) -> int:
 
     Returns:
         exit status; 1 when something did not end in time.
+
+    Raises:
+        ConfigError: a value of the command line cannot be used; names the option.
     """
     options = EngineOptions(
         model=args.model,
@@ -73,11 +126,15 @@ async def run(args: argparse.Namespace) -> int:
             waiting_max=args.max_waiting,
         ),
     )
-    store = _connect(args.store, args.id, args.device_slab) if args.store else None
+    store = None
+    if args.store:
+        with _given_by("--store"):
+            store = _connect(args.store, args.id, args.device_slab)
     engine = Engine(options, store)
     events: EngineEvents | None = None
     if args.events:
-        events = EngineEvents(args.id, engine.identity, args.events, args.events_replay)
+        with _given_by("--events"):
+            events = EngineEvents(args.id, engine.identity, args.events, args.events_replay)
         engine.on_change = events.publish
     identity = Identity(
         id=args.id,
@@ -124,7 +181,12 @@ def main() -> None:
     args = parse_args(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     torch.set_num_threads(args.threads)
-    status = asyncio.run(run(args))
+    try:
+        status = asyncio.run(run(args))
+    except ConfigError as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        sys.stderr.flush()
+        status = 2
     if status:
         os._exit(status)
 

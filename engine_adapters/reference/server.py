@@ -30,6 +30,7 @@ from engine_adapters.reference.protocol import (
     usage,
 )
 from engine_adapters.reference.request import Output, Request
+from kvstore.errors import ConfigError, reason
 from kvstore.privatefile import token_for
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class ConductorAt:
             try:
                 token = self.token_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                _log.warning("the conductor's token: %s", error)
+                _log.warning("%s with the Conductor's token: %s", self.token_file, reason(error))
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -291,24 +292,24 @@ async def keep_registered(conductor: "ConductorAt", engine_id: str, role: str, u
 
     Ends when cancelled; then says good-bye, once, without insisting.
     """
-    known = refused = False
+    refused = missed = False
     body = {"id": engine_id, "role": "mixed" if role == "mono" else role, "url": url}
     timeout = aiohttp.ClientTimeout(total=_REGISTER_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         try:
             while True:
-                was_known, known = known, False
                 try:
                     address = f"{conductor.url}/v1/engines"
                     headers = conductor.headers()
                     async with session.post(address, json=body, headers=headers) as response:
-                        known = response.status < 300
+                        pass
                     if response.status in _REFUSED and not refused:
                         _log.warning("the conductor refuses our token (%d)", response.status)
-                    refused = response.status in _REFUSED
+                    refused, missed = response.status in _REFUSED, False
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    if was_known:
+                    if not missed:
                         _log.warning("the conductor does not answer: %s", error)
+                    missed = True
                 await asyncio.sleep(_REGISTER_EVERY_S)
         finally:
             try:
@@ -344,13 +345,19 @@ async def serve(
 
     Returns:
         whether the engine ended in time.
+
+    Raises:
+        ConfigError: the port is taken.
     """
     runner = web.AppRunner(
         server.app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+        except OSError as error:
+            raise ConfigError(f"--port: {reason(error)}") from error
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready(url)
         async with asyncio.TaskGroup() as tasks:

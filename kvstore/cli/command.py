@@ -15,11 +15,11 @@ from rich.console import Console
 from kvstore import doctor
 from kvstore.cli import show, top
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
+from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.machine import version_of
 from kvstore.server.environment import cli_defaults
-from kvstore.sizes import size_of
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
 Show = Callable[[Any, Console], None]
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         if wrong is not None:
             near = difflib.get_close_matches(wrong[1], self.verbs, n=1)
             hint = f"did you mean {near[0]}?" if near else "kvstore --help lists them"
-            message = f"{wrong[1]!r} is no verb; {hint}"
+            message = f"{wrong[1]!r} is not a verb; {hint}"
         elif message.endswith("required: VERB"):
             message = "name a verb; kvstore --help lists them"
         super().error(message)
@@ -132,16 +132,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
-    live = verb("top", "watch a node", _nothing, show.anything)
-    live.add_argument("--once", action="store_true", help="print one frame and end")
-    live.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS",
-                      help="between frames; default: 1")  # fmt: skip
+    live = verb("top", "rates and fill of a node, live", _nothing, show.anything)
+    live.add_argument("--once", action="store_true", help="print once and exit")
+    live.add_argument("--interval", type=seconds(zero=False, most=_INTERVAL_MAX_S), default=1.0,
+                      metavar="SECONDS", help="time between updates; default: 1")  # fmt: skip
     ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
     ill.add_argument("--directory", type=Path,
-                     help="where an SSD tier would be; default: where the file says, else where the"
-                     " node has one, else here")  # fmt: skip
+                     help="test this directory for an SSD tier; default: those of --config, else"
+                     " those of the running node, else the current one")  # fmt: skip
     ill.add_argument("--config", type=Path,
-                     help="a node's TOML file: its capacity and its SSD directories")  # fmt: skip
+                     help="the TOML file of a node; check what it asks for")  # fmt: skip
     parser.verbs = list(verbs.choices)
     return parser
 
@@ -155,8 +155,8 @@ def _add_looks(verb: _Add) -> None:
         ("stats", "version, hit rate, memory, spaces, sessions", "/v1/stats", show.stats),
         ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
-        ("config", "every configured value and its source", "/v1/config", show.config),
-        ("pins", "what operators pinned", "/v1/pins", show.pins),
+        ("config", "every setting, its value and its source", "/v1/config", show.config),
+        ("pins", "the pins of operators", "/v1/pins", show.pins),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
     verb("spaces", "the spaces and their limits",
@@ -164,55 +164,57 @@ def _add_looks(verb: _Add) -> None:
          show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
     pages.add_argument("space", help=_SPACE)
-    pages.add_argument("--prefix", metavar="KEY", help="only at and below this key")
-    pages.add_argument("--tier", choices=["host", "ssd"], help="only what is there")
+    pages.add_argument("--prefix", metavar="KEY", help="only this page and the pages after it")
+    pages.add_argument("--tier", choices=["host", "ssd"], help="only pages in this tier")
     for bound, compared in (("min", "at least"), ("max", "at most")):
-        pages.add_argument(f"--age-{bound}", type=float, metavar="SECONDS",
-                           help=f"only stored {compared} so long ago")  # fmt: skip
-        pages.add_argument(f"--hits-{bound}", type=int, metavar="N",
-                           help=f"only hit {compared} so often")  # fmt: skip
-    pages.add_argument("--limit", type=_positive, default=100, help="default: 100")
+        pages.add_argument(f"--age-{bound}", type=seconds(zero=True), metavar="SECONDS",
+                           help=f"only pages stored {compared} this long ago")  # fmt: skip
+        pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
+                           help=f"only pages with {compared} this many hits")  # fmt: skip
+    pages.add_argument("--limit", type=count(1), default=100, help="default: 100")
     page = verb("page", "one page", _page, show.page)
-    tree = verb("tree", "what follows a key", _tree, show.tree)
+    tree = verb("tree", "the pages after a page", _tree, show.tree)
     tree.add_argument("space", help=_SPACE)
-    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: from the chains' beginning")
-    tree.add_argument("--depth", type=_positive, default=8, help="levels; default: 8")
-    tree.add_argument("--limit", type=_positive, default=100, help="pages; default: 100")
+    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: all first pages")
+    tree.add_argument("--depth", type=count(1), default=8, help="levels; default: 8")
+    tree.add_argument("--limit", type=count(1), default=100, help="pages; default: 100")
     explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
     explain.add_argument("key", nargs="?", help=_KEY)
-    explain.add_argument("--tokens", help="token ids with commas between, or @FILE of a JSON list")
-    explain.add_argument("--space", help=f"{_SPACE}; default: wherever it is known best")
-    explain.add_argument("--shard", type=int, help="its number in the space; default: any")
+    explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
+    explain.add_argument("--space", help=f"{_SPACE}; default: the space that fits best")
+    explain.add_argument("--shard", type=count(0), help="its number in the space; default: any")
     _names_page(page)
 
 
 def _add_changes(verb: _Add) -> None:
     """The verbs that need the role operate and are done at once."""
-    pin = verb("pin", "keep a key and all before it from being evicted", _pin, show.anything)
+    pin = verb("pin", "keep a page, and all pages before it, from eviction", _pin, show.anything)
     _names_page(pin)
-    pin.add_argument("--ttl", type=float, default=3600.0, metavar="SECONDS",
-                     help="when it ends; 0 = never; default: 3600")  # fmt: skip
+    pin.add_argument("--ttl", type=seconds(zero=True), default=3600.0, metavar="SECONDS",
+                     help="how long it lasts; 0 = no end; default: 3600")  # fmt: skip
     pin.add_argument("--tier", choices=["host", "ssd"], default="host",
-                     help="where it stays; default: host")  # fmt: skip
+                     help="the tier to keep it in; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=int, help="its number; see kvstore pins")
+    unpin.add_argument("pin", type=count(1), help="its number; see kvstore pins")
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
     quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
-    quota.add_argument("--quota-bytes", type=_size, metavar="SIZE",
-                       help="the most it may have; 0 = no quota; default: as it is")  # fmt: skip
-    quota.add_argument("--reserved-bytes", type=_size, metavar="SIZE",
-                       help="what others leave it; 0 = none; default: as it is")  # fmt: skip
+    quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
+                       help="the most it may use; 0 = no quota; default: unchanged")  # fmt: skip
+    quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
+                       help="what others must leave it; 0 = none; default: unchanged")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
-                       help="which tier to limit it in; default: host")  # fmt: skip
+                       help="the tier to limit; default: host")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
-    policy.add_argument("name", nargs="?", help="the one to use until the node ends")
+    policy.add_argument(
+        "name", nargs="?", help="the policy to use until the node stops; default: show it"
+    )
 
 
 def _add_jobs(verb: _Add) -> None:
     """The verbs that start a job and wait for it, and the one that shows jobs."""
     for name, summary in (
-        ("evict", "take a key with all that follows, or a space, out"),
+        ("evict", "remove a page and all pages after it, or a whole space"),
         ("verify", "read pages again and compare them with their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
@@ -221,8 +223,10 @@ def _add_jobs(verb: _Add) -> None:
         _waits(made)
         if name == "verify":
             made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
-            made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS",
-                              help="begin nothing later; default: 3600")  # fmt: skip
+            made.add_argument(
+                "--deadline", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
+                help="stop after this time; default: 3600",
+            )  # fmt: skip
     clear = verb("clear", "empty a space, or all of them", _clear, show.job)
     clear.add_argument("space", nargs="?", help=_SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
@@ -234,36 +238,18 @@ def _add_jobs(verb: _Add) -> None:
     ):
         made = verb(name, summary, _moved, show.job)
         made.add_argument("space", help=_SPACE)
-        made.add_argument("keys", nargs="+", metavar="KEY", help="those of one chain, in order")
-        made.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS",
-                          help="begin nothing later; default: 60")  # fmt: skip
+        made.add_argument("keys", nargs="+", metavar="KEY", help="keys of one prompt, in order")
+        made.add_argument("--deadline", type=seconds(zero=False), default=60.0, metavar="SECONDS",
+                          help="stop after this time; default: 60")  # fmt: skip
         if name == "move":
-            made.add_argument("--to", choices=["host", "ssd"], default="ssd", help="default: ssd")
+            made.add_argument("--to", choices=["host", "ssd"], default="ssd",
+                              help="default: ssd; the pages behind a page leave first")  # fmt: skip
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=int, nargs="?", help="its number; default: all")
-    jobs.add_argument("--cancel", action="store_true", help="end it; what it has done stays done")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def _size(text: str) -> int:
-    try:
-        return size_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= _INTERVAL_MAX_S:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0 to {_INTERVAL_MAX_S:.0f}")
-    return seconds
+    jobs.add_argument("job", type=count(1), nargs="?", help="its number; default: all")
+    jobs.add_argument(
+        "--cancel", action="store_true", help="stop the job; what it has done stays done"
+    )
 
 
 def _names_page(verb: argparse.ArgumentParser) -> None:
@@ -272,7 +258,7 @@ def _names_page(verb: argparse.ArgumentParser) -> None:
 
 
 def _waits(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--no-wait", action="store_true", help="do not wait for the job's end")
+    verb.add_argument("--no-wait", action="store_true", help="start the job and do not wait for it")
 
 
 # What each verb asks
@@ -306,14 +292,24 @@ def _explain(node: Remote, at: argparse.Namespace) -> Any:
     return node.send("POST", "/v1/explain", {k: v for k, v in body.items() if v is not None})
 
 
-def _tokens(text: str) -> Any:
+def _tokens(text: str) -> list[int]:
     """Token ids as they were given, or from a file."""
+    if not text.startswith("@"):
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError as error:
+            message = f"{text[:80]!r} is not a list of token ids such as 1,2,3"
+            raise InvalidArgument("--tokens", message) from error
     try:
-        if text.startswith("@"):
-            return json.loads(Path(text[1:]).read_text())
-        return [int(part) for part in text.split(",")]
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("--tokens", str(error)) from error
+        found = json.loads(Path(text[1:]).read_text())
+    except OSError as error:
+        raise InvalidArgument("--tokens", f"{text[1:]}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidArgument("--tokens", f"{text[1:]} is not JSON: {error}") from error
+    if not (isinstance(found, list) and all(type(one) is int for one in found)):
+        message = f"{text[1:]} is not a JSON list of token ids such as [1, 2, 3]"
+        raise InvalidArgument("--tokens", message)
+    return found
 
 
 def _pin(node: Remote, at: argparse.Namespace) -> Any:

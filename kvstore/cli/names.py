@@ -46,7 +46,7 @@ class Names:
             or [one for one in every if one["model"].rpartition("/")[2] == name]
         )
         if not found:
-            raise NotFound("space", f"{name!r} is not open here; kvstore spaces lists what is")
+            raise NotFound("space", f"{name!r} is not open here; kvstore spaces lists the spaces")
         if len(found) > 1:
             listed = [f"{one['space'][:12]}  {cell(identity(one))}" for one in found]
             raise InvalidArgument("space", _several(name, listed))
@@ -67,12 +67,12 @@ class Names:
         if _FULL.fullmatch(name):
             return name
         if not _PREFIX.fullmatch(name):
-            message = f"{name!r} is no key: 64 hex digits, or the first {PREFIX_MIN} or more"
+            message = f"{name!r} is not a key: 64 hex digits, or the first {PREFIX_MIN} or more"
             raise InvalidArgument("key", message)
         spaces = [one for one in self._all_spaces() if space in (None, one["space"])]
         pages = sum(one["pages"] for one in spaces)
         if pages > PAGES_MAX:
-            message = f"{pages:,} pages are too many to look through: give all 64 digits"
+            message = f"{pages:,} pages are too many to search: give all 64 digits"
             raise InvalidArgument("key", message)
         found = {
             key: None
@@ -81,8 +81,8 @@ class Names:
             if key.startswith(name)
         }
         if not found:
-            raise NotFound("key", f"no page that is stored has a key that begins with {name!r};"
-                                  " name one that left with all 64 digits")  # fmt: skip
+            raise NotFound("key", f"no stored page has a key that begins with {name!r};"
+                                  " for a page that was evicted, give all 64 digits")  # fmt: skip
         if len(found) > 1:
             raise InvalidArgument("key", _several(name, list(found)))
         return next(iter(found))

@@ -42,11 +42,11 @@ class Remote:
         """
         if not client.is_address(url):
             message = (
-                f"{url!r} is no address of a node (such as {client.HERE_TCP}, or {client.HERE})"
+                f"{url!r} is not an address of a node (such as {client.HERE_TCP}, or {client.HERE})"
             )
             raise InvalidArgument("--url", message)
         if not (token.isascii() and token.isprintable()):
-            raise InvalidArgument("--token", "it has characters that no token has")
+            raise InvalidArgument("--token", "a token has printable ASCII characters only")
         self.url, self._token = client.reach(url.rstrip("/"), token)
 
     def get(self, path: str, **query: object) -> Any:
@@ -70,10 +70,10 @@ class Remote:
                 raise _refusal(status, answer)
             return json.loads(answer)
         except (ValueError, http.client.HTTPException) as error:
-            message = f"what answers at {self.url} is no node ({error})"
-            raise PeerUnreachable(message) from error
+            raise PeerUnreachable(_stranger(self.url)) from error
         except OSError as error:
-            message = f"no node answers at {self.url} ({error.strerror or error}); is it running?"
+            why = error.strerror or error
+            message = f"no node answers at {self.url} ({why}); is it running? --url names another"
             raise PeerUnreachable(message) from error
 
     def listed(self, name: str, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
@@ -122,6 +122,14 @@ class Remote:
 def path_of(*parts: str) -> str:
     """The path of a thing whose names may hold any characters."""
     return "/v1/" + "/".join(urllib.parse.quote(part, safe="") for part in parts)
+
+
+def _stranger(url: str) -> str:
+    """What to say of an address at which somebody answers who does not speak a node's HTTP."""
+    message = f"what answers at {url} is not the HTTP API of a node"
+    if url.startswith("unix://") and not url.endswith(".admin"):
+        message += f": engines use that socket; give --url {url}.admin"
+    return message
 
 
 def _refusal(status: int, body: bytes) -> RemoteError:

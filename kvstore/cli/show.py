@@ -17,6 +17,8 @@ _PIPED_COLUMNS: Final = 240
 LABEL_DIGITS: Final = 12
 """Of a space's label: enough to name it."""
 _REVISION_CHARACTERS: Final = 12
+_KEY_DIGITS: Final = 16
+"""Of a key in a tree: enough to name a page that is stored."""
 
 
 class _Console(Console):
@@ -44,6 +46,7 @@ def stats(answer: Any, console: Console) -> None:
         ("up for", duration(answer["uptime_s"]) if "uptime_s" in answer else "unknown"),
         ("hit rate", f"{hit_rate(counts)} since the start"),
         ("pages", f"{answer['pages']:,}"),
+        *_count_rows(counts),
         ("policy", answer.get("policy", "unknown")),
         ("mover", answer["mover"]),
         *_memory_rows(answer["host"]),
@@ -61,6 +64,26 @@ def hit_rate(counts: dict[str, int]) -> str:
     if not asked:
         return "no lookups"
     return f"{counts.get('hit_pages', 0) / asked:.1%} of {asked:,} pages"
+
+
+def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
+    """What was done since the start, as far as anything was."""
+
+    def by_cause(prefix: str) -> str:
+        named = sorted(name for name in counts if name.startswith(prefix) and counts[name])
+        return ", ".join(f"{name.removeprefix(prefix)} {counts[name]:,}" for name in named)
+
+    rows = []
+    if pages := counts.get("stored_pages", 0):
+        size = rounded(counts["stored_bytes"])
+        rows.append(("stored", f"{pages:,} pages, {size} since the start"))
+    if loaded := counts.get("loaded_bytes", 0):
+        rows.append(("loaded", f"{rounded(loaded)} since the start"))
+    if left := by_cause("removed_"):
+        rows.append(("pages left", left))
+    if refused := by_cause("refused_"):
+        rows.append(("refused", refused))
+    return rows
 
 
 def _memory_rows(host: dict[str, int]) -> list[tuple[str, str]]:
@@ -99,22 +122,22 @@ def spaces(answer: Any, console: Console) -> None:
             soft_wrap=True,
         )
         shards = one["shards"] if isinstance(one["shards"], int) else len(one["shards"])
-        page = f"{one['page_tokens']} tokens, {one['kv_dtype']}"
-        page += f", {shards} shards" if shards != 1 else ""
         on_ssd = rounded(one["ssd_bytes"]) if one["ssd_bytes"] else "-"
-        limits = [
+        line = f"{one['pages']:>9,}  {rounded(one['host_bytes']):>10}  {on_ssd:>10}  "
+        line += f"{one['page_tokens']} tokens, {one['kv_dtype']}"
+        line += f", {shards} shards" if shards != 1 else ""
+        limits = "; ".join(
             f"{words} {rounded(one[name])}"
             for name, words in (
                 ("quota_bytes", "quota"), ("reserved_bytes", "reserved"),
                 ("ssd_quota_bytes", "SSD quota"), ("ssd_reserved_bytes", "SSD reserved"),
             )
             if one.get(name)
-        ]  # fmt: skip
-        console.print(
-            f"{one['pages']:>9,}  {rounded(one['host_bytes']):>10}  {on_ssd:>10}  "
-            + "; ".join([page, *limits]),
-            highlight=False, soft_wrap=True,
         )  # fmt: skip
+        if limits:
+            fits = len(f"{line}; {limits}") <= console.width
+            line += f"; {limits}" if fits else f"\n{'':>11}{limits}"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def identity(space: dict[str, Any]) -> str:
@@ -130,6 +153,9 @@ def identity(space: dict[str, Any]) -> str:
 
 def sessions(answer: Any, console: Console) -> None:
     """Engines."""
+    if not answer["sessions"]:
+        console.print("no engine is connected", style="italic", highlight=False)
+        return
     rows = (
         [
             one["name"], one["tenant"],
@@ -160,20 +186,26 @@ def page(answer: Any, console: Console) -> None:
     """One page."""
     anything({k: v for k, v in answer.items() if k != "shards"}, console)
     rows = (
-        [number, one["state"], ", ".join(one["tiers"]), one["bytes"], one["digest"] or ""]
+        [number, one["state"], ", ".join(one["tiers"]), rounded(one["bytes"]), one["digest"] or ""]
         for number, one in answer["shards"].items()
     )
     _table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
 
 
 def tree(answer: Any, console: Console) -> None:
-    """A part of the prefix tree."""
+    """A part of the prefix tree; keys are cut to what the command takes where space is short."""
     root = Tree("pages")
     branches: dict[str, Tree] = {}
+    depths = {"": 0}
+    labels = []
     for one in answer["pages"]:
+        depth = depths[one["key"]] = depths.get(one["parent"] or "", 0) + 1
+        labels.append((depth, one, f"  {one['tier']}  {one['hits']} hits"))
+    fits = all(4 * depth + len(one["key"] + said) <= console.width for depth, one, said in labels)
+    for _, one, said in labels:
+        key = one["key"] if fits else one["key"][:_KEY_DIGITS]
         above = branches.get(one["parent"] or "", root)
-        label = f"{one['key']}  {one['tier']}  {one['hits']} hits"
-        branches[one["key"]] = above.add(label)
+        branches[one["key"]] = above.add(key + said)
     console.print(root)
     if answer["next"] is not None:
         console.print("there is more: raise --limit, or name a key to begin at")
@@ -243,7 +275,7 @@ def jobs(answer: Any, console: Console) -> None:
     rows = (
         [
             one["job"], one["kind"], one["state"], f"{one['done']} of {one['total']}",
-            ", ".join(f"{name} {value}" for name, value in one["result"].items()),
+            ", ".join(f"{name} {cell(value)}" for name, value in one["result"].items()),
             one["error"]["message"] if one["error"] else "",
         ]
         for one in answer["jobs"]
@@ -317,7 +349,8 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
 
 def cell(value: object) -> str:
     """A value for people; what would move a terminal's cursor is shown as its code."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(value))
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _limit(value: int) -> str:

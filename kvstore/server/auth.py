@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from kvstore import privatefile
 from kvstore.config import HttpConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, reason
 
 Role = Literal["read", "operate"]
 
@@ -26,16 +26,14 @@ def tokens_of(config: HttpConfig) -> dict[Role, str]:
         ("operate", config.operate_token, config.operate_token_file),
     )
     for role, token, path in given:
-        text = token or _read(f"http.{role}_token_file", path)
+        key = f"http.{role}_token" if token or not path else f"http.{role}_token_file={path}"
+        text = token or _read(key, path)
         if text and len(text) < _TOKEN_CHARACTERS_MIN:
             raise ConfigError(
-                f"http.{role}_token has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more"
-                " are needed"
+                f"{key} has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more are needed"
             )
         if text and not (text.isascii() and text.isprintable()):
-            raise ConfigError(
-                f"http.{role}_token has characters that no HTTP header carries: ASCII only"
-            )
+            raise ConfigError(f"{key} has characters that no HTTP header carries: ASCII only")
         if text:
             tokens[role] = text
     if tokens and tokens.get("read") == tokens.get("operate"):
@@ -58,7 +56,9 @@ def make_token(path: Path) -> str:
     try:
         privatefile.write_at(path, token + "\n")
     except OSError as error:
-        raise ConfigError(f"the token of this node cannot be written to {path}: {error}") from error
+        raise ConfigError(
+            f"the token of this node cannot be written to {path}: {reason(error)}"
+        ) from error
     return token
 
 
@@ -68,7 +68,7 @@ def _read(key: str, path: str) -> str:
     try:
         text = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}={path}: {error}") from error
+        raise ConfigError(f"{key}: {reason(error)}") from error
     if not text:
-        raise ConfigError(f"{key}={path}: the file is empty")
+        raise ConfigError(f"{key}: the file is empty")
     return text

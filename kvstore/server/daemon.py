@@ -36,6 +36,7 @@ from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.watch import Watch
+from kvstore.sizes import exact
 from kvstore.state.announce import Announcement
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.policy import POLICIES
@@ -358,7 +359,7 @@ def require_memory(needs: Needs) -> None:
     for check in memory_checks(needs):
         if check.status == "fail":
             raise ConfigError(
-                f"host.capacity_bytes={needs.capacity_bytes}: {check.name}: {check.found}:"
+                f"host.capacity_bytes={exact(needs.capacity_bytes)}: {check.name}: {check.found}:"
                 f" {check.advice}"
             )
         if check.status == "warn":
@@ -414,7 +415,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="a setting; wins over the environment (KVSTORE__SECTION__KEY) and the file",
     )  # fmt: skip
-    parser.add_argument("--print-config", action="store_true", help="print it and exit")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every setting and its source, and exit"
+    )
     parser.add_argument(
         "--log-level", default="INFO", type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="default: INFO",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.config import ServerConfig
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, reason
 
 
 def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 - it is frozen
@@ -25,7 +25,7 @@ def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
         try:
             token = Path(path).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"KVSTORE_TOKEN_FILE={path}: {error}") from error
+            raise ConfigError(f"KVSTORE_TOKEN_FILE={path}: {reason(error)}") from error
     return environ.get("KVSTORE_URL", f"unix://{admin_socket()}"), token
 
 

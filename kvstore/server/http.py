@@ -9,6 +9,7 @@ it is started again on them; when the node ends, however that happens, so does t
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -243,7 +244,9 @@ class HttpServer:
 
 
 def _status(status: int | None) -> str:
-    return "none" if status is None else f"exit status {status}"
+    if status is None:
+        return "none"
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def _printable(value: Any) -> Any:

@@ -107,11 +107,11 @@ def key_of(text: str, field: str = "key") -> PrefixKey:
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise InvalidArgument(field, f"{text[:80]!r} is no key ({2 * KEY_BYTES} hex digits)")
+        raise InvalidArgument(field, f"{text[:80]!r} is not a key ({2 * KEY_BYTES} hex digits)")
     return PrefixKey(key)
 
 
 def not_stored(key: str, field: str) -> Refusal:
     """What is asked of a page that a space does not have."""
-    message = f"{key[:80]} is not stored in this space; ask /v1/explain why"
+    message = f"{key[:80]} is not stored in this space; explain says why"
     return Refusal(404, "not_found", message, field)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from kvstore.config import EventsConfig, SocketConfig
-from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.errors import ConfigError, InvalidArgument, reason
 from kvstore.events import Access, Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import PrefixKey
 from kvstore.state.outcomes import (
@@ -113,7 +113,7 @@ def _follow_token(config: EventsConfig) -> bytes:
         try:
             text = Path(config.follow_token_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise ConfigError(f"{key}: {reason(error)}") from error
     if len(text) not in _TOKEN_CHARACTERS or not (text.isascii() and text.isprintable()):
         first, last = _TOKEN_CHARACTERS[0], _TOKEN_CHARACTERS[-1]
         raise ConfigError(f"{key}: {first} to {last} printable ASCII characters are needed")

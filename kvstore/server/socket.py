@@ -20,7 +20,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.disk import DiskTier
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError
+from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
@@ -351,7 +351,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
     try:
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"socket.path={path}: something else is there")
+                raise ConfigError(f"socket.path={path} is not a socket: remove it, or name another")
             if _answers(path):
                 raise ConfigError(f"socket.path={path}: another node listens there")
             path.unlink()
@@ -364,7 +364,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
         listener.setblocking(False)  # noqa: FBT003
     except OSError as error:
         listener.close()
-        raise ConfigError(f"socket.path={path}: {error}") from error
+        raise ConfigError(f"socket.path={path}: {reason(error)}") from error
     except ConfigError:
         listener.close()
         raise

@@ -170,7 +170,7 @@ class Explainer:
         mask = node.ready if shard is None else node.ready & 1 << shard
         if mask:
             tiers = sorted({tier for one in _bits(mask) for tier in shards[str(one)]})
-            text = f"stored: READY in {', '.join(tiers)}"
+            text = f"READY in {', '.join(tiers)}"
             return Explanation("hit", text, key, label, shards)
         if node.present & ~node.ready and (shard is None or node.present >> shard & 1):
             text = "being written now: a lookup that waits will get it"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
+from kvstore.sizes import exact, rounded
 from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.record import (
     IDENTITY_NAME,
@@ -55,7 +56,7 @@ class OpenDirectory:
     failing: bool = False
 
 
-def failure(path: Path, error: OSError) -> KVStoreError:
+def failure(path: Path | str, error: OSError) -> KVStoreError:
     """What an operating system's error means here; names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapacityError(f"{path}: {error.strerror}: free room or lower the tier's capacity")
@@ -101,18 +102,20 @@ def _take(disk: Disk, directory: Directory, segment_bytes: int) -> OpenDirectory
     path, capacity_bytes = directory
     if capacity_bytes < segment_bytes:
         raise ConfigError(
-            f"{path}: a capacity of {capacity_bytes} bytes has no room for one segment of"
-            f" {segment_bytes}: raise ssd.capacity_bytes or make ssd.segment_bytes smaller"
+            f"{path}: a capacity of {exact(capacity_bytes)} has no room for one segment of"
+            f" {exact(segment_bytes)}: raise ssd.capacity_bytes or make ssd.segment_bytes smaller"
         )
     try:
         disk.make_directory(path)
         lock = disk.lock(path)
     except BlockingIOError as error:
-        raise TierUnavailable(f"{path}: another process has this directory open") from error
+        raise TierUnavailable(
+            f"ssd.directories: {path}: another process has this directory open"
+        ) from error
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{path}: this is no directory") from error
+        raise ConfigError(f"ssd.directories: {path} is not a directory") from error
     except OSError as error:
-        raise failure(path, error) from error
+        raise failure(f"ssd.directories: {path}", error) from error
     return OpenDirectory(path, capacity_bytes, direct_io=False, lock=lock)
 
 
@@ -143,8 +146,8 @@ def _check_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
             )  # fmt: skip
         if there.total_bytes and wanted > there.total_bytes:
             raise ConfigError(
-                f"ssd.capacity_bytes: {wanted} bytes for {paths}, whose file system has"
-                f" {there.total_bytes} in all: lower it or use a larger disk"
+                f"ssd.capacity_bytes: {exact(wanted)} for {paths}, whose file system has"
+                f" {rounded(there.total_bytes)} in all: lower it or use a larger disk"
             )
 
 
@@ -160,8 +163,8 @@ def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
         if there.total_bytes and wanted > room:
             paths = ", ".join(str(one.path) for one in sharing)
             log.warning(
-                "ssd.capacity_bytes: %d bytes for %s, where %d are free or the log's own: it will"
-                " be full before that; free room or lower it", wanted, paths, room,
+                "ssd.capacity_bytes: %s for %s, where %s are free or the log's own: it will"
+                " be full before that; free room or lower it", exact(wanted), paths, rounded(room),
             )  # fmt: skip
 
 

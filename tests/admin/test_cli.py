@@ -44,7 +44,7 @@ def test_every_look_is_a_table_and_is_json(kvstore, stored):
         (("page", stored.label, keys[0].hex()), "shards"), (("sessions",), "sessions"),
         (("tiers",), "tier host"), (("config",), "configuration"), (("pins",), "pins"),
         (("quota",), "limits"), (("policy",), "lru"), (("jobs",), "jobs"),
-        (("top", "--once"), "hit rate"), (("explain", keys[1].hex()), "hit: stored"),
+        (("top", "--once"), "hit rate"), (("explain", keys[1].hex()), "hit: READY in host"),
     ):  # fmt: skip
         status, told = kvstore(*words)
         assert (status, heard in told) == (0, True), (words, told)
@@ -195,7 +195,7 @@ def test_keys_are_whole_in_a_narrow_window(stored):
 def test_what_is_no_address_of_a_node_is_said(url, capsys):
     for verb in ("stats", "top", "doctor"):
         assert main([verb, "--url", url]) == 2
-        assert "is no address of a node" in capsys.readouterr().err
+        assert "is not an address of a node" in capsys.readouterr().err
 
 
 def test_a_token_that_cannot_be_one_is_said(kvstore):
@@ -218,7 +218,7 @@ def test_who_answers_and_is_no_node_is_said(capsys):
         finally:
             server.shutdown()
             thread.join()
-    assert "is no node" in capsys.readouterr().err
+    assert "is not the HTTP API of a node" in capsys.readouterr().err
 
 
 def test_a_proxy_of_the_environment_is_not_asked(kvstore, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_verb_that_is_none_is_answered_with_the_one_that_was_meant(typed, said
         main([typed])
 
     told = capsys.readouterr().err
-    assert (ended.value.code, f"'{typed}' is no verb; {said}" in told) == (2, True), told
+    assert (ended.value.code, f"'{typed}' is not a verb; {said}" in told) == (2, True), told
 
 
 @pytest.mark.parametrize("module", ["kvstore.cli.command", "kvstore.server.daemon"])
@@ -68,6 +68,67 @@ def test_the_version_is_said(module, spawn):
 
     assert process.wait() == 0
     assert re.fullmatch(r"kvstore(-server)? \d+\.\d+\.\d+\S*\n", process.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pages", "m", "--limit", "x"], "--limit: 'x' is not a whole number"),
+        (["pages", "m", "--hits-min", "1.5"], "--hits-min: '1.5' is not a whole number"),
+        (["pages", "m", "--age-min", "-4"], "--age-min: -4 is less than 0 seconds"),
+        (["pages", "m", "--age-max", "nan"], "--age-max: 'nan' is not a number of seconds"),
+        (["pin", "m", LABEL, "--ttl", "nan"], "--ttl: 'nan' is not a number of seconds"),
+        (["pin", "m", LABEL, "--ttl", "10m"], "--ttl: '10m' is not a number of seconds"),
+        (["verify", "--deadline", "0"], "--deadline: 0 is not more than 0 seconds"),
+        (["top", "--interval", "0"], "--interval: 0 is not more than 0 seconds"),
+        (["top", "--interval", "9999"], "--interval: 9999 is more than 3600 seconds"),
+        (["unpin", "x"], "pin: 'x' is not a whole number"),
+        (["unpin", "--", "-1"], "pin: -1 is less than 1"),
+        (["jobs", "x"], "job: 'x' is not a whole number"),
+        (["explain", LABEL, "--shard", "x"], "--shard: 'x' is not a whole number"),
+        (["quota", "m", "--quota-bytes", "1GX"], "--quota-bytes: '1GX' is not a size"),
+    ],
+)
+def test_a_number_that_is_wrong_is_named_with_its_option(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    told = capsys.readouterr().err
+    assert (ended.value.code, f"argument {said}" in told) == (2, True), told
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", "is not a JSON list of token ids such as [1, 2, 3]"),
+        ('[1, "2"]', "is not a JSON list of token ids such as [1, 2, 3]"),
+        ("[1,", "is not JSON: "),
+        (None, "No such file or directory\n"),
+    ],
+)
+def test_a_file_of_tokens_that_cannot_be_read_is_named(kvstore, tmp_path, content, said):
+    path = tmp_path / "tokens"
+    if content is not None:
+        path.write_text(content)
+    status, told = kvstore("explain", "--tokens", f"@{path}")
+
+    assert (status, told.startswith(f"kvstore: --tokens: {path}"), said in told) == (2, True, True)
+
+
+def test_tokens_that_are_no_numbers_are_answered_with_an_example(kvstore):
+    for given in ("a,b", ""):
+        status, told = kvstore("explain", "--tokens", given)
+        said = f"kvstore: --tokens: {given!r} is not a list of token ids such as 1,2,3\n"
+        assert (status, told) == (2, said)
+
+
+def test_whoever_asks_the_socket_of_engines_is_told_which_one_operates(daemon, capsys):
+    status = main(["stats", "--url", daemon.address])
+
+    told = capsys.readouterr().err
+    assert status == 1
+    assert told[:-1].isprintable(), "bytes of another protocol are not shown"
+    assert f"engines use that socket; give --url {daemon.address}.admin" in told
 
 
 # Short names
@@ -174,7 +235,7 @@ def test_every_verb_takes_short_names(kvstore, stored: Stored):
     assert kvstore("explain", keys[1][:6])[0] == 0
     assert kvstore("clear", stored.space.identity.model)[0] == 0
     status, told = kvstore("page", stored.label[:6], "abcdef")
-    assert (status, "no page that is stored" in told) == (1, True)
+    assert (status, "no stored page" in told) == (1, True)
     status, told = kvstore("pages", "no-such-model")
     assert (status, "not open here" in told) == (1, True)
 
@@ -261,6 +322,55 @@ def test_a_space_takes_two_lines_of_a_narrow_terminal():
     assert lines[4] == "   12,345     3.0 GiB    12.0 GiB  64 tokens, bfloat16, 2 shards"
     assert lines[5].endswith("(tenant acme)")
     assert lines[6].endswith("64 tokens, bfloat16, 2 shards; quota 4.0 GiB")
+
+
+def test_limits_take_a_line_of_their_own_where_a_terminal_is_too_narrow():
+    console = Console(width=80, markup=False)
+    limits = {"quota_bytes": 4 << 30, "reserved_bytes": 1 << 30, "ssd_quota_bytes": 64 << 30}
+    with console.capture() as told:
+        show.spaces({"spaces": [row(**limits)], "next": None}, console)
+
+    lines = [line.rstrip() for line in told.get().splitlines()]
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[4].endswith("64 tokens, bfloat16, 2 shards")
+    assert lines[5].strip() == "quota 4.0 GiB; reserved 1.0 GiB; SSD quota 64.0 GiB"
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, LABEL[:16]), (240, LABEL)])
+def test_a_page_of_a_tree_takes_one_line_of_a_narrow_terminal(width, shown):
+    console = Console(width=width, markup=False)
+    chain = [LABEL, OTHER, "ab" * 32]
+    pages = [
+        {"key": key, "parent": parent, "tier": "host, ssd", "hits": 1_234_567}
+        for key, parent in zip(chain, [None, *chain], strict=False)
+    ]
+    with console.capture() as told:
+        show.tree({"pages": pages, "next": None}, console)
+
+    lines = [line.rstrip() for line in told.get().splitlines()]
+    assert len(lines) == 1 + len(pages)
+    assert lines[1].split()[1] == shown
+    assert all(len(line) <= width for line in lines)
+
+
+def test_stats_count_what_was_stored_what_left_and_what_was_refused(capsys):
+    counts = {"lookup_pages": 10, "hit_pages": 5, "stored_pages": 1200, "stored_bytes": 3 << 30,
+              "loaded_bytes": 1 << 30, "removed_evicted": 300, "removed_corrupt": 1,
+              "refused_capacity": 7, "orphaned_bytes": 0}  # fmt: skip
+    host = {"capacity_bytes": 4 << 30, "free_bytes": 1 << 30, "ready_bytes": 3 << 30}
+    answer = {"node": "local", "counts": counts, "pages": 900, "mover": "native", "host": host,
+              "ssd": None, "spaces": [], "sessions": []}  # fmt: skip
+    show.stats(answer, show.console())
+    told = capsys.readouterr().out
+
+    assert re.search(r"stored\s.*1,200 pages, 3\.0 GiB since the start", told), told
+    assert re.search(r"loaded\s.*1\.0 GiB", told), told
+    assert re.search(r"pages left\s.*corrupt 1, evicted 300", told), told
+    assert re.search(r"refused\s.*capacity 7", told), told
+    show.stats({**answer, "counts": {}}, show.console())
+    told = capsys.readouterr().out
+    assert not re.search("stored|loaded|pages left|refused", told), "nothing happened"
+    assert "no engine is connected" in told
 
 
 def test_stats_say_what_runs_since_when_and_how_well(kvstore, stored: Stored):

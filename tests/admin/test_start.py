@@ -44,20 +44,27 @@ STEPS = {
     "the address of HTTP is of another machine": (
         {"http__host": "192.0.2.1", "http__read_token": "0123456789abcdef"}, "192.0.2.1"),
     "a node listens at the socket": ({"socket.path": "{here}/listened.sock"}, "another node"),
-    "a file is where the socket goes": ({"socket.path": "{here}/file"}, "something else"),
+    "a file is where the socket goes": (
+        {"socket.path": "{here}/file"}, "is not a socket: remove it"),
     "the folder of the socket cannot be made": (
         {"socket.path": "{here}/file/kv.sock"}, "socket.path"),
     "the path of the socket is too long": ({"socket.path": "{here}/" + "x" * 120}, "too long"),
-    "the SSD directory is a file": ({"ssd__directories": "{here}/file"}, "no directory"),
+    "the SSD directory is a file": (
+        {"ssd__directories": "{here}/file"}, "ssd.directories: {here}/file is not a directory"),
     "the SSD directory is another process's": (
-        {"ssd__directories": "{here}/locked"}, "another process"),
-    "the token file is missing": ({"http__read_token_file": "{here}/none"}, "read_token_file"),
+        {"ssd__directories": "{here}/locked"}, "ssd.directories: {here}/locked: another process"),
+    "the token file is missing": (
+        {"http__read_token_file": "{here}/none"},
+        "http.read_token_file={here}/none: No such file or directory"),
     "a file is where the admin socket goes": (
         {"http__socket_path": "{here}/file"}, "http.socket_path"),
-    "the token is short": ({"http__operate_token_file": "{here}/file"}, "5 characters"),
+    "the token is short": (
+        {"http__operate_token_file": "{here}/file"},
+        "http.operate_token_file={here}/file has 5 characters"),
     "a setting is unknown": ({"http__prot": "1"}, "did you mean http.port"),
     "a setting does not fit": ({"host__policy": "arc"}, "one of kvstore, lru"),
-    "the machine is too small": ({"host__capacity_bytes": "15TiB"}, "in this machine"),
+    "the machine is too small": (
+        {"host__capacity_bytes": "15TiB"}, "host.capacity_bytes=15TiB: memory:"),
 }  # fmt: skip
 
 
@@ -87,7 +94,7 @@ def test_whatever_fails_ends_the_process_with_its_message_last(spawn, tmp_path, 
     told = refused(spawn(small(tmp_path, settings)))
 
     assert told.startswith("kvstore-server: ")
-    assert said in told
+    assert said.format(**taken) in told
     made = {
         path.name
         for path in set(tmp_path.iterdir()) - before
@@ -130,7 +137,7 @@ def test_more_memory_than_the_control_group_has_is_refused_by_what_doctor_knows(
     command = small(tmp_path, {})
 
     told = refused(spawn(in_a_group_of(64 << 20, tmp_path, command)))
-    assert "host.capacity_bytes=67108864" in told
+    assert "host.capacity_bytes=64MiB: cgroup: " in told
     assert f"64.0 MiB of memory ({tmp_path}/sys/fs/cgroup/pod/memory.max)" in told
     assert "lower host.capacity_bytes" in told
 

@@ -345,7 +345,7 @@ def test_something_else_at_the_sockets_path_is_left_alone(spawn, tmp_path):
     refused = spawn(arguments(path))
 
     assert refused.wait(TIMEOUT_S) == 2
-    assert "something else is there" in refused.stderr
+    assert "is not a socket" in refused.stderr
     assert path.read_text() == "data"
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -326,3 +327,16 @@ def test_beyond_loopback_without_tokens_the_command_ends_with_2_and_says_why() -
     assert done.returncode == 2
     assert "--set http.host: http: http.host=0.0.0.0 is not loopback" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_address_that_is_taken_is_named_by_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "conductor.service", "--port", str(port)],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"kvstore-conductor: http.host=127.0.0.1, http.port={port}: ")
+    assert "address already in use" in done.stderr
+    assert "Errno" not in done.stderr

@@ -435,7 +435,7 @@ def test_a_file_where_the_directory_should_be_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"")
 
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         SSDLog("node", [Directory(path, 1 << 30)], SEGMENT_BYTES)
 
 

@@ -204,7 +204,7 @@ async def _asked(route: Route, request: Request) -> Any:
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = f"the body is no JSON ({error}); send Content-Type: application/json"
+        message = f"the body is not JSON ({error}); send Content-Type: application/json"
         raise Refusal(422, "invalid_argument", message) from error
     for name in in_path:
         if name in fields:

@@ -61,7 +61,9 @@ async def explain(
         raise InvalidArgument("space", f"pages of {len(there.sizes)} sizes are here: name a space")
     least = there.page_tokens or min(there.sizes)
     if len(tokens) < least:
-        raise InvalidArgument("tokens", f"they fill no page of {least} tokens")
+        raise InvalidArgument(
+            "tokens", f"{len(tokens)} are too few to fill a page, which has {least}"
+        )
     if there.page_tokens is not None:
         part = await _longest(ask, tokens, there.page_tokens, there.space, shard)
     else:

@@ -1,0 +1,73 @@
+"""Goal: a wrong command line ends the reference engine with one line that names the option."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from engine_adapters.reference.__main__ import parse_args
+from engine_adapters.reference.server import ConductorAt, keep_registered
+
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "99999"], "--port: 99999 is more than 65535"),
+        (["--port", "-1"], "--port: -1 is less than 0"),
+        (["--kv-blocks", "0"], "--kv-blocks: 0 is less than 1"),
+        (["--max-running", "x"], "--max-running: 'x' is not a whole number"),
+        (["--device-slab", "-1"], "--device-slab: '-1' is not a size"),
+        (["--conductor", "foo"], "--conductor: 'foo' is not http://host:port"),
+        (["--conductor", "http://h:x"], "--conductor: 'http://h:x' is not http://host:port"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_with_its_option(words, said, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(words)
+
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_size_of_the_slab_may_have_a_unit() -> None:
+    assert parse_args(["--device-slab", "1GiB"]).device_slab == 1 << 30
+    assert parse_args([]).device_slab == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--store", "foo"], "--store: 'foo' is not unix:///absolute/path"),
+        (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
+        (["--port", "{taken}"], "--port: error while attempting to bind"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "engine_adapters.reference",
+             *(word.format(taken=port) for word in words)],
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"python -m engine_adapters.reference: {said}")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_conductor_that_was_never_there_is_said_once(caplog, wait_until) -> None:
+    async def register() -> None:
+        at = ConductorAt("http://127.0.0.1:1")
+        registering = asyncio.create_task(keep_registered(at, "e", "mono", "http://127.0.0.1:2"))
+        await asyncio.to_thread(wait_until, lambda: "does not answer" in caplog.text)
+        registering.cancel()
+        await asyncio.gather(registering, return_exceptions=True)
+
+    asyncio.run(register())
+    assert caplog.text.count("does not answer") == 1
