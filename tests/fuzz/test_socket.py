@@ -25,6 +25,11 @@ from tests.looking_up import LookingUp
 
 SECONDS = 5.0
 TURN_S_MAX = 0.05
+"""What one turn may take; the ten minutes of the soak hold it."""
+TURN_S_ANYWHERE = 0.5
+"""A turn that grows with what a client sends takes longer than this on any machine."""
+STALLS_MAX = 2
+"""Lookups that may wait for longer than such a turn; see :func:`fuzz_a_daemon`."""
 MS = 1_000_000
 
 
@@ -171,7 +176,7 @@ class Fuzzed:
         assert not any(held.values()), held
 
 
-def fuzz_the_state(seed: int, seconds: float) -> None:
+def fuzz_the_state(seed: int, seconds: float, turn_s_max: float) -> None:
     end_s, longest_s = monotonic() + seconds, 0.0
     gc.collect()
     gc.freeze()
@@ -180,7 +185,7 @@ def fuzz_the_state(seed: int, seconds: float) -> None:
             fuzzed = Fuzzed(seed)
             fuzzed.run(min(end_s, monotonic() + 1.0))
             longest_s = max(longest_s, fuzzed.longest_s)
-            assert longest_s < TURN_S_MAX
+            assert longest_s < turn_s_max
             seed += 1
     except BaseException as error:
         error.add_note(f"seed {seed}")
@@ -193,7 +198,8 @@ def fuzz_a_daemon(scene: Scene, spawn: Spawn, seed: int, seconds: float) -> None
     """A process whose connections send what they like, and read what they like.
 
     An engine beside it looks up all the time; how long it waits is measured without what the kernel
-    says that it or the node was kept from running, so that a busy machine is no stall.
+    says that it or the node was kept from running. What is left of a busy machine (a log that waits
+    for the disk) comes once or twice; a message that holds the node up does so whenever it comes.
     """
     path = scene.daemon.address.removeprefix("unix://")
     engine = LookingUp(scene.daemon.address, scene.daemon.pid)
@@ -204,7 +210,7 @@ def fuzz_a_daemon(scene: Scene, spawn: Spawn, seed: int, seconds: float) -> None
     assert sent["connections"] > 2 * seconds, said
     assert sent["frames"] > 20 * seconds, said
     assert waits["lookups"] > 10 * seconds, said
-    assert [one for one in waits["stalls_s"] if one > TURN_S_MAX] == [], said
+    assert [one for one in waits["stalls_s"] if one > TURN_S_MAX][STALLS_MAX:] == [], said
     assert " CRITICAL " not in scene.daemon.process.stderr, said
     with scene.client() as honest:
         assert honest.connected
@@ -217,7 +223,7 @@ def new_seed() -> int:
 
 
 def test_no_message_ends_the_state_or_holds_it_for_long():
-    fuzz_the_state(seed=1, seconds=SECONDS)
+    fuzz_the_state(seed=1, seconds=SECONDS, turn_s_max=TURN_S_ANYWHERE)
 
 
 def test_no_bytes_end_the_daemon_or_stay_in_it(frail: Scene, spawn: Spawn):
@@ -226,7 +232,7 @@ def test_no_bytes_end_the_daemon_or_stay_in_it(frail: Scene, spawn: Spawn):
 
 @pytest.mark.soak("socket", minutes=5)
 def test_no_message_of_minutes_ends_the_state_or_holds_it_for_long(soak_s: float):
-    fuzz_the_state(new_seed(), soak_s)
+    fuzz_the_state(new_seed(), soak_s, TURN_S_MAX)
 
 
 @pytest.mark.soak("socket", minutes=5)
