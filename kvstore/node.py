@@ -141,12 +141,11 @@ class Node:
     def process_ended(self, identity: int, now_ns: int) -> None:
         """The kernel says that a process is gone: nothing of it touches bytes any more.
 
-        Its connections that are still open (a child of it may hold them) are in :attr:`closing`,
-        those too that have said no Hello, or one that was refused: a later one would be accepted.
+        Its connections that are still open (a child of it may hold them) are in :attr:`closing`.
         """
         self.pages.now_ns = now_ns
         ended = [one for one in self.processes.values() if one.peer.identity == identity]
-        self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
+        self.closing += [process.connection for process in ended if not process.lost]
         for process in ended:
             self._end(process)
         self._after(now_ns)
@@ -185,9 +184,8 @@ class Node:
             self._after(now_ns)
 
     def waits_for(self, identity: int) -> bool:
-        """Whether anything here depends, or may come to depend, on seeing that process end."""
-        held = (process.peer for process in self.processes.values())
-        return any(peer.identity == identity for peer in (*self._peers.values(), *held))
+        """Whether anything here depends on seeing that process end."""
+        return any(process.peer.identity == identity for process in self.processes.values())
 
     # ---- requests ---------------------------------------------------------------------------
 

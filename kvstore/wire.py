@@ -8,7 +8,7 @@ came. ``docs/internals/wire.md`` describes every message.
 """
 
 import struct
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -23,9 +23,6 @@ SETTLED_MINOR: Final = 3
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 KNOWN_EXTENTS_MAX: Final = 4096
-SHARDS_LISTED_MAX: Final = 4096
-"""A list that is longer is refused before it is decoded: 16 MiB of it would take 200 ms."""
-_AtMost: Final = msgspec.Meta(max_length=SHARDS_LISTED_MAX)
 
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 """Where a slot is: extent number, the allocation that filled it, byte offset in the extent."""
@@ -66,7 +63,7 @@ class OpenSpace(msgspec.Struct, array_like=True, tag=3):
 
     id: int
     identity: SpaceIdentity
-    shards: Annotated[list[ShardSpec], _AtMost]
+    shards: list[ShardSpec]
 
 
 class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
@@ -82,7 +79,7 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
     id: int
     space: int
-    shards: Annotated[list[int], _AtMost]
+    shards: list[int]
     keys: bytes
     wait_ms: int = 0
 
