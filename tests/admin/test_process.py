@@ -323,7 +323,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def as_nobody(url: str, method: str, path: str, groups: Sequence[int] = ()) -> int:
-    """The status that another user of this machine, in further groups, gets; 0 = it may not even connect."""
+    """What another user, in further groups, gets for a status; 0 = it may not even connect."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
