@@ -109,7 +109,8 @@ def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
     requests = [
         asked(), asked(cache_salt="a"), asked(cache_salt="b"),
         asked(lora_request=adapter("l", "/nowhere")), asked(lora_request=adapter("m", "/nowhere")),
-        asked(lora_request=adapter("l", "/elsewhere")), asked(lora_request=adapter("l", tmp_path / "a")),
+        asked(lora_request=adapter("l", "/elsewhere")),
+        asked(lora_request=adapter("l", tmp_path / "a")),
         asked(lora_request=adapter("l", "/nowhere"), cache_salt="a"),
     ]  # fmt: skip
     seeds = {chain_seed(names_of(one, strong_hashes=True).parts) for one in requests}
