@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo demo-vllm test test-vllm lint soak soak-events soak-http soak-link soak-log soak-mover mutants clean
+SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-simulation soak-socket
+
+.PHONY: demo demo-vllm test test-vllm lint soak $(SOAKS) mutants clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,28 +35,13 @@ lint: $(VENV)/.ready
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
+# Tests that look for minutes, by what they look for (tests/soaks.py). Each says first how long it
+# takes. ARGS="--soak-seconds 20" lets fuzzers look only so long.
 soak: $(VENV)/.ready
-	@$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+	@$(BIN)/python -m pytest -m soak $(ARGS)
 
-# About eleven minutes: whatever is sent to those who read events, and to the Conductor over HTTP.
-soak-events: $(VENV)/.ready
-	@$(BIN)/python -m pytest -m soak tests/conductor/test_event_fuzz.py tests/conductor/test_strange_engines.py $(ARGS)
-
-soak-link: $(VENV)/.ready
-	@echo "about ten minutes: who runs next in a client that is cut off, closed and cut off again"
-	@$(BIN)/python -m pytest -m soak tests/client $(ARGS)
-
-soak-http: $(VENV)/.ready
-	@echo "about twenty minutes: operations in any order, and whatever is sent over HTTP"
-	@$(BIN)/python -m pytest -m soak tests/admin/test_fuzz.py $(ARGS)
-
-soak-log: $(VENV)/.ready
-	@echo "about ten minutes: whatever may lie in the directories of the SSD log"
-	@$(BIN)/python -m pytest -m soak tests/ssd/test_fuzz.py $(ARGS)
-
-soak-mover: $(VENV)/.ready
-	@echo "about two minutes: random jobs on the native mover under sanitizers"
-	@$(BIN)/python -m pytest -m soak tests/test_mover_sanitized.py $(ARGS)
+$(SOAKS): soak-%: $(VENV)/.ready
+	@$(BIN)/python -m pytest --soak $* $(ARGS)
 
 # One-line faults, each applied to a copy of the tree: the tests named beside it must fail.
 mutants: $(VENV)/.ready

@@ -74,10 +74,7 @@ class Requests:
 
     def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
         """Name what the KV is of; its layout is compared with what is known."""
-        tenants, tenant = process.peer.tenants, request.identity.tenant
-        if tenants is not None and tenant not in tenants:
-            may = ", ".join(sorted(tenants))
-            raise InvalidArgument("tenant", f"{tenant!r}; socket.tenants lets this user be {may}")
+        _refuse_others(process, request.identity.tenant)
         space, shards = self._pages.open_space(process.session, request.identity, request.shards)
         return wire.SpaceOpened(request.id, space.number, shards)
 
@@ -221,6 +218,7 @@ class Requests:
 
     def _space(self, process: Process, number: int, shards: list[int]) -> Space:
         space = self._pages.spaces.get(number, process.session)
+        _refuse_others(process, space.identity.tenant)  # another process of the session opened it
         if not 1 <= len(shards) <= len(space.shards):
             what = f"{len(shards)} of them; space {number} has {len(space.shards)}"
             raise InvalidArgument("shards", what)
@@ -255,3 +253,15 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
+
+
+def _refuse_others(process: Process, tenant: str) -> None:
+    """Refuse a tenant that is not for the process.
+
+    Raises:
+        InvalidArgument: so says ``socket.tenants``.
+    """
+    tenants = process.peer.tenants
+    if tenants is not None and tenant not in tenants:
+        may = ", ".join(sorted(tenants))
+        raise InvalidArgument("tenant", f"{tenant!r}; socket.tenants lets this user be {may}")

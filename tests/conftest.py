@@ -4,8 +4,8 @@
   are still ending get a moment; things that stay fail the test, named.
 * ``spawn`` starts a child process, waits until it says that it is ready, and ends it.
 * ``wait_until`` waits for a condition, with a deadline: tests never sleep.
-* Hypothesis: the default profile is small and deterministic; ``-m soak`` (or Hypothesis's own
-  ``--hypothesis-profile soak``) looks long and at random.
+* Hypothesis: the default profile is small and deterministic; a soak (or Hypothesis's own
+  ``--hypothesis-profile soak``) looks long and at random; see :mod:`tests.soaks`.
 """
 
 import contextlib
@@ -23,6 +23,17 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.soaks import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_report_collectionfinish,
+    soak_s,
+)
+
+__all__ = [  # what pytest finds here
+    "pytest_addoption", "pytest_collection_modifyitems", "pytest_report_collectionfinish", "soak_s",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAK_WAIT_S = 5.0
@@ -43,7 +54,8 @@ hypothesis.settings.load_profile("ci")
 def pytest_configure(config: pytest.Config) -> None:
     """A soak run uses the soak profile unless another one is asked for."""
     asked = config.getoption("hypothesis_profile", default=None)
-    if config.getoption("markexpr") == "soak" and not asked:
+    soak = config.getoption("markexpr") == "soak" or config.getoption("soak")
+    if soak and not asked:
         hypothesis.settings.load_profile("soak")
 
 

@@ -13,7 +13,6 @@ FLAGS = [
     "-O1", "-g", "-std=c11", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
 ]  # fmt: skip
-SECONDS = 60
 SEED = 20
 
 
@@ -53,16 +52,15 @@ def run(library: Path, spawn, *arguments: str):
     return spawn(command, env=environment)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(SECONDS * 4)
-def test_random_jobs_touch_no_byte_but_their_own(library, spawn):
-    process = run(library, spawn, str(SEED), str(SECONDS))
+@pytest.mark.soak("mover", minutes=1)
+def test_random_jobs_touch_no_byte_but_their_own(library, spawn, soak_s):
+    process = run(library, spawn, str(SEED), str(soak_s))
 
-    assert process.wait(SECONDS * 3) == 0, process.report()
+    assert process.wait(3 * soak_s + 30) == 0, process.report()
     assert int(process.stdout.split()[0]) > 100, "too few jobs ran"
 
 
-@pytest.mark.soak
+@pytest.mark.soak("mover", minutes=1)
 def test_the_sanitizer_sees_a_job_that_reads_past_its_list(library, spawn):
     """What the test above would not notice it could not prove."""
     process = run(library, spawn, "overread")

@@ -18,12 +18,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm import selftest
-from engine_adapters.vllm.facts import check_version, names_of, read_facts
+from engine_adapters.vllm.facts import check_version, read_facts
 from engine_adapters.vllm.identity import shard_index, shard_specs, space_identity
 from engine_adapters.vllm.messages import Report, Step
 from engine_adapters.vllm.opening import Opening
 from engine_adapters.vllm.options import LoadOrder, read_options
-from engine_adapters.vllm.requests import Progress, Role, Setup
+from engine_adapters.vllm.requests import Progress, Role, Setup, names_of
 from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.tensors import pool_of, prefault

@@ -1,6 +1,5 @@
 """What vLLM's configuration says about its KV: read once, into plain values."""
 
-import functools
 import hashlib
 import json
 import logging
@@ -21,14 +20,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from engine_adapters.vllm.identity import EngineFacts, Group, length_settings
-from engine_adapters.vllm.requests import Names
+from engine_adapters.vllm.requests import files_fingerprint
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 
 TESTED_VERSIONS: Final = ("0.32.0",)
 _SUPPORTED: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 def check_version() -> None:
@@ -141,31 +139,3 @@ def weights_revision(model: Any) -> str:
         log.warning("kvstore cannot tell which weights %s has: set `revision` in"
                     " kv_connector_extra_config to whatever names them", model.model)  # fmt: skip
     return model.revision or ""
-
-
-@functools.lru_cache(maxsize=1024)
-def files_fingerprint(folder: Path) -> str:
-    """Names, sizes and times of the weights in a folder, as one hash; looked at once."""
-    found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
-    stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
-    return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]
-
-
-def names_of(request: Any, *, strong_hashes: bool) -> Names:
-    """What, besides tokens, names a request's KV.
-
-    Args:
-        request: vLLM's.
-        strong_hashes: whether the engine's block hashes can be trusted to tell inputs apart.
-    """
-    parts: list[tuple[str, str]] = []
-    adapter = request.lora_request
-    if adapter is not None:
-        parts += [("lora", adapter.lora_name), ("lora_path", adapter.lora_path)]
-        folder = Path(adapter.lora_path)
-        parts.append(("lora_files", files_fingerprint(folder) if folder.is_dir() else ""))
-    if request.cache_salt:
-        parts.append(("cache_salt", request.cache_salt))
-    foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    usable = not request.resumable and (strong_hashes or not foreign)
-    return Names(tuple(parts), foreign, usable)

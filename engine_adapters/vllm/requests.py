@@ -1,9 +1,16 @@
 """What the scheduler side reads of an engine and its requests. Plain values and protocols."""
 
+import functools
+import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from engine_adapters.vllm.identity import Group
+
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 class Request(Protocol):
@@ -92,3 +99,31 @@ class Setup(NamedTuple):
     hash_tokens: int
     ranks: int
     role: Role
+
+
+def names_of(request: Any, *, strong_hashes: bool) -> Names:
+    """What, besides tokens, names a request's KV.
+
+    Args:
+        request: vLLM's.
+        strong_hashes: whether the engine's block hashes can be trusted to tell inputs apart.
+    """
+    parts: list[tuple[str, str]] = []
+    adapter = request.lora_request
+    if adapter is not None:
+        parts += [("lora", adapter.lora_name), ("lora_path", adapter.lora_path)]
+        folder = Path(adapter.lora_path)
+        parts.append(("lora_files", files_fingerprint(folder) if folder.is_dir() else ""))
+    if request.cache_salt:
+        parts.append(("cache_salt", request.cache_salt))
+    foreign = bool(request.mm_features) or request.prompt_embeds is not None
+    usable = not request.resumable and (strong_hashes or not foreign)
+    return Names(tuple(parts), foreign, usable)
+
+
+@functools.lru_cache(maxsize=1024)
+def files_fingerprint(folder: Path) -> str:
+    """Names, sizes and times of the weights in a folder, as one hash; looked at once."""
+    found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
+    return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]

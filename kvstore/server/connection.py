@@ -56,6 +56,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         peer: who is at the other end, once the server has looked.
         raw: its socket, which belongs to the loop's transport.
+        unread_bytes: of a message that is not whole yet.
     """
 
     transport: asyncio.Transport
@@ -72,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._first = first
         self._reader = wire.FrameReader()
-        self._unread_bytes = 0
+        self.unread_bytes = 0
         self._bodies: deque[bytes | memoryview] = deque()
         #: More messages are to be taken in the next turn.
         self._more = False
@@ -109,9 +110,14 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The peer left, or was cut off."""
-        self._bodies.clear()
-        self._count_unread(0)
+        self.forget()
         self._server.lost(self)
+
+    def forget(self) -> None:
+        """What came and was not taken is not wanted any more."""
+        self._bodies.clear()
+        self._reader = wire.FrameReader()
+        self._count_unread(0)
 
     def answer(self, answer: wire.Answer) -> None:
         """Send one answer; a peer that lets them pile up is cut off.
@@ -162,6 +168,6 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _count_unread(self, size_bytes: int) -> None:
-        change, self._unread_bytes = size_bytes - self._unread_bytes, size_bytes
+        change, self.unread_bytes = size_bytes - self.unread_bytes, size_bytes
         if change:
             self._server.unread(self, change)

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Final
+from typing import Final, cast
 
 from kvstore import wire
 from kvstore.config import SocketConfig
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 HANDSHAKES_MAX: Final = 128
-"""Connections that have not said anything yet; further ones wait to be accepted."""
+"""Connections that have not said anything yet; a further one takes the place of the oldest."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
@@ -76,7 +76,9 @@ class SocketServer:
         self._told_until_s = 0.0
         self._tenants = Tenants(config.tenants)
         self._processes = Processes(self._ended)
-        self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
+        #: Those that are under way, and of these the silent ones; the oldest first.
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._silent: dict[asyncio.Task[None], None] = {}
         self._going_on = False
         #: Bytes of messages that are not whole yet.
         self.unread_bytes = 0
@@ -101,18 +103,24 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._handshakes.acquire()
                 try:
                     raw, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # no descriptors left: those who wait, wait
-                    self._handshakes.release()
                     log.warning("connections cannot be accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 raw.setblocking(False)  # noqa: FBT003
                 self.accepted += 1
+                if len(self._handshakes) >= HANDSHAKES_MAX:
+                    next(iter(self._silent or self._handshakes)).cancel()
+                    await asyncio.sleep(0)
                 task = tasks.create_task(self._handshake(raw, self.accepted))
-                task.add_done_callback(lambda _: self._handshakes.release())
+                self._handshakes[task] = self._silent[task] = None
+                task.add_done_callback(self._shaken)
+
+    def _shaken(self, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task)
+        self._silent.pop(task, None)
 
     def close(self) -> None:
         """Cut all connections off and remove the socket file, if it is still ours."""
@@ -171,7 +179,9 @@ class SocketServer:
         """A connection holds so many bytes more of a message that is not whole yet."""
         self.unread_bytes += change_bytes
         if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
-            self.refuse(connection, ProtocolError("too many long messages are on their way"))
+            most = max((connection, *self.connections.values()), key=lambda one: one.unread_bytes)
+            self.refuse(most, ProtocolError("too many long messages are on their way"))
+            most.forget()
 
     def lost(self, connection: Connection) -> None:
         """A connection closed."""
@@ -193,6 +203,7 @@ class SocketServer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 tenants = self._admit(raw)
                 body, rest = await _first_frame(loop, raw)
+                self._silent.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
@@ -204,6 +215,9 @@ class SocketServer:
         except (KVStoreError, OSError, TimeoutError) as error:
             self._turn_away(raw, error)
             return
+        except asyncio.CancelledError:
+            self._turn_away(raw, ProtocolError("others want to connect, and it said nothing"))
+            raise
         connection = Connection(self, number, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
 

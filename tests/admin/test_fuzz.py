@@ -1,15 +1,13 @@
 """Goal: no request, and no order of requests, ends the node, breaks its state, or stays held.
 
-Everything follows from a seed, which a failure names. ``-m soak`` looks for ten minutes, with seeds
-of its own.
+Everything follows from a seed, which a failure names. A soak looks for ten minutes, with
+seeds of its own.
 """
 
 import json
 import random
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,11 +32,11 @@ from kvstore.state.policy import POLICIES
 from kvstore.state.tree import Retention
 from tests.admin.conftest import TIMEOUT_S, Api, Stored
 from tests.client.conftest import READY, Daemon, arguments
+from tests.looking_up import LookingUp
 from tests.state.test_disk_pages import DiskWorld
 from tests.state.world import PAGE, key
 
 SECONDS = 10.0
-SOAK_SECONDS = 600.0
 STALL_S = 0.05
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 409, 413, 422, 503}
 ME = Caller("operate", "fuzz")
@@ -212,13 +210,12 @@ def test_operations_in_any_order_leave_a_sound_state_with_nothing_held(monkeypat
     try_orders(range(1000), 5.0)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(SOAK_SECONDS * 2)
-def test_operations_in_any_order_for_long(monkeypatch):
+@pytest.mark.soak("http", minutes=10)
+def test_operations_in_any_order_for_long(monkeypatch, soak_s):
     monkeypatch.setattr(operate, "LIMIT_S", 0.0)
     monkeypatch.setattr(operate, "_STEP_NODES", 1)
     start = random.SystemRandom().randrange(1 << 40)
-    try_orders(range(start, start + (1 << 30)), SOAK_SECONDS)
+    try_orders(range(start, start + (1 << 30)), soak_s)
 
 
 # The process: whatever comes over HTTP
@@ -387,24 +384,6 @@ class Stranger:
         self._send(b"POST /v1/explain HTTP/1.1\r\n" + self._headers(body) + body)
 
 
-class Engine:
-    """Looks up all the time, in a process of its own."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        words = ["-m", "kvstore.testing.lookups", daemon.address, str(daemon.process.pid)]
-        self._child = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._child.stdout is not None
-        assert self._child.stdout.readline() == b"ready\n"
-
-    def waits(self) -> dict[str, Any]:
-        """What it saw; it ends."""
-        told, _ = self._child.communicate(b"\n", TIMEOUT_S)
-        found: dict[str, Any] = json.loads(told)
-        return found
-
-
 def sockets(pid: int) -> int:
     """How many a process has open."""
     found = 0
@@ -426,7 +405,7 @@ def be_strange(daemon: Daemon, seeds: list[int], seconds: float, wait_until: Any
         api.get("/v1/stats")
         child = api.get("/v1/stats")["admin"]["pid"]
         before = sockets(daemon.process.pid), sockets(child)
-        engine = Engine(daemon)
+        engine = LookingUp(daemon.address, daemon.process.pid)
         strangers = [Stranger(daemon, mine.label, keys, seed) for seed in seeds]
         threads = [
             threading.Thread(target=one.run, args=(monotonic() + seconds,)) for one in strangers
@@ -480,8 +459,7 @@ def test_whatever_comes_over_http_the_node_serves_engines_in_time(own, wait_unti
     be_strange(own, [1, 2], SECONDS, wait_until)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(SOAK_SECONDS * 2)
-def test_whatever_comes_over_http_for_long(own, wait_until):
+@pytest.mark.soak("http", minutes=10)
+def test_whatever_comes_over_http_for_long(own, wait_until, soak_s):
     chance = random.SystemRandom()
-    be_strange(own, [chance.randrange(1 << 40) for _ in range(2)], SOAK_SECONDS, wait_until)
+    be_strange(own, [chance.randrange(1 << 40) for _ in range(2)], soak_s, wait_until)

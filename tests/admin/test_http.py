@@ -256,9 +256,9 @@ def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
     [
         (Peer("p", unix=True, uid=os.geteuid()), False, "", "operate", "operate"),
         (Peer("p", unix=True, uid=0), False, "", "operate", "operate"),
-        (Peer("p", unix=True, uid=77, gid=os.getegid()), True, "", "operate", "operate"),
-        (Peer("p", unix=True, uid=77, gid=os.getegid()), False, "", "operate", 401),
-        (Peer("p", unix=True, uid=77, gid=78), True, "", "read", 401),
+        (Peer("p", unix=True, uid=77, groups={5, os.getegid()}), True, "", "operate", "operate"),
+        (Peer("p", unix=True, uid=77, groups={5, os.getegid()}), False, "", "operate", 401),
+        (Peer("p", unix=True, uid=77, groups={78}), True, "", "read", 401),
         (TCP, True, "", "read", 401), (None, True, "", "read", 401),
         (Peer("p", unix=False, uid=0), True, "", "read", 401),
         (TCP, False, "Bearer rrr", "read", "read"), (TCP, False, "bearer  rrr ", "read", "read"),

@@ -6,7 +6,7 @@ import signal
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -322,14 +322,14 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def as_nobody(url: str, method: str, path: str) -> int:
-    """The status that another user of this machine gets; 0 = it may not even connect."""
+def as_nobody(url: str, method: str, path: str, groups: Sequence[int] = ()) -> int:
+    """What another user, in further groups, gets for a status; 0 = it may not even connect."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         status = 99
         try:
-            os.setgroups([])
+            os.setgroups(groups)
             os.setgid(65_534)
             os.setuid(65_534)
             body = b'{"all": true}' if method == "POST" else None
@@ -356,6 +356,17 @@ def test_another_user_of_the_machine_cannot_clear_the_cache(spawn, open_folder):
         assert as_nobody(own.http, "GET", "/healthz") == 200
         assert mine.space.lookup(keys).pages == 3
     assert "operation" not in own.process.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_whoever_is_in_the_nodes_group_may_operate_it(spawn, open_folder):
+    settings = {"socket__group_access": "true"}
+    own = Daemon(spawn(arguments(open_folder / "own.sock", **settings), ready=READY))
+    group = [60_005, os.getegid()]  # neither is the first group of that user
+
+    assert as_nobody(own.admin, "GET", "/v1/sessions", group) == 200
+    Path(own.admin.removeprefix("unix://")).chmod(0o666)
+    assert as_nobody(own.admin, "GET", "/v1/sessions", group[:1]) == 401
 
 
 # Idle connections

@@ -317,8 +317,7 @@ def test_no_slot_is_free_while_it_is_touched_and_none_is_kept_after(actions, cho
     play(actions, choices, close_at=close_at)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.soak("link", minutes=8)
 @settings(max_examples=20_000, suppress_health_check=[HealthCheck.too_slow])
 @given(**histories("cut", "drop", "restart"))
 def test_no_slot_is_free_in_many_histories(actions, choices, close_at):

@@ -362,8 +362,7 @@ def test_what_is_used_stays_and_what_is_gone_goes():
     run_state_machine_as_test(Mappings)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.soak("link", minutes=2)
 def test_what_is_used_stays_in_many_histories():
     run_state_machine_as_test(Mappings)
 

@@ -195,8 +195,7 @@ def test_what_is_settled_was_over_and_what_is_over_is_settled():
     run_state_machine_as_test(Reconnects)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.soak("link", minutes=1)
 def test_what_is_settled_was_over_in_many_histories():
     run_state_machine_as_test(Reconnects)
 

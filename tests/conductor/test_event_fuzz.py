@@ -34,18 +34,26 @@ from tests.conductor.hostile import TOPICS, Hostile
 
 STALL_S = 0.05
 QUICK_SEED = 10
+QUICK_S = 10.0
 HONEST_SPACE = "cd" * 32
 
-lasting = pytest.mark.parametrize(
-    "seconds",
-    [3.3, pytest.param(200.0, marks=[pytest.mark.soak, pytest.mark.timeout(400)])],
+
+@pytest.fixture(
+    params=[
+        pytest.param(3.3, id="quick"),
+        pytest.param(0.0, id="soak", marks=pytest.mark.soak("events", minutes=3.4)),
+    ]
 )
+def seconds(request: pytest.FixtureRequest, soak_s: float) -> float:
+    """How long to look."""
+    quick: float = request.param
+    return quick or soak_s
 
 
 @contextmanager
 def seeded(seconds: float) -> Iterator[Hostile]:
     """Who chooses; the seed is named when something goes wrong."""
-    seed = QUICK_SEED if seconds < 60 else random.SystemRandom().randrange(2**32)
+    seed = QUICK_SEED if seconds < QUICK_S else random.SystemRandom().randrange(2**32)
     gc.collect()
     gc.freeze()  # what the tests before this one left is not walked over again and again
     try:
@@ -70,7 +78,6 @@ class Stopwatch:
         self._before = now
 
 
-@lasting
 def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
     with seeded(seconds) as hostile:
         index = PrefixIndex(20_000, hostile.getrandbits(64))
@@ -177,7 +184,6 @@ def page(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-@lasting
 @in_loop
 async def test_hostile_publishers_cost_neither_the_conductor_nor_an_honest_one_anything(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +311,6 @@ class HostileFollower:
         self._socket.close()
 
 
-@lasting
 def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything(
     seconds: float, tmp_path: Path
 ) -> None:

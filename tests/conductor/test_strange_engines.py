@@ -213,10 +213,15 @@ async def test_the_series_of_an_engine_end_when_it_is_removed() -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [1.5, pytest.param(40.0, marks=[pytest.mark.soak, pytest.mark.timeout(200)])]
+    "seconds",
+    [
+        pytest.param(5.0, id="quick"),
+        pytest.param(0.0, id="soak", marks=pytest.mark.soak("events", minutes=2)),
+    ],
 )
 @in_loop
-async def test_no_request_and_no_answer_is_an_error_of_ours(seconds: float) -> None:
+async def test_no_request_and_no_answer_is_an_error_of_ours(seconds: float, soak_s: float) -> None:
+    seconds = seconds or soak_s
     seed = 4 if seconds < 10 else random.SystemRandom().randrange(2**32)
     chance = random.Random(seed)
     pieces = [

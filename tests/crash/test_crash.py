@@ -30,7 +30,7 @@ def test_a_page_that_is_gone_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
         run._verify(server, everything=True)
 
 
-@pytest.mark.soak
+@pytest.mark.soak("crash", minutes=10)
 @pytest.mark.parametrize(("seed", "sync"), [(100, "interval"), (101, "always")])
 def test_two_hundred_kills_under_load(
     tmp_path: Path, seed: int, sync: str, capsys: pytest.CaptureFixture[str]

@@ -217,7 +217,7 @@ def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
         assert read(open_space(store), safe) == PAGES
 
 
-@pytest.mark.soak  # it waits until the daemon tries again
+@pytest.mark.soak("crash", minutes=1)  # it waits until the daemon tries again
 def test_a_disk_that_refuses_writes_degrades_the_daemon_until_it_takes_them_again(
     start: Start, wait_until: WaitUntil
 ):

@@ -43,6 +43,6 @@ def test_a_flood_stays_within_memory_and_loses_nothing_durable(tmp_path: Path):
     run(tmp_path, 3.0)
 
 
-@pytest.mark.soak
+@pytest.mark.soak("crash", minutes=2)
 def test_a_minute_of_flood_stays_within_memory_and_loses_nothing_durable(tmp_path: Path):
     run(tmp_path, 60.0)

@@ -321,6 +321,24 @@ def test_a_process_that_may_use_one_tenant_touches_nothing_of_the_one_without_a_
     assert made.lookup(1, keys) == (0, 0), "it would be called verified"
 
 
+def test_who_joins_a_session_of_another_tenant_gets_nothing_of_its_pages():
+    made = Wire()
+    made.node.connected(1, Peer(1, tenants=frozenset({"red"})))
+    made.node.connected(2, Peer(2, tenants=frozenset({"blue"})))
+    welcome = made.ask(1, wire.Hello(0, 1, 2, "engine"))
+    made.ask(2, wire.Hello(0, 1, 2, "engine", welcome.session))
+    opened = made.ask(1, wire.OpenSpace(0, _tenant("red"), SHARDS))
+
+    for message in (
+        wire.Lookup(0, opened.space, [0], KEYS.packed),
+        wire.Acquire(0, 1, opened.space, 0, KEYS.packed, 1000),
+        wire.BeginPut(0, 1, opened.space, 0, KEYS.packed, b""),
+    ):
+        refused = made.ask(2, message)
+        assert isinstance(refused, wire.Failure)
+        assert refused.field == "tenant"
+
+
 def _tenant(name: str) -> SpaceIdentity:
     return msgspec.structs.replace(IDENTITY, tenant=name)
 

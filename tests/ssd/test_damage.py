@@ -154,7 +154,7 @@ def test_a_hundred_truncations_are_noticed(corpus):
     check_truncations(corpus, range(100))
 
 
-@pytest.mark.soak
+@pytest.mark.soak("log", minutes=2)
 def test_ten_thousand_flipped_bits_and_truncations_are_noticed(corpus):
     check_bit_flips(corpus, range(1_000, 9_000))
     check_truncations(corpus, range(1_000, 3_000))

@@ -10,7 +10,6 @@ import pytest
 from tests.ssd.fuzzed import Case, Corpus
 
 SECONDS = 10
-SOAK_SECONDS = 600
 
 
 def fuzz(folder: Path, seed: int, seconds: float) -> int:
@@ -32,8 +31,7 @@ def test_a_start_on_damaged_files_ends_well_or_says_why(tmp_path):
     assert fuzz(tmp_path, 1, SECONDS) > 20
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(SOAK_SECONDS * 2)
-def test_ten_minutes_of_starts_on_damaged_files(tmp_path):
+@pytest.mark.soak("log", minutes=10)
+def test_starts_on_damaged_files_for_long(tmp_path, soak_s):
     seed = random.SystemRandom().randrange(1 << 32)  # named where it fails
-    assert fuzz(tmp_path, seed, SOAK_SECONDS) > 1_000
+    assert fuzz(tmp_path, seed, soak_s) > soak_s

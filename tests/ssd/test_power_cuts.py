@@ -17,7 +17,7 @@ def test_pages_that_were_never_synced_are_lost_sometimes():
     assert lost > 0, "a disk that loses nothing would prove nothing"
 
 
-@pytest.mark.soak
+@pytest.mark.soak("crash", minutes=4)
 def test_ten_thousand_power_cuts_lose_nothing_that_was_synced():
     for seed in range(10_000):
         live_and_die(seed)

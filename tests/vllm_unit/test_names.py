@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from engine_adapters.vllm.identity import (
     space_identity,
 )
 from engine_adapters.vllm.options import LoadOrder, read_options
+from engine_adapters.vllm.requests import Names, names_of
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.page import digest_seed
 from tests.vllm_unit.engine import FULL
@@ -88,6 +90,41 @@ def test_the_seed_of_a_chain_tells_kinds_and_values_apart():
 
     assert chain_seed([]) == b""
     assert len({chain_seed(part) for part in parts}) == len(parts)
+
+
+def asked(**fields):
+    """A request of vLLM's, as far as its name goes."""
+    plain = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
+             "resumable": False}  # fmt: skip
+    return SimpleNamespace(**plain | fields)
+
+
+def adapter(name, path):
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
+
+
+def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter.safetensors").write_bytes(b"weights")
+    requests = [
+        asked(), asked(cache_salt="a"), asked(cache_salt="b"),
+        asked(lora_request=adapter("l", "/nowhere")), asked(lora_request=adapter("m", "/nowhere")),
+        asked(lora_request=adapter("l", "/elsewhere")),
+        asked(lora_request=adapter("l", tmp_path / "a")),
+        asked(lora_request=adapter("l", "/nowhere"), cache_salt="a"),
+    ]  # fmt: skip
+    seeds = {chain_seed(names_of(one, strong_hashes=True).parts) for one in requests}
+
+    assert len(seeds) == len(requests)
+    assert b"" in seeds
+
+
+def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted():
+    for fields in ({"mm_features": ["an image"]}, {"prompt_embeds": [0.5]}):
+        assert names_of(asked(**fields), strong_hashes=True) == Names((), True, True)
+        assert not names_of(asked(**fields), strong_hashes=False).usable
+    assert not names_of(asked(resumable=True), strong_hashes=True).usable
+    assert names_of(asked(), strong_hashes=False) == Names((), False, True)
 
 
 @pytest.mark.parametrize(

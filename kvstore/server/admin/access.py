@@ -59,7 +59,7 @@ class Access:
 
     def _admits(self, peer: Peer) -> bool:
         """Whether a process may operate because of whose it is: as for the node's own socket."""
-        return peer.uid in (0, os.geteuid()) or (self._group and peer.gid == os.getegid())
+        return peer.uid in (0, os.geteuid()) or (self._group and os.getegid() in peer.groups)
 
     def _role(self, token: bytes) -> str | None:
         found = [role for role, known in self._tokens.items() if hmac.compare_digest(token, known)]

@@ -8,7 +8,7 @@ keep anybody out, and those over TCP never those over the Unix socket.
 import asyncio
 import resource
 import socket
-import struct
+from collections.abc import Set
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +16,9 @@ import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from kvstore.server.processes import credentials
+from kvstore.server.tenants import groups
 
 TCP_MAX: Final = 256
 UNIX_MAX: Final = 64
@@ -26,7 +29,6 @@ REQUEST_S: Final = 60.0
 SWEEP_S: Final = 1.0
 HEADER_BYTES_MAX: Final = 32 << 10
 _OTHER_DESCRIPTORS: Final = 64
-_PEERCRED: Final = struct.Struct("3i")
 
 
 class Peer(NamedTuple):
@@ -36,13 +38,13 @@ class Peer(NamedTuple):
         address: for the log.
         unix: whether it came over the Unix socket; then the kernel says whose process it is.
         uid: its user; -1 over TCP.
-        gid: its group; -1 over TCP.
+        groups: all groups of its user; none over TCP.
     """
 
     address: str
     unix: bool
     uid: int = -1
-    gid: int = -1
+    groups: Set[int] = frozenset()
 
 
 class Connections:
@@ -155,6 +157,5 @@ def _peer(connection: socket.socket) -> Peer:
         except OSError:  # it has left already
             return Peer("a client that left", unix=False)
         return Peer(f"{host}:{port}", unix=False)
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-    pid, uid, gid = _PEERCRED.unpack(credentials)
-    return Peer(f"user {uid}, process {pid}", unix=True, uid=uid, gid=gid)
+    pid, uid, _ = credentials(connection)
+    return Peer(f"user {uid}, process {pid}", unix=True, uid=uid, groups=groups(connection))
