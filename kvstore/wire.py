@@ -8,7 +8,7 @@ came. ``docs/internals/wire.md`` describes every message.
 """
 
 import struct
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,11 +23,18 @@ SETTLED_MINOR: Final = 3
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 KNOWN_EXTENTS_MAX: Final = 4096
+LIST_MAX: Final = 4096
+"""Elements of a list in a request: each becomes an object before anything can look at it."""
+SHORT_BYTES_MAX: Final = 2 << 20
+"""A request whose size is not that of packed keys, tokens or digests; for the same reason."""
 
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 """Where a slot is: extent number, the allocation that filled it, byte offset in the extent."""
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
+
+T = TypeVar("T")
+Listed = Annotated[list[T], msgspec.Meta(max_length=LIST_MAX)]
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):
@@ -63,7 +70,7 @@ class OpenSpace(msgspec.Struct, array_like=True, tag=3):
 
     id: int
     identity: SpaceIdentity
-    shards: list[ShardSpec]
+    shards: Listed[ShardSpec]
 
 
 class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
@@ -79,7 +86,7 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
     id: int
     space: int
-    shards: list[int]
+    shards: Listed[int]
     keys: bytes
     wait_ms: int = 0
 
@@ -234,8 +241,8 @@ class FetchExtents(msgspec.Struct, array_like=True, tag=20):
     """
 
     session: bytes
-    extents: list[int]
-    known: list[int] = []
+    extents: Listed[int]
+    known: Listed[int] = []
     boot: bytes = b""
 
 
@@ -298,6 +305,9 @@ Answer = (
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+_FIXARRAY: Final = 0x9
+_LONG: Final = (5, 7, 10, 12, 25)
+"""Tags of the requests with packed fields."""
 _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
 """Broken bytes, bytes nested without end, and values that their own type refuses."""
 
@@ -314,6 +324,8 @@ def decode_request(body: bytes | memoryview) -> Request:
     Raises:
         ProtocolError: it is no message of this protocol; says where it is wrong.
     """
+    if len(body) > SHORT_BYTES_MAX and not (body[0] >> 4 == _FIXARRAY and body[1] in _LONG):
+        raise ProtocolError(f"no request of this kind takes {len(body)} bytes")
     try:
         request: Request = _REQUESTS.decode(body)
     except _NO_MESSAGE as error:

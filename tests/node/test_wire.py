@@ -1,5 +1,7 @@
 """Goal: what is sent arrives, however it is cut up; what is no message is refused, never more."""
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from kvstore.errors import ProtocolError
 from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=64, scope="s")
+MANY = 15 << 20
 SHARDS = [
     ShardSpec(layout=CanonicalLayout(64), layers=(0, 2), heads=(0, 2), window_pages=3, group="g"),
     ShardSpec(layout=OpaqueLayout("vllm", "1", "avx2", 16, 4096), layers=(2, 4), heads=(0, 2)),
@@ -123,3 +126,26 @@ def test_a_later_minor_version_may_add_fields_at_the_end():
     longer = msgspec.msgpack.encode([9, 5, "a field of protocol 1.1"])
 
     assert wire.decode_request(longer) == wire.Release(5)
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"\x95\x05\x02\x00\xdd" + MANY.to_bytes(4, "big") + bytes(MANY), id="shards"),
+        pytest.param(
+            b"\x94\x03\x02\x83\xa5model\xdb" + MANY.to_bytes(4, "big") + b"\xc3\xa9" * (MANY // 2),
+            id="name",
+        ),
+        pytest.param(b"\x96\xcc\x03\x02\xdb" + MANY.to_bytes(4, "big") + bytes(MANY), id="tag"),
+        pytest.param(b"\x93\x14\xc4\x00\xdd" + MANY.to_bytes(4, "big") + bytes(MANY), id="extents"),
+    ],
+)
+def test_a_long_message_is_refused_before_its_parts_become_objects(body):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            wire.decode_request(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 1 << 20
