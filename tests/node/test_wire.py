@@ -127,6 +127,7 @@ def test_a_later_minor_version_may_add_fields_at_the_end():
 
     assert wire.decode_request(longer) == wire.Release(5)
 
+
 @pytest.mark.parametrize(
     "body",
     [
