@@ -173,6 +173,7 @@ class PageTable(Residents):
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
         self.tick += 1
+        self.emptying = False
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")

@@ -6,6 +6,8 @@ to. Nothing here knows about engines; :mod:`kvstore.state.pages` does.
 """
 
 from collections import Counter
+from heapq import nlargest
+from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk import DiskPages
@@ -19,6 +21,9 @@ from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import Node, Space, is_live
 
+EMPTY_MAX: Final = 1024
+"""Pages that leave an extent of another class for one request, which is then asked again."""
+
 
 class Residents:
     """All pages of one node.
@@ -31,6 +36,7 @@ class Residents:
         actions: what became READY or left the index, in order.
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
+        emptying: room is being made in an extent, and was not all there when it was asked for.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -46,6 +52,7 @@ class Residents:
         self.quotas = self.eviction.quotas
         self.now_ns = 0
         self.tick = 0
+        self.emptying = False
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, Node] = {}
 
@@ -221,11 +228,13 @@ class Residents:
                 break
         age = node.access if node is not None else self.tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
-        while position is not None:
+        while position is not None and not self.emptying:
             if self._empty_extent(position, space):
                 if node is not None:
                     self.offer(node)
                 return True
+            if self.emptying:
+                break
             self.slots.extents[position].used_at = self.tick
             position = self.slots.colder_extent(domain, slot_bytes, age)
         if node is None:
@@ -290,22 +299,30 @@ class Residents:
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: Space) -> bool:
-        """Evict every page of an extent and what hangs below them; False if something is in use."""
-        slots = self.slots.slots_in_use(position)
+        """Evict every page of an extent and what hangs below them; False if something is in use.
+
+        Of many pages some go now, the last of each prompt first; the rest when room is asked for
+        again, see :attr:`emptying`.
+        """
+        if self.slots.needed(position):
+            return False
         doomed: list[Node] = []
-        for slot in slots:
+        for slot in self.slots.slots_in_use(position):
             owner = self._owners.get(slot)
             if owner is None:
-                return False  # LIMBO
+                return False
             doomed.append(owner)
-        for owner in doomed:
-            for node in subtree(owner):
-                size = self.slots.extent_bytes
-                if is_held(node) or self.quotas.protects(node.space, space, size):
+        found = subtree(*doomed)
+        for node in found:
+            size = self.slots.extent_bytes
+            if is_held(node) or self.quotas.protects(node.space, space, size):
+                return False
+            for shard, slot in node.slots.items():
+                if not node.ready >> shard & 1 or self.slots.in_use(slot):
                     return False
-                for shard, slot in node.slots.items():
-                    if not node.ready >> shard & 1 or self.slots.in_use(slot):
-                        return False
+        if len(found) > EMPTY_MAX:
+            self.emptying = True
+            doomed = nlargest(EMPTY_MAX, found, key=lambda node: node.depth)
         for owner in doomed:
             for shard in list(owner.slots) if is_live(owner) else ():
                 if shard in owner.disk:
@@ -340,9 +357,23 @@ class Residents:
         node.hits += 1
 
 
-def subtree(node: Node) -> list[Node]:
-    """``node`` and all below it, every parent before its children."""
-    found = [node]
-    for at in found:
-        found.extend(at.children.values())
-    return found
+def subtree(*tops: Node) -> list[Node]:
+    """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of nodes that lie below each other only the first way to a node is gone: looking below each page
+    of a long prompt would take a time that grows with the square of its length.
+    """
+    if len(tops) == 1:
+        found = list(tops)
+        for at in found:
+            found.extend(at.children.values())
+        return found
+    seen: dict[Node, None] = {}
+    for top in tops:
+        left = [top]
+        while left:
+            at = left.pop()
+            if at not in seen:
+                seen[at] = None
+                left.extend(at.children.values())
+    return list(seen)

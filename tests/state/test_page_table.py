@@ -4,6 +4,7 @@ import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.residents import EMPTY_MAX, subtree
 from kvstore.state.slots import SlotState
 from tests.state.world import (
     FULL,
@@ -274,6 +275,38 @@ def test_an_extent_of_another_tenant_stays_while_it_is_warmer():
 
     assert world.removed("evicted") == [key("wxyz"), key("wxy")]
     assert world.lookup(theirs, "abcd") == (4, 0)
+
+
+def test_an_extent_with_many_pages_is_taken_in_turns_and_who_needs_it_asks_again():
+    world = World(extents=1, slots_each=3 * EMPTY_MAX + 2)
+    engine = world.process("engine")
+    small, large = "s" * (3 * EMPTY_MAX + 2), "l"
+    long = world.space(engine)
+    world.store(engine, long, small)
+    other = world.space(engine, [FULL, STATE])
+    world.removed()
+
+    left = [world.lookup(long, small)[0]]
+    while world.store(engine, other, large, shard=1) == [NO_ROOM]:
+        assert world.table.emptying
+        left.append(world.lookup(long, small)[0])
+
+    assert left == [len(small) - done * EMPTY_MAX for done in range(4)]
+    assert world.lookup(long, small) == (0, 0)
+    assert not world.table.emptying
+    world.table.check()
+
+
+def test_the_pages_below_each_other_in_an_extent_are_looked_at_once():
+    world = World(extents=1, slots_each=800)
+    engine = world.process("engine")
+    space = world.space(engine)
+    world.store(engine, space, "s" * 800)
+    top = space.nodes[key("s")]
+    every = list(space.nodes.values())
+
+    assert subtree(*every) == subtree(top)
+    assert sorted(node.depth for node in subtree(*reversed(every))) == list(range(1, 801))
 
 
 def test_an_extent_with_a_reader_is_not_taken_however_cold():
