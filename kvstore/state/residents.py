@@ -313,13 +313,8 @@ class Residents:
                 return False
             doomed.append(owner)
         found = subtree(*doomed)
-        for node in found:
-            size = self.slots.extent_bytes
-            if is_held(node) or self.quotas.protects(node.space, space, size):
-                return False
-            for shard, slot in node.slots.items():
-                if not node.ready >> shard & 1 or self.slots.in_use(slot):
-                    return False
+        if not all(self._may_leave(node, space) for node in found):
+            return False
         if len(found) > EMPTY_MAX:
             self.emptying = True
             doomed = nlargest(EMPTY_MAX, found, key=lambda node: node.depth)
@@ -331,6 +326,16 @@ class Residents:
                     self.drop(owner, shard, "evicted")
             self._tidy(owner)
         return not self.slots.slots_in_use(position)
+
+    def _may_leave(self, node: Node, space: Space) -> bool:
+        """Whether all of a node's pages may leave memory with their extent, for ``space``."""
+        size = self.slots.extent_bytes
+        if is_held(node) or self.quotas.protects(node.space, space, size):
+            return False
+        return all(
+            node.ready >> shard & 1 and not self.slots.in_use(slot)
+            for shard, slot in node.slots.items()
+        )
 
     def vacate(self, position: int, pages_max: int) -> bool:
         """Take READY pages out of the memory of an extent, used or not; whether all are out."""

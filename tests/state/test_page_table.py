@@ -1,11 +1,18 @@
 """Goal: what happens to pages in the situations that engines bring about, one sentence each."""
 
+from random import Random
+from typing import Any
+
+import msgspec
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.match import SCAN_LOOKS_MAX, WINDOWS_MAX
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.residents import EMPTY_MAX, subtree
 from kvstore.state.slots import SlotState
+from kvstore.state.tree import Node
 from tests.state.world import (
     FULL,
     FULL_2,
@@ -45,6 +52,35 @@ def test_a_sliding_window_needs_only_the_last_pages():
 
     assert world.lookup(space, "abcdef", [0, 1]) == (4, 0)
     assert world.lookup(space, "abc", [0, 1]) == (0, 0), "its window reaches back to b"
+
+
+def test_a_lookup_with_many_windows_looks_at_the_leading_keys_only():
+    world = World(extents=16)
+    engine = world.process()
+    windows = [
+        msgspec.structs.replace(WINDOW, group=f"of {pages}", window_pages=pages)
+        for pages in range(1, WINDOWS_MAX + 1)
+    ]
+    space = world.space(engine, windows)
+    for shard in range(WINDOWS_MAX):
+        world.store(engine, space, "abc", shard=shard)
+    looked = space.nodes = Looked(space.nodes)
+    packed = b"".join(chain("abc")) + Random(1).randbytes(KEY_BYTES * 65_533)
+
+    found = world.table.lookup(space, list(range(WINDOWS_MAX)), packed)
+
+    assert found == (3, 0)
+    assert looked.looks <= SCAN_LOOKS_MAX // WINDOWS_MAX
+
+
+class Looked(dict[PrefixKey, Node]):
+    """Nodes that count how often they are looked up."""
+
+    looks = 0
+
+    def get(self, name: PrefixKey, otherwise: Any = None) -> Any:
+        self.looks += 1
+        return super().get(name, otherwise)
 
 
 def test_a_recurrent_state_is_needed_at_the_last_page_alone():
