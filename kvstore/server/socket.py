@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, monotonic_ns
@@ -24,6 +25,7 @@ from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolErr
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
+from kvstore.server.rounds import Rounds
 from kvstore.server.tenants import Tenants, groups
 from kvstore.state.sessions import Peer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -37,7 +39,7 @@ FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
 UNREAD_BYTES_MAX: Final = 256 << 20
-"""Bytes of messages that are not whole yet, of all connections."""
+"""Bytes that came and were not taken yet, of all connections."""
 STATS_SHARE: Final = 20
 """Statistics that took long to gather are told again for so many times as long."""
 _EXTENTS_MAX: Final = 64
@@ -78,7 +80,8 @@ class SocketServer:
         self._processes = Processes(self._ended)
         self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
         self._going_on = False
-        #: Bytes of messages that are not whole yet.
+        self._rounds = Rounds()
+        #: Bytes that came and were not taken yet.
         self.unread_bytes = 0
 
     def listen(self) -> None:
@@ -167,11 +170,24 @@ class SocketServer:
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()
 
-    def unread(self, connection: Connection, change_bytes: int) -> None:
-        """A connection holds so many bytes more of a message that is not whole yet."""
+    def want(self, connection: Connection) -> None:
+        """A connection has messages to take."""
+        self._rounds.want(connection)
+
+    def unread(self, change_bytes: int) -> None:
+        """A connection holds so many bytes more that were not taken yet.
+
+        When all hold too many, the process with the most of them loses its largest message.
+        """
         self.unread_bytes += change_bytes
         if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
-            self.refuse(connection, ProtocolError("too many long messages are on their way"))
+            held: Counter[int] = Counter()
+            for one in self.connections.values():
+                held[one.process] += one.unread_bytes
+            largest = max(
+                self.connections.values(), key=lambda one: (held[one.process], one.unread_bytes)
+            )
+            self.refuse(largest, ProtocolError("too many long messages are on their way"))
 
     def lost(self, connection: Connection) -> None:
         """A connection closed."""

@@ -148,6 +148,7 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         self._hold(process, size)
+        self.emptying = False
         fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)

@@ -228,19 +228,23 @@ class Residents:
                 break
         age = node.access if node is not None else self.tick
         position = self.slots.colder_extent(domain, slot_bytes, age)
-        while position is not None and not self.emptying:
+        while position is not None:
             if self._empty_extent(position, space):
                 if node is not None:
                     self.offer(node)
                 return True
-            if self.emptying:
-                break
-            self.slots.extents[position].used_at = self.tick
-            position = self.slots.colder_extent(domain, slot_bytes, age)
+            position = self._next_extent(position, domain, slot_bytes, age)
         if node is None:
             return False
         self._evict(node)
         return True
+
+    def _next_extent(self, position: int, domain: str, slot_bytes: int, age: int) -> int | None:
+        """Which extent to empty if this one could not be; none while one is being emptied."""
+        if self.emptying:
+            return None
+        self.slots.extents[position].used_at = self.tick
+        return self.slots.colder_extent(domain, slot_bytes, age)
 
     def _spill(self, node: Node, slot_bytes: int) -> bool:
         """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
@@ -304,7 +308,7 @@ class Residents:
         Of many pages some go now, the last of each prompt first; the rest when room is asked for
         again, see :attr:`emptying`.
         """
-        if self.slots.needed(position):
+        if self.emptying or self.slots.needed(position):
             return False
         doomed: list[Node] = []
         for slot in self.slots.slots_in_use(position):
