@@ -33,8 +33,10 @@ from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-HANDSHAKES_MAX: Final = 128
-"""Connections that have not said anything yet; further ones wait to be accepted."""
+SILENT_MAX: Final = 128
+"""Connections that have not said anything yet; whoever comes then takes the place of the oldest."""
+HANDSHAKES_MAX: Final = 2 * SILENT_MAX
+"""Those that wait for memory included; further ones wait to be accepted."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
@@ -79,6 +81,8 @@ class SocketServer:
         self._tenants = Tenants(config.tenants)
         self._processes = Processes(self._ended)
         self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
+        #: Connections that have not said anything yet, and when each must go.
+        self._silent: dict[int, asyncio.Timeout] = {}
         self._going_on = False
         self._rounds = Rounds()
         #: Bytes that came and were not taken yet.
@@ -206,9 +210,12 @@ class SocketServer:
         """Read the first message and become a session's connection, or answer and close."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as deadline:
                 tenants = self._admit(raw)
+                self._make_place()
+                self._silent[number] = deadline
                 body, rest = await _first_frame(loop, raw)
+                self._silent.pop(number, None)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
@@ -220,8 +227,16 @@ class SocketServer:
         except (KVStoreError, OSError, TimeoutError) as error:
             self._turn_away(raw, error)
             return
+        finally:
+            self._silent.pop(number, None)
         connection = Connection(self, number, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
+
+    def _make_place(self) -> None:
+        """Who says nothing keeps nobody out who does."""
+        if len(self._silent) >= SILENT_MAX:
+            oldest = next(iter(self._silent))
+            self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
 
     def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
         """Say Hello to the node, before this or another connection of the process can be lost."""
