@@ -14,12 +14,11 @@ same object:
    slot is used again while anyone may still touch it.
 """
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
 from kvstore.page import KEY_BYTES
 from kvstore.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.state.describe import describe
@@ -35,6 +34,8 @@ T = TypeVar("T")
 
 TOKEN_BYTES: Final = 16
 ORIGIN_BYTES_MAX: Final = 64
+LOST_MAX: Final = 256
+"""Connections of one process that are gone and whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
@@ -83,7 +84,7 @@ class Node:
         #: Something happened since those who wait for room last asked in vain.
         self._room_may_be = False
         #: Processes that ended and hold more than one turn gives back.
-        self._ending: deque[Process] = deque()
+        self._ending: dict[Process, None] = {}
         self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
         self._requests = asked = Requests(self.pages, limits, boot)
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
@@ -201,6 +202,8 @@ class Node:
             raise ProtocolError("a connection says Hello once")
         if len(request.origin) > ORIGIN_BYTES_MAX:
             raise InvalidArgument("origin", f"{len(request.origin)} bytes, {ORIGIN_BYTES_MAX} do")
+        peer = self._peers[connection]
+        self._refuse_forgetful(peer)
         session = self.sessions.get(request.session)
         if session is None:
             # Kept over a restart of the node, so that an engine's processes meet again.
@@ -216,7 +219,6 @@ class Node:
                 self._stop_waiting(older)
                 self._lose(older, self.pages.now_ns)
                 self.closing.append(older.connection)
-        peer = self._peers[connection]
         process = Process(connection, peer, session, request.origin, request.number)
         session.processes[connection] = process
         self.processes[connection] = process
@@ -224,6 +226,17 @@ class Node:
             request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
             session.token, self.pages.slots.extent_bytes, session.quota_bytes,
         )  # fmt: skip
+
+    def _refuse_forgetful(self, peer: Peer) -> None:
+        """Nothing bounds what a process that lives keeps, if it may always connect anew.
+
+        Raises:
+            CapacityError: it has lost too many connections that it has not settled.
+        """
+        mine = (one for one in self.processes.values() if one.peer.identity == peer.identity)
+        lost = sum(one.lost for one in mine)
+        if lost >= LOST_MAX:
+            raise CapacityError(f"{lost} earlier connections of this process still hold pages")
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:
@@ -241,22 +254,21 @@ class Node:
             self.retirement.add(process, now_ns)
 
     def _end(self, process: Process) -> None:
-        """The process touches no bytes any more: give back what it held, in turns if need be."""
+        """The process touches no bytes any more: :meth:`_after` gives back what it held."""
         self.retirement.remove(process)
         if process not in self._ending:
             self._stop_waiting(process)
             process.lost = True
-            self._ending.append(process)
-            self._end_some()
+            self._ending[process] = None
 
     def _end_some(self) -> None:
         """Give back what ended processes held, as much as one turn does."""
         left = self.limits.turn_pages
         while self._ending and left > 0:
-            process = self._ending[0]
-            left -= self.pages.end(process, left)
+            process = next(iter(self._ending))
+            left -= 1 + self.pages.end(process, left)
             if process.idle:
-                self._ending.popleft()
+                del self._ending[process]
                 self._forget(process)
 
     def _forget(self, process: Process) -> None:

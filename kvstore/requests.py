@@ -160,7 +160,8 @@ class Requests:
             PrefixKey(request.parent), request.tokens[: asked * token_bytes],
         )  # fmt: skip
         disk, last = self._pages.disk, statuses[-1]
-        busy = last is PageStatus.NO_ROOM and disk is not None and disk.busy
+        coming = self._pages.emptying or (disk is not None and disk.busy)
+        busy = last is PageStatus.NO_ROOM and coming
         if asked < count:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)

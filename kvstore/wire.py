@@ -377,7 +377,7 @@ class FrameReader:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of a frame that is not whole yet."""
+        """Bytes that were received and not given as bodies."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes | memoryview]:
@@ -386,22 +386,39 @@ class FrameReader:
         Raises:
             ProtocolError: a frame is too long.
         """
-        buffer = self._buffer
-        if not buffer and len(data) > _LENGTH.size and frame_length(data) == len(data) - 4:
-            return [memoryview(data)[4:]]  # one whole frame, as nearly always
-        buffer += data
         bodies: list[bytes | memoryview] = []
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            length = frame_length(memoryview(buffer)[start:])
-            end = start + _LENGTH.size + length
-            if end > len(buffer):
-                break
-            bodies.append(bytes(buffer[start + _LENGTH.size : end]))
-            start = end
-        if start:
-            del buffer[:start]
+        body = self.add(data)
+        while body is not None:
+            bodies.append(body)
+            body = self.next()
         return bodies
+
+    def add(self, data: bytes) -> bytes | memoryview | None:
+        """Take received bytes; give the first body that is complete now, :meth:`next` the others.
+
+        Raises:
+            ProtocolError: a frame is too long.
+        """
+        if not self._buffer and len(data) > _LENGTH.size and frame_length(data) == len(data) - 4:
+            return memoryview(data)[4:]  # one whole frame, as nearly always
+        self._buffer += data
+        return self.next()
+
+    def next(self) -> bytes | None:
+        """The next body that is complete; None when none is.
+
+        Raises:
+            ProtocolError: a frame is too long.
+        """
+        buffer = self._buffer
+        if len(buffer) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + frame_length(buffer)
+        if end > len(buffer):
+            return None
+        body = bytes(memoryview(buffer)[_LENGTH.size : end])
+        del buffer[:end]
+        return body
 
 
 def count_keys(packed: bytes) -> int:

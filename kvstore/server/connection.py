@@ -17,10 +17,8 @@ from kvstore.state.sessions import Peer
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 0.002
-"""How long one connection's messages are taken before it is the others' turn."""
 UNSENT_BYTES_HIGH: Final = 1 << 20
-"""While more than this waits to be sent nothing is read."""
+"""While more than this waits to be sent nothing is read, nor taken of what was."""
 UNSENT_BYTES_MAX: Final = 16 << 20
 """A client that does not read its answers (to requests that waited) is cut off beyond this."""
 
@@ -37,8 +35,11 @@ class Server(Protocol):
     def refuse(self, connection: "Connection", error: ProtocolError) -> None:
         """What came can be no message."""
 
-    def unread(self, connection: "Connection", change_bytes: int) -> None:
-        """The connection holds more, or fewer, bytes of a message that is not whole yet."""
+    def want(self, connection: "Connection") -> None:
+        """The connection has messages that may be taken; see :meth:`Connection.take`."""
+
+    def unread(self, change_bytes: int) -> None:
+        """A connection holds more, or fewer, bytes that were not taken yet."""
 
     def lost(self, connection: "Connection") -> None:
         """The connection is closed."""
@@ -56,7 +57,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         peer: who is at the other end, once the server has looked.
         raw: its socket, which belongs to the loop's transport.
-        unread_bytes: of a message that is not whole yet.
+        unread_bytes: what came and was not taken yet, but for the first message of it.
     """
 
     transport: asyncio.Transport
@@ -74,8 +75,9 @@ class Connection(asyncio.Protocol):
         self._first = first
         self._reader = wire.FrameReader()
         self.unread_bytes = 0
+        #: The next messages, as far as they are cut already; the others are in the reader.
         self._bodies: deque[bytes | memoryview] = deque()
-        #: More messages are to be taken in the next turn.
+        #: More messages are to be taken when it is this connection's turn.
         self._more = False
         self._congested = False
         self._paused = False
@@ -87,16 +89,38 @@ class Connection(asyncio.Protocol):
         _, hello, rest = self._first
         self._server.begin(self, hello, rest)
 
+    @property
+    def process(self) -> int:
+        """Whose it is."""
+        return self.peer.identity
+
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
         try:
-            self._bodies += self._reader.feed(data)
+            body = self._reader.add(data)
         except ProtocolError as error:
             self._server.refuse(self, error)
             return
+        if body is not None:
+            self._bodies.append(body)
         self._count_unread(self._reader.unread_bytes)
-        if not self._more:
-            self._take_turn()
+        if self._bodies:
+            self._server.want(self)
+            self._read_or_pause()
+
+    def take(self, end_s: float) -> bool:
+        """Take messages until then; whether there are more that may be taken."""
+        self._more = False
+        body = self._next()
+        while body is not None:
+            self._server.receive(self, body)
+            if monotonic() > end_s:
+                self._more = not self._congested and not self.transport.is_closing()
+                break
+            body = self._next()
+        self._count_unread(self._reader.unread_bytes)
+        self._read_or_pause()
+        return self._more
 
     def pause_writing(self) -> None:
         """The client does not read its answers."""
@@ -106,18 +130,15 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It has read some."""
         self._congested = False
+        self._server.want(self)
         self._read_or_pause()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The peer left, or was cut off."""
-        self.forget()
-        self._server.lost(self)
-
-    def forget(self) -> None:
-        """What came and was not taken is not wanted any more."""
         self._bodies.clear()
         self._reader = wire.FrameReader()
         self._count_unread(0)
+        self._server.lost(self)
 
     def answer(self, answer: wire.Answer) -> None:
         """Send one answer; a peer that lets them pile up is cut off.
@@ -141,24 +162,21 @@ class Connection(asyncio.Protocol):
             log.warning("process %s does not read its answers: cut off", self.peer.pid or "?")
             self.transport.abort()
 
-    def _take_turn(self) -> None:
-        """Take messages until the turn ends; go on in the next one if there are more."""
-        self._more = False
-        end_s = monotonic() + TURN_S
-        while self._bodies:
-            if self.transport.is_closing():
-                self._bodies.clear()
-                return
-            self._server.receive(self, self._bodies.popleft())
-            if self._bodies and monotonic() > end_s:
-                self._more = True
-                asyncio.get_running_loop().call_soon(self._take_turn)
-                break
-        self._read_or_pause()
+    def _next(self) -> bytes | memoryview | None:
+        """The next message, if one may be taken."""
+        if self._congested or self.transport.is_closing():
+            return None
+        if self._bodies:
+            return self._bodies.popleft()
+        try:
+            return self._reader.next()
+        except ProtocolError as error:
+            self._server.refuse(self, error)
+            return None
 
     def _read_or_pause(self) -> None:
         """Read only while the client reads too, and what it has sent has been taken."""
-        pause = self._more or self._congested
+        pause = self._more or self._congested or bool(self._bodies)
         if pause == self._paused or self.transport.is_closing():
             return
         self._paused = pause
@@ -170,4 +188,4 @@ class Connection(asyncio.Protocol):
     def _count_unread(self, size_bytes: int) -> None:
         change, self.unread_bytes = size_bytes - self.unread_bytes, size_bytes
         if change:
-            self._server.unread(self, change)
+            self._server.unread(change)

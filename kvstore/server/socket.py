@@ -12,10 +12,11 @@ import logging
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Final, cast
+from typing import Final
 
 from kvstore import wire
 from kvstore.config import SocketConfig
@@ -24,6 +25,7 @@ from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolErr
 from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
+from kvstore.server.rounds import Rounds
 from kvstore.server.tenants import Tenants, groups
 from kvstore.state.sessions import Peer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -31,13 +33,15 @@ from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-HANDSHAKES_MAX: Final = 128
-"""Connections that have not said anything yet; a further one takes the place of the oldest."""
+SILENT_MAX: Final = 128
+"""Connections that have not said anything yet; whoever comes then takes the place of the oldest."""
+HANDSHAKES_MAX: Final = 2 * SILENT_MAX
+"""Those that wait for memory included; further ones wait to be accepted."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
 UNREAD_BYTES_MAX: Final = 256 << 20
-"""Bytes of messages that are not whole yet, of all connections."""
+"""Bytes that came and were not taken yet, of all connections."""
 STATS_SHARE: Final = 20
 """Statistics that took long to gather are told again for so many times as long."""
 _EXTENTS_MAX: Final = 64
@@ -76,11 +80,12 @@ class SocketServer:
         self._told_until_s = 0.0
         self._tenants = Tenants(config.tenants)
         self._processes = Processes(self._ended)
-        #: Those that are under way, and of these the silent ones; the oldest first.
-        self._handshakes: dict[asyncio.Task[None], None] = {}
-        self._silent: dict[asyncio.Task[None], None] = {}
+        self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
+        #: Connections that have not said anything yet, and when each must go.
+        self._silent: dict[int, asyncio.Timeout] = {}
         self._going_on = False
-        #: Bytes of messages that are not whole yet.
+        self._rounds = Rounds()
+        #: Bytes that came and were not taken yet.
         self.unread_bytes = 0
 
     def listen(self) -> None:
@@ -103,24 +108,18 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
+                await self._handshakes.acquire()
                 try:
                     raw, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # no descriptors left: those who wait, wait
+                    self._handshakes.release()
                     log.warning("connections cannot be accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 raw.setblocking(False)  # noqa: FBT003
                 self.accepted += 1
-                if len(self._handshakes) >= HANDSHAKES_MAX:
-                    next(iter(self._silent or self._handshakes)).cancel()
-                    await asyncio.sleep(0)
                 task = tasks.create_task(self._handshake(raw, self.accepted))
-                self._handshakes[task] = self._silent[task] = None
-                task.add_done_callback(self._shaken)
-
-    def _shaken(self, task: asyncio.Task[None]) -> None:
-        self._handshakes.pop(task)
-        self._silent.pop(task, None)
+                task.add_done_callback(lambda _: self._handshakes.release())
 
     def close(self) -> None:
         """Cut all connections off and remove the socket file, if it is still ours."""
@@ -175,13 +174,24 @@ class SocketServer:
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()
 
-    def unread(self, connection: Connection, change_bytes: int) -> None:
-        """A connection holds so many bytes more of a message that is not whole yet."""
+    def want(self, connection: Connection) -> None:
+        """A connection has messages to take."""
+        self._rounds.want(connection)
+
+    def unread(self, change_bytes: int) -> None:
+        """A connection holds so many bytes more that were not taken yet.
+
+        When all hold too many, the process with the most of them loses its largest message.
+        """
         self.unread_bytes += change_bytes
         if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
-            most = max((connection, *self.connections.values()), key=lambda one: one.unread_bytes)
-            self.refuse(most, ProtocolError("too many long messages are on their way"))
-            most.forget()
+            held: Counter[int] = Counter()
+            for one in self.connections.values():
+                held[one.process] += one.unread_bytes
+            largest = max(
+                self.connections.values(), key=lambda one: (held[one.process], one.unread_bytes)
+            )
+            self.refuse(largest, ProtocolError("too many long messages are on their way"))
 
     def lost(self, connection: Connection) -> None:
         """A connection closed."""
@@ -200,10 +210,12 @@ class SocketServer:
         """Read the first message and become a session's connection, or answer and close."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as deadline:
                 tenants = self._admit(raw)
+                self._make_place()
+                self._silent[number] = deadline
                 body, rest = await _first_frame(loop, raw)
-                self._silent.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
+                self._silent.pop(number, None)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
@@ -215,11 +227,16 @@ class SocketServer:
         except (KVStoreError, OSError, TimeoutError) as error:
             self._turn_away(raw, error)
             return
-        except asyncio.CancelledError:
-            self._turn_away(raw, ProtocolError("others want to connect, and it said nothing"))
-            raise
+        finally:
+            self._silent.pop(number, None)
         connection = Connection(self, number, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
+
+    def _make_place(self) -> None:
+        """Who says nothing keeps nobody out who does."""
+        if len(self._silent) >= SILENT_MAX:
+            oldest = next(iter(self._silent))
+            self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
 
     def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
         """Say Hello to the node, before this or another connection of the process can be lost."""

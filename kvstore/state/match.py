@@ -16,6 +16,8 @@ _WRITING_MAX: Final = 256
 """More pages being written than this, and looking at each key is no slower."""
 WINDOWS_MAX: Final = 8
 """Different windows that one lookup may ask for: each looks at every key."""
+SCAN_LOOKS_MAX: Final = 65_536
+"""Keys times windows that one lookup looks at: the leading keys, whatever is behind them."""
 
 
 class Match(NamedTuple):
@@ -43,7 +45,7 @@ def longest_match(space: Space, shards: list[int], packed: bytes) -> Match:
     windows = by_window(space, shards)
     if len(windows) == 1 and 0 in windows:
         return _bisect(space, windows[0], packed)
-    return _scan(space, windows, packed)
+    return _scan(space, windows, packed[: SCAN_LOOKS_MAX // len(windows) * KEY_BYTES])
 
 
 def by_window(space: Space, shards: list[int]) -> dict[int, int]:

@@ -6,6 +6,8 @@ to. Nothing here knows about engines; :mod:`kvstore.state.pages` does.
 """
 
 from collections import Counter
+from heapq import nlargest
+from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk import DiskPages
@@ -19,6 +21,9 @@ from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
 from kvstore.state.tree import Node, Space, is_live
 
+EMPTY_MAX: Final = 1024
+"""Pages that leave an extent of another class for one request, which is then asked again."""
+
 
 class Residents:
     """All pages of one node.
@@ -31,6 +36,7 @@ class Residents:
         actions: what became READY or left the index, in order.
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
+        emptying: room is being made in an extent, and was not all there when it was asked for.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -46,6 +52,7 @@ class Residents:
         self.quotas = self.eviction.quotas
         self.now_ns = 0
         self.tick = 0
+        self.emptying = False
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, Node] = {}
 
@@ -226,12 +233,18 @@ class Residents:
                 if node is not None:
                     self.offer(node)
                 return True
-            self.slots.extents[position].used_at = self.tick
-            position = self.slots.colder_extent(domain, slot_bytes, age)
+            position = self._next_extent(position, domain, slot_bytes, age)
         if node is None:
             return False
         self._evict(node)
         return True
+
+    def _next_extent(self, position: int, domain: str, slot_bytes: int, age: int) -> int | None:
+        """Which extent to empty if this one could not be; none while one is being emptied."""
+        if self.emptying:
+            return None
+        self.slots.extents[position].used_at = self.tick
+        return self.slots.colder_extent(domain, slot_bytes, age)
 
     def _spill(self, node: Node, slot_bytes: int) -> bool:
         """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
@@ -290,22 +303,25 @@ class Residents:
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: Space) -> bool:
-        """Evict every page of an extent and what hangs below them; False if something is in use."""
-        slots = self.slots.slots_in_use(position)
+        """Evict every page of an extent and what hangs below them; False if something is in use.
+
+        Of many pages some go now, the last of each prompt first; the rest when room is asked for
+        again, see :attr:`emptying`.
+        """
+        if self.emptying or self.slots.needed(position):
+            return False
         doomed: list[Node] = []
-        for slot in slots:
+        for slot in self.slots.slots_in_use(position):
             owner = self._owners.get(slot)
             if owner is None:
-                return False  # LIMBO
+                return False
             doomed.append(owner)
-        for owner in doomed:
-            for node in subtree(owner):
-                size = self.slots.extent_bytes
-                if is_held(node) or self.quotas.protects(node.space, space, size):
-                    return False
-                for shard, slot in node.slots.items():
-                    if not node.ready >> shard & 1 or self.slots.in_use(slot):
-                        return False
+        found = subtree(*doomed)
+        if not all(self._may_leave(node, space) for node in found):
+            return False
+        if len(found) > EMPTY_MAX:
+            self.emptying = True
+            doomed = nlargest(EMPTY_MAX, found, key=lambda node: node.depth)
         for owner in doomed:
             for shard in list(owner.slots) if is_live(owner) else ():
                 if shard in owner.disk:
@@ -314,6 +330,16 @@ class Residents:
                     self.drop(owner, shard, "evicted")
             self._tidy(owner)
         return not self.slots.slots_in_use(position)
+
+    def _may_leave(self, node: Node, space: Space) -> bool:
+        """Whether all of a node's pages may leave memory with their extent, for ``space``."""
+        size = self.slots.extent_bytes
+        if is_held(node) or self.quotas.protects(node.space, space, size):
+            return False
+        return all(
+            node.ready >> shard & 1 and not self.slots.in_use(slot)
+            for shard, slot in node.slots.items()
+        )
 
     def vacate(self, position: int, pages_max: int) -> bool:
         """Take READY pages out of the memory of an extent, used or not; whether all are out."""
@@ -340,9 +366,23 @@ class Residents:
         node.hits += 1
 
 
-def subtree(node: Node) -> list[Node]:
-    """``node`` and all below it, every parent before its children."""
-    found = [node]
-    for at in found:
-        found.extend(at.children.values())
-    return found
+def subtree(*tops: Node) -> list[Node]:
+    """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of nodes that lie below each other only the first way to a node is gone: looking below each page
+    of a long prompt would take a time that grows with the square of its length.
+    """
+    if len(tops) == 1:
+        found = list(tops)
+        for at in found:
+            found.extend(at.children.values())
+        return found
+    seen: dict[Node, None] = {}
+    for top in tops:
+        left = [top]
+        while left:
+            at = left.pop()
+            if at not in seen:
+                seen[at] = None
+                left.extend(at.children.values())
+    return list(seen)

@@ -326,6 +326,13 @@ class SlotTable:
         states = self.extents[position].states
         return [Slot(position << _INDEX_BITS | at) for at, state in enumerate(states) if state]
 
+    def needed(self, position: int) -> bool:
+        """Whether anyone writes, reads or may still touch a slot of one extent."""
+        extent = self.extents[position]
+        states = extent.states
+        touched = SlotState.WRITING in states or SlotState.LIMBO in states
+        return touched or extent.pinned > 0 or any(extent.holds)
+
     def stats(self) -> SlotStats:
         """Sizes by state, all read at one moment."""
         by_state = [0, 0, 0, 0]

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from kvstore import wire
+from kvstore.server.socket import HANDSHAKE_TIMEOUT_S, HANDSHAKES_MAX
 from tests.conftest import WaitUntil
 from tests.faults.conftest import Daemon, Scene
 
@@ -60,6 +61,22 @@ def test_a_process_that_swaps_its_connections_stays_watched(scene: Scene, wait_u
             assert watched(scene.daemon) == before + 1
     finally:
         old.close()
+
+
+def test_connections_that_say_nothing_keep_nobody_out(scene: Scene):
+    silent: list[socket.socket] = []
+    try:
+        for _ in range(HANDSHAKES_MAX - 16):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            silent[-1].connect(scene.daemon.address.removeprefix("unix://"))
+        last = connect(scene.daemon)
+        silent.append(last)
+        last.settimeout(HANDSHAKE_TIMEOUT_S / 2)
+        last.sendall(wire.encode(HELLO))
+        assert isinstance(receive(last), wire.Welcome)
+    finally:
+        for one in silent:
+            one.close()
 
 
 def test_what_is_sent_behind_hello_without_waiting_is_answered_in_order(scene: Scene):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore import wire
-from kvstore.node import Node
+from kvstore.node import LOST_MAX, Node
 from kvstore.page import PrefixKeys, SpaceIdentity, page_keys
 from kvstore.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
 from kvstore.state.outcomes import PageStatus
@@ -24,6 +24,7 @@ from tests.node.test_protocol import DIGEST, IDENTITY, KEYS, SHARDS, Wire
 
 MS = 1_000_000
 WAIT_MS = 100
+HELLO = wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "forgetful")
 
 
 def waiter(number: int, session: bytes = b"a", size_bytes: int = 32) -> Waiter:
@@ -105,7 +106,54 @@ def test_what_waits_is_ready_in_the_order_in_which_it_came():
     assert room.size_bytes == 0
 
 
+# What is left behind
+
+
+def test_a_process_that_leaves_pages_behind_again_and_again_is_let_in_no_more():
+    made = Wire()
+    made.join(1)
+    made.store(1, KEYS)
+    for connection in range(10, 10 + LOST_MAX):
+        made.node.connected(connection, Peer(77))
+        hello = msgspec.structs.replace(HELLO, session=connection.to_bytes(16, "big"))
+        made.node.receive(connection, hello, made.now_ns)
+        made.node.receive(connection, wire.OpenSpace(0, IDENTITY, SHARDS), made.now_ns)
+        made.node.receive(connection, wire.Acquire(0, 1, 0, 0, KEYS.packed, 100), made.now_ns)
+        made.node.disconnected(connection, made.now_ns, ended=False)
+    assert made.node.stats()["leases"] == LOST_MAX
+
+    made.node.connected(2, Peer(77))
+    refused = made.ask(2, msgspec.structs.replace(HELLO, id=0))
+
+    assert isinstance(refused, wire.Failure)
+    assert refused.code == "capacity"
+    made.join(3, pid=78)
+    made.node.process_ended(77, made.now_ns)
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+    assert made.node.stats()["sessions_total"] == 2
+    made.join(4, pid=77)
+
+
 # Turns
+
+
+def test_a_process_with_many_connections_gives_back_in_turns_what_they_held():
+    made = Wire()
+    made.node = small_turns(20)
+    made.join(1)
+    made.store(1, KEYS)
+    for connection in range(10, 20):
+        made.join(connection, pid=77)
+        made.ask(connection, wire.Acquire(0, 1, 0, 0, KEYS.packed, 100))
+
+    made.node.process_ended(77, made.now_ns)
+    held = [made.node.stats()["leases"]]
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+        held.append(made.node.stats()["leases"])
+
+    assert held == [7, 4, 1, 0], "three of six pages and their ends are a turn"
 
 
 def small_turns(turn_pages: int) -> Node:
@@ -149,7 +197,7 @@ def test_a_process_that_held_much_gives_it_back_in_turns():
         held.append(made.node.stats()["leases"])
         turns += 1
 
-    assert held[0] == 6, "two turns: one at the end, one behind it"
+    assert held[0] == 8, "one turn"
     assert held[-1] == 0
     assert turns > 1
     assert [one["name"] for one in made.node.stats()["sessions"]] == ["engine-1"]

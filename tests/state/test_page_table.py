@@ -1,10 +1,18 @@
 """Goal: what happens to pages in the situations that engines bring about, one sentence each."""
 
+from random import Random
+from typing import Any
+
+import msgspec
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.match import SCAN_LOOKS_MAX, WINDOWS_MAX
 from kvstore.state.outcomes import PageStatus
+from kvstore.state.residents import EMPTY_MAX, subtree
 from kvstore.state.slots import SlotState
+from kvstore.state.tree import Node
 from tests.state.world import (
     FULL,
     FULL_2,
@@ -44,6 +52,35 @@ def test_a_sliding_window_needs_only_the_last_pages():
 
     assert world.lookup(space, "abcdef", [0, 1]) == (4, 0)
     assert world.lookup(space, "abc", [0, 1]) == (0, 0), "its window reaches back to b"
+
+
+def test_a_lookup_with_many_windows_looks_at_the_leading_keys_only():
+    world = World(extents=16)
+    engine = world.process()
+    windows = [
+        msgspec.structs.replace(WINDOW, group=f"of {pages}", window_pages=pages)
+        for pages in range(1, WINDOWS_MAX + 1)
+    ]
+    space = world.space(engine, windows)
+    for shard in range(WINDOWS_MAX):
+        world.store(engine, space, "abc", shard=shard)
+    looked = space.nodes = Looked(space.nodes)
+    packed = b"".join(chain("abc")) + Random(1).randbytes(KEY_BYTES * 65_533)
+
+    found = world.table.lookup(space, list(range(WINDOWS_MAX)), packed)
+
+    assert found == (3, 0)
+    assert looked.looks <= SCAN_LOOKS_MAX // WINDOWS_MAX
+
+
+class Looked(dict[PrefixKey, Node]):
+    """Nodes that count how often they are looked up."""
+
+    looks = 0
+
+    def get(self, name: PrefixKey, otherwise: Any = None) -> Any:
+        self.looks += 1
+        return super().get(name, otherwise)
 
 
 def test_a_recurrent_state_is_needed_at_the_last_page_alone():
@@ -274,6 +311,38 @@ def test_an_extent_of_another_tenant_stays_while_it_is_warmer():
 
     assert world.removed("evicted") == [key("wxyz"), key("wxy")]
     assert world.lookup(theirs, "abcd") == (4, 0)
+
+
+def test_an_extent_with_many_pages_is_taken_in_turns_and_who_needs_it_asks_again():
+    world = World(extents=1, slots_each=3 * EMPTY_MAX + 2)
+    engine = world.process("engine")
+    small, large = "s" * (3 * EMPTY_MAX + 2), "l"
+    long = world.space(engine)
+    world.store(engine, long, small)
+    other = world.space(engine, [FULL, STATE])
+    world.removed()
+
+    left = [world.lookup(long, small)[0]]
+    while world.store(engine, other, large, shard=1) == [NO_ROOM]:
+        assert world.table.emptying
+        left.append(world.lookup(long, small)[0])
+
+    assert left == [len(small) - done * EMPTY_MAX for done in range(4)]
+    assert world.lookup(long, small) == (0, 0)
+    assert not world.table.emptying
+    world.table.check()
+
+
+def test_the_pages_below_each_other_in_an_extent_are_looked_at_once():
+    world = World(extents=1, slots_each=800)
+    engine = world.process("engine")
+    space = world.space(engine)
+    world.store(engine, space, "s" * 800)
+    top = space.nodes[key("s")]
+    every = list(space.nodes.values())
+
+    assert subtree(*every) == subtree(top)
+    assert sorted(node.depth for node in subtree(*reversed(every))) == list(range(1, 801))
 
 
 def test_an_extent_with_a_reader_is_not_taken_however_cold():
