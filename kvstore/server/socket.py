@@ -224,7 +224,10 @@ class SocketServer:
                     return
                 if not isinstance(request, wire.Hello):
                     raise ProtocolError(f"{type(request).__name__} before Hello")
-        except (KVStoreError, OSError, TimeoutError) as error:
+        except TimeoutError:
+            self._turn_away(raw, ProtocolError("it said nothing in time; others want to connect"))
+            return
+        except (KVStoreError, OSError) as error:
             self._turn_away(raw, error)
             return
         finally:

@@ -218,7 +218,10 @@ class Residents:
     # ---- making room ------------------------------------------------------------------------
 
     def _make_room(self, space: Space, slot_bytes: int) -> bool:
-        """Evict the least recently used leaf of the class, or a colder extent of another class."""
+        """Evict the least recently used leaf of the class, or a colder extent of another class.
+
+        While an extent of many pages is emptied in turns, leaves of the class go meanwhile.
+        """
         domain = space.identity.tenant
         while (node := self.eviction.victim(space, slot_bytes)) is not None:
             verdict = self._verdict(node)

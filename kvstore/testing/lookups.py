@@ -22,7 +22,8 @@ from typing import Final
 from kvstore import wire
 from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 
-PAGES: Final = 1500
+PAGES: Final = 1000
+"""Fewer than leave an extent in one turn: who needs its room has it at once."""
 PAUSE_S: Final = 0.002
 _PAGE_TOKENS: Final = 64
 _STRETCH_BYTES: Final = 256 * KEY_BYTES
