@@ -246,12 +246,13 @@ class QuotaList(Answer, frozen=True):
 
 
 class Wear(Answer, frozen=True):
-    """What was admitted to the SSDs; ``forecast_bytes``: of a whole day."""
+    """What was admitted to the SSDs; ``forecast_bytes``: of a whole day; a budget of 0 is none."""
 
     admitted: int
     refused: int
     today_bytes: int
     forecast_bytes: int
+    budget_bytes: int
 
 
 class SsdPolicy(Answer, frozen=True):
@@ -423,14 +424,38 @@ class EventCounts(Answer, frozen=True):
     replays_cut: int = 0
 
 
+class Latency(Answer, frozen=True):
+    """How often something took how long: one count for each bound, and what took longer."""
+
+    count: int
+    sum_s: float
+    buckets: list[int]
+
+
+class Lookups(Answer, frozen=True):
+    """Keys that answered lookups of a model had asked for, by where they were found."""
+
+    model: str
+    host_pages: int
+    ssd_pages: int
+    missed_pages: int
+
+
 class Stats(Answer, frozen=True):
-    """Everything that can be counted; of spaces and sessions the first 100."""
+    """Everything that can be counted; of spaces and sessions the first 100.
+
+    ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
+    engines hold. ``loop_lag_s``: the worst of the last 15 to 30 s. ``latencies``: ``lookup``,
+    ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: of the first 32 models, and of
+    all others as ``other``.
+    """
 
     node: str
     boot: str
     pid: int
     version: str
     uptime_s: float
+    unready: str
     policy: str
     host: HostSizes
     populated_bytes: int
@@ -441,6 +466,7 @@ class Stats(Answer, frozen=True):
     spaces_total: int
     sessions: list[SessionCounts]
     sessions_total: int
+    session_bytes: int
     leases: int
     puts: int
     waiting_requests: int
@@ -449,6 +475,9 @@ class Stats(Answer, frozen=True):
     connections: int
     accepted_connections: int
     counts: dict[str, int]
+    latency_bounds_s: list[float]
+    latencies: dict[str, Latency]
+    lookups: list[Lookups]
     mover: str
     loop_lag_s: float
     events: EventCounts

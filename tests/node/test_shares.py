@@ -27,7 +27,7 @@ WAIT_MS = 100
 
 
 def waiter(number: int, session: bytes = b"a", size_bytes: int = 32) -> Waiter:
-    return Waiter(1, session, None, size_bytes, 1 << 60, ("thing", number))
+    return Waiter(1, session, None, size_bytes, 0, 1 << 60, ("thing", number))
 
 
 @pytest.fixture
