@@ -72,6 +72,8 @@ _CODES: Final = (
     "protocol", "tier_unavailable", "transfer_timeout",
 )  # fmt: skip
 """Of refusals, likewise."""
+_SSD_CODES: Final = ("capacity", "page_corrupt", "tier_unavailable")
+"""Of failed jobs of the SSD tier, likewise."""
 _EVENTS: Final = {
     "event_batches": ("batches_sent", "Batches of KV events that were published."),
     "event_batches_dropped": (
@@ -282,7 +284,7 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
     errors = CounterMetricFamily(
         "kvstore_ssd_errors", "Jobs of the SSD tier that failed, by error code.", labels=["code"]
     )
-    for code, value in sorted(ssd["errors"].items()):
+    for code, value in sorted({**dict.fromkeys(_SSD_CODES, 0), **ssd["errors"]}.items()):
         errors.add_metric([code], value)
     yield errors
 
