@@ -1,14 +1,17 @@
 """Goal: what a node measures of itself is what happened, and costs a bounded amount of memory."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore import wire
+from kvstore.config import SocketConfig
 from kvstore.page import page_keys
 from kvstore.server.metrics import COUNTED
+from kvstore.server.socket import SocketServer
 from kvstore.state.diskjobs import DiskRead, DiskSync, DiskWrite
 from kvstore.state.metering import (
     BOUNDS_S,
@@ -46,6 +49,7 @@ def lookups(meter: Meter) -> dict[str, tuple[int, int, int]]:
     }
 
 
+@example([50_000, 50_001, 30_000_000_000, 30_000_000_001])
 @given(st.lists(st.integers(0, 10**12)))
 def test_each_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed(times: list[int]):
     histogram = Histogram()
@@ -120,6 +124,28 @@ def test_a_request_that_was_answered_at_once_did_not_wait(node: Wire):
     assert not node.node.receive(2, wire.Lookup(91, 0, [0], KEYS[:1].packed, 100), node.now_ns)
 
     assert measured(node.node.pages.meter.wait) == []
+
+
+def test_the_socket_measures_what_is_answered_at_once_and_nothing_twice(node: Wire):
+    answers: list[wire.Answer] = []
+    memory = SimpleNamespace(replace=lambda _replaced: None)
+    server = SocketServer(SocketConfig(), node.node, memory, lambda: None, lambda: b"")
+    for number in (1, 2):
+        server.connections[number] = SimpleNamespace(number=number, answer=answers.append)
+
+    def send(connection: int, message: wire.Request) -> None:
+        server.receive(server.connections[connection], wire.encode(message)[4:])
+
+    meter = node.node.pages.meter
+    send(1, wire.Lookup(90, 0, [0], KEYS.packed, 0))
+    assert (len(answers), sum(meter.lookup.counts), sum(meter.wait.counts)) == (1, 1, 0)
+    assert 0 < meter.lookup.sum_ns < 10**10
+
+    send(1, wire.BeginPut(91, 7, 0, 0, KEYS[:1].packed, b""))
+    send(2, wire.Lookup(92, 0, [0], KEYS[:1].packed, 60_000))
+    assert (len(answers), sum(meter.lookup.counts)) == (2, 1), "it waits"
+    send(1, wire.CommitPut(93, 7, b"d" * 16))
+    assert (len(answers), sum(meter.lookup.counts), sum(meter.wait.counts)) == (4, 2, 1)
 
 
 def test_a_page_that_is_loaded_is_counted_where_it_was_found_and_timed_until_it_is_ready():
