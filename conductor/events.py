@@ -376,6 +376,7 @@ class EventFollowers:
         gauges["events_connected"] = {(w,): float(f.connected) for w, f in each}
         gauges["events_batches"] = {(w,): float(f.batches) for w, f in each}
         gauges["events_restarts"] = {(w,): float(f.sequence.restarts) for w, f in each}
+        gauges["events_skipped"] = {(w,): float(f.ingest.skipped) for w, f in each}
         gauges["events_unmapped"] = {(w,): float(f.ingest.unmapped) for w, f in each}
         gauges["events_faults"] = {
             (w, cause): float(count) for w, f in each for cause, count in f.faults.counts.items()

@@ -20,6 +20,10 @@ CONNECTIONS_MAX: Final = 4_096
 FIRST_REQUEST_S: Final = 15.0
 """From the connection to the end of the first request's headers."""
 KEEPALIVE_S: Final = 75.0
+CAUSES: Final = (
+    "malformed", "unauthorized", "forbidden", "full", "silent", "internal", "unhandled",
+)  # fmt: skip
+"""Of faults; each is a series from the start, because a first one must be an increase."""
 
 
 class Front:

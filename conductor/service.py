@@ -22,7 +22,7 @@ from conductor.config import ConductorConfig, load_conductor
 from conductor.decisions import DecisionLog
 from conductor.engines import EngineRegistry
 from conductor.events import EventFollowers
-from conductor.front import CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.index import PrefixIndex
 from conductor.membership import Membership
 from conductor.metrics import Metrics
@@ -136,7 +136,10 @@ class Conductor:
 
     def _gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         return {
-            "faults": {(cause,): float(n) for cause, n in self.faults.counts.items()},
+            "faults": {
+                (cause,): float(count)
+                for cause, count in {**dict.fromkeys(CAUSES, 0), **self.faults.counts}.items()
+            },
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
             "engine_in_flight": {

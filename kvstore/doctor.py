@@ -37,6 +37,8 @@ _TIMEOUT_S: Final = 3.0
 _PYTHON_MIN: Final = (3, 11)
 _KERNEL_MIN: Final = (5, 14)
 _DESCRIPTORS_MIN: Final = 4096
+LAG_S_MAX: Final = 0.1
+"""A loop that was later than this in the last half minute kept engines waiting."""
 TOKEN_BYTES_ASSUMED: Final = 131_072
 """KV of one token of a Llama-3-8B in 16 bits: 32 layers x 8 heads x 128 x K and V x 2 bytes."""
 PREFILL_TOKENS_PER_S_ASSUMED: Final = 8_000.0
@@ -146,14 +148,24 @@ def _stats(url: str, token: str) -> dict[str, Any] | None:
 def _node(stats: dict[str, Any] | None) -> Check:
     if stats is None:
         return Check("node", "ok", "none answers (or it wants a token); the machine is checked")
-    lag = stats["loop_lag_s"] * 1e3
-    found = f"{stats['node']}: {rounded(stats['host']['capacity_bytes'])}, loop lag {lag:.1f} ms"
-    if lag > 20:
-        return Check("node", "warn", found, "its loop is late: give it a core of its own")
+    lag = stats["loop_lag_s"]
+    found = f"{stats['node']}: {rounded(stats['host']['capacity_bytes'])}, loop lag"
+    found += f" {lag * 1e3:.1f} ms"
+    troubles: list[tuple[str, str]] = []
+    if why := stats.get("unready"):
+        troubles.append((f"not ready: {why}", "restart the engines of its previous boot"))
+    if lag > LAG_S_MAX:
+        troubles.append(("", "its loop is late: give it a core of its own"))
     if (ssd := stats.get("ssd")) and ssd["degraded"]:
         advice = "look at its log and at kvstore tiers; it serves on from memory"
-        return Check("node", "warn", f"{found}, SSD tier degraded", advice)
-    return Check("node", "ok", found)
+        troubles.append(("SSD tier degraded", advice))
+    if unwatched := stats.get("unwatched_processes", 0):
+        advice = "share the PID namespace with engines, or use Linux 6.5 (docs/containers.md)"
+        troubles.append((f"{unwatched} processes whose end it cannot see", advice))
+    if not troubles:
+        return Check("node", "ok", found)
+    found = ", ".join([found, *(what for what, _ in troubles if what)])
+    return Check("node", "warn", found, "; ".join(advice for _, advice in troubles))
 
 
 def _versions() -> list[Check]:

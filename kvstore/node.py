@@ -23,6 +23,7 @@ from kvstore.page import KEY_BYTES
 from kvstore.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.state.describe import describe
 from kvstore.state.diskjobs import Durable, Fetch
+from kvstore.state.metering import Histogram
 from kvstore.state.outcomes import Abandoned, Action
 from kvstore.state.pages import PageTable
 from kvstore.state.retirement import Retirement
@@ -57,6 +58,8 @@ class Node:
         outbox: answers to send, (connection, answer), in order.
         actions: what became READY or left the index, in order; to be published.
         closing: connections to cut off: their client has given them up.
+        latencies: how long requests of these types took; of those that :meth:`receive` answers at
+            once whoever has a clock measures it.
         unfinished: there is more to do than one turn does; :meth:`go_on` is to be called soon.
     """
 
@@ -86,6 +89,10 @@ class Node:
         #: Processes that ended and hold more than one turn gives back.
         self._ending: dict[Process, None] = {}
         self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
+        meter = self.pages.meter
+        self.latencies: dict[type, Histogram] = {
+            wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
+        }  # fmt: skip
         self._requests = asked = Requests(self.pages, limits, boot)
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
             **dict.fromkeys(_PATIENT, self._answer_or_wait),
@@ -105,8 +112,12 @@ class Node:
         """A process connected; ``peer`` is what the kernel says of it."""
         self._peers[connection] = peer
 
-    def receive(self, connection: int, request: wire.Request, now_ns: int) -> None:
-        """Carry out one request; its answer, if it wants one, is added to ``outbox``."""
+    def receive(self, connection: int, request: wire.Request, now_ns: int) -> bool:
+        """Carry out one request; its answer, if it wants one, is added to ``outbox``.
+
+        Returns:
+            whether it was answered at once; else it wants no answer, or waits for a better one.
+        """
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
         self.pages.now_ns = now_ns
@@ -125,6 +136,7 @@ class Node:
         if answer is not None:
             self.outbox.append((connection, answer))
         self._after(now_ns)
+        return answer is not None
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
@@ -296,10 +308,13 @@ class Node:
         waits = request.wait_ms > 0 and self._may_wait(process, request)
         answer, awaited = self._ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
+            self._count_found(process, request, answer)
             return answer
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
         token, size = process.session.token, _size_bytes(request)
-        self.waiting.add(Waiter(process.connection, token, request, size, deadline_ns, awaited))
+        self.waiting.add(
+            Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
+        )
         return None
 
     def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
@@ -343,7 +358,22 @@ class Node:
         elif answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1
+            self._count_found(process, request, answer)
+            for latency in (self.pages.meter.wait, self.latencies.get(type(request))):
+                if latency is not None:
+                    latency.observe(now_ns - waiter.since_ns)
             self.outbox.append((waiter.connection, answer))
+
+    def _count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
+        """A lookup is being answered, once: count its keys by where they were found."""
+        if not isinstance(answer, wire.Found):
+            return
+        pages, asked = self.pages, len(request.keys) // KEY_BYTES
+        pages.counts["lookup_pages"] += asked
+        pages.counts["hit_pages"] += answer.pages
+        model = pages.spaces.get(request.space, process.session).identity.model
+        host = answer.pages - answer.on_disk
+        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):

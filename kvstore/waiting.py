@@ -31,6 +31,7 @@ class Waiter:
         connection: whose it is.
         session: whose share it takes.
         size_bytes: of its message.
+        since_ns: when it came.
         awaited: what it waits for.
         ready: what it waited for has happened, and it waits for its turn.
     """
@@ -39,6 +40,7 @@ class Waiter:
     session: bytes
     request: Any
     size_bytes: int
+    since_ns: int
     deadline_ns: int
     awaited: Hashable
     ready: bool = False

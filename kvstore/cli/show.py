@@ -49,6 +49,7 @@ def stats(answer: Any, console: Console) -> None:
         *_count_rows(counts),
         ("policy", answer.get("policy", "unknown")),
         ("mover", answer["mover"]),
+        *_lookup_rows(answer),
         *_memory_rows(answer["host"]),
         *_ssd_rows(answer["ssd"]),
     ):
@@ -84,6 +85,37 @@ def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
     if refused := by_cause("refused_"):
         rows.append(("refused", refused))
     return rows
+
+
+def _lookup_rows(answer: Any) -> list[tuple[str, str]]:
+    """Where lookups found pages, and how long things took; an older node does not tell."""
+    rows: list[tuple[str, str]] = []
+    found = answer.get("lookups", [])
+    tiers = {
+        words: sum(one[name] for one in found)
+        for words, name in (
+            ("memory", "host_pages"), ("SSDs", "ssd_pages"), ("nowhere", "missed_pages"),
+        )
+    }  # fmt: skip
+    if asked := sum(tiers.values()):
+        shares = (f"{words} {pages / asked:.1%}" for words, pages in tiers.items())
+        rows.append(("found in", ", ".join(shares)))
+    for name, latency in answer.get("latencies", {}).items():
+        if latency["count"]:
+            half, most = (_quantile(answer, latency, share) for share in (0.5, 0.99))
+            times = f"half {half}, 99% {most}, of {latency['count']:,}"
+            rows.append((name.replace("_", " "), times))
+    return rows
+
+
+def _quantile(answer: Any, latency: Any, share: float) -> str:
+    """The bound below which so many of all were, at least."""
+    left = share * latency["count"]
+    for bound, count in zip(answer["latency_bounds_s"], latency["buckets"], strict=False):
+        left -= count
+        if left <= 0:
+            return f"up to {bound * 1e3:g} ms"
+    return f"over {answer['latency_bounds_s'][-1] * 1e3:g} ms"
 
 
 def _memory_rows(host: dict[str, int]) -> list[tuple[str, str]]:

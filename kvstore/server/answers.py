@@ -246,12 +246,13 @@ class QuotaList(Answer, frozen=True):
 
 
 class Wear(Answer, frozen=True):
-    """What was admitted to the SSDs; ``forecast_bytes``: of a whole day."""
+    """What was admitted to the SSDs; ``forecast_bytes``: of a whole day; a budget of 0 is none."""
 
     admitted: int
     refused: int
     today_bytes: int
     forecast_bytes: int
+    budget_bytes: int
 
 
 class SsdPolicy(Answer, frozen=True):
@@ -306,171 +307,6 @@ class JobList(Answer, frozen=True):
     """Jobs, the newest first."""
 
     jobs: list[JobRow]
-
-
-# What is counted
-
-
-class HostSizes(Answer, frozen=True):
-    """Slot bytes of host memory by state.
-
-    ``withheld``: held by clients of the previous boot. ``retiring``: of extents that get new memory
-    because a process that nobody can watch may still touch them.
-    """
-
-    capacity_bytes: int
-    withheld_bytes: int
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    pinned_bytes: int
-    limbo_bytes: int
-    retiring_bytes: int
-
-
-class SpaceCounts(Answer, frozen=True):
-    """One space in short."""
-
-    space: str
-    model: str
-    kv_dtype: str
-    page_tokens: int
-    tenant: str
-    revision: str
-    scope: str
-    pages: int
-    shards: int
-    host_bytes: int
-    ssd_bytes: int
-
-
-class SessionCounts(Answer, frozen=True):
-    """One engine in short."""
-
-    name: str
-    tenant: str
-    processes: int
-    lost_processes: int
-    used_bytes: int
-    quota_bytes: int
-    prefill_s_per_token: float
-
-
-class AdminCounts(Answer, frozen=True):
-    """The admin process; ``restarts``: how often it ended and was started again."""
-
-    pid: int
-    restarts: int
-
-
-class Directory(Answer, frozen=True):
-    """One directory of the SSD tier."""
-
-    path: str
-    direct_io: bool
-    capacity_bytes: int
-    used_bytes: int
-    segments: int
-
-
-class SsdCounts(Answer, frozen=True):
-    """The SSD tier; counters of what was moved are absent while they are 0."""
-
-    write: str
-    sync: str
-    admission: str
-    wear: Wear
-    writes: int
-    loads: int
-    checks: int
-    in_flight_bytes: int
-    backlog_pages: int
-    tombstone_keys_waiting: int
-    degraded: bool
-    capacity_bytes: int
-    used_bytes: int
-    live_bytes: int
-    dead_bytes: int
-    segments: int
-    written_bytes: int
-    carried_bytes: int
-    reclaimed_segments: int
-    write_amplification: float
-    recovery_s: float
-    jobs: int
-    errors: dict[str, int]
-    failed_segments: dict[str, str]
-    directories: list[Directory]
-    written_records: int = 0
-    read_records: int = 0
-    read_bytes: int = 0
-    syncs: int = 0
-    seals: int = 0
-    drops: int = 0
-
-
-class EventCounts(Answer, frozen=True):
-    """The publisher of KV events; empty when they are off."""
-
-    sequence_next: int = 0
-    batches_sent: int = 0
-    batches_dropped: int = 0
-    batches_queued: int = 0
-    batches_lost: int = 0
-    followers: int = 0
-    followers_cut: int = 0
-    replays_served: int = 0
-    replays_cut: int = 0
-
-
-class Stats(Answer, frozen=True):
-    """Everything that can be counted; of spaces and sessions the first 100."""
-
-    node: str
-    boot: str
-    pid: int
-    version: str
-    uptime_s: float
-    policy: str
-    host: HostSizes
-    populated_bytes: int
-    missing_bytes: int
-    memory_failures: int
-    pages: int
-    spaces: list[SpaceCounts]
-    spaces_total: int
-    sessions: list[SessionCounts]
-    sessions_total: int
-    leases: int
-    puts: int
-    waiting_requests: int
-    waiting_bytes: int
-    unwatched_processes: int
-    connections: int
-    accepted_connections: int
-    counts: dict[str, int]
-    mover: str
-    loop_lag_s: float
-    events: EventCounts
-    ssd: SsdCounts | None
-    admin: AdminCounts
-
-
-class HostTier(HostSizes, frozen=True, tag_field="tier", tag="host"):
-    """Host memory."""
-
-    state: str
-    populated_bytes: int
-
-
-class SsdTier(SsdCounts, frozen=True, tag_field="tier", tag="ssd"):
-    """The SSDs."""
-
-
-class TierList(Answer, frozen=True):
-    """The tiers."""
-
-    tiers: list[HostTier | SsdTier]
 
 
 class ConfigValue(Answer, frozen=True):

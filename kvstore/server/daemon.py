@@ -48,6 +48,8 @@ from kvstore.tier.stale import MemoryRecord
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
 TICK_S: Final = 0.02
+LAG_WINDOW_S: Final = 15.0
+"""Of this window and the one before the worst lag is told, so that every scrape sees it."""
 WRITE_OUT_S: Final = 10.0
 """How long an orderly end writes pages that are in memory only."""
 END_WAIT_S: Final = 5.0
@@ -121,7 +123,8 @@ class Daemon:
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
         self._watch = Watch(self.node, self.unready)
-        self.loop_lag_s = 0.0
+        #: How late the loop was at worst: in this window, and in the one before.
+        self._lags_s = (0.0, 0.0)
         self.http: HttpServer | None = None
         self._why = ""
         self._failed = False
@@ -202,6 +205,7 @@ class Daemon:
             **self.node.stats(),
             "version": self.version,
             "uptime_s": monotonic() - self._started_s,
+            "unready": self.unready(),
             "policy": self.node.pages.eviction.policy,
             "connections": len(self.socket.connections),
             "accepted_connections": self.socket.accepted,
@@ -209,7 +213,7 @@ class Daemon:
             "missing_bytes": self.memory.missing_bytes(),
             "memory_failures": self.memory.failures,
             "mover": mover.description,
-            "loop_lag_s": self.loop_lag_s,
+            "loop_lag_s": max(self._lags_s),
             "events": self.publication.stats(),
             "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
@@ -286,10 +290,15 @@ class Daemon:
         """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
         loop = asyncio.get_running_loop()
         ticks = 0
+        window = loop.time()
         while True:
             before = loop.time()
             await asyncio.sleep(TICK_S)
-            self.loop_lag_s = max(0.0, loop.time() - before - TICK_S)
+            worst, earlier = self._lags_s
+            worst = max(worst, loop.time() - before - TICK_S)
+            if before - window >= LAG_WINDOW_S:
+                worst, earlier, window = 0.0, worst, before
+            self._lags_s = worst, earlier
             self.node.advance(monotonic_ns())
             if not self._announcement.done:
                 self.node.operate(self._announcement.step, monotonic_ns())

@@ -148,7 +148,7 @@ class HttpServer:
             privatefile.remove(token_file(self._socket_path), text)
 
     def stats(self) -> dict[str, int]:
-        """See :class:`kvstore.server.answers.AdminCounts`."""
+        """See :class:`kvstore.server.counts.AdminCounts`."""
         return {"pid": self._child.pid if self._child is not None else 0, "restarts": self.restarts}
 
     # ---- the child --------------------------------------------------------------------------

@@ -58,13 +58,13 @@ class Observed(Protocol):
         """Why no page can be stored; empty when they can."""
 
     def stats(self) -> dict[str, Any]:
-        """One snapshot of everything that can be counted: a :class:`kvstore.server.answers.Stats`.
+        """One snapshot of everything that can be counted: a :class:`kvstore.server.counts.Stats`.
 
         Its values are plain, and it takes less than a turn however much there is.
         """
 
     def tiers(self) -> list[dict[str, Any]]:
-        """Each tier's name, sizes and state: those of :class:`kvstore.server.answers.TierList`."""
+        """Each tier's name, sizes and state: those of :class:`kvstore.server.counts.TierList`."""
 
     def policy(self) -> dict[str, Any]:
         """The policies at work: a :class:`kvstore.server.answers.Policy`."""

@@ -156,6 +156,7 @@ class SocketServer:
 
     def receive(self, connection: Connection, body: bytes | memoryview) -> None:
         """One message of a session's connection."""
+        came_ns = monotonic_ns()
         try:
             request = wire.decode_request(body)
         except ProtocolError as error:
@@ -164,8 +165,10 @@ class SocketServer:
         if isinstance(request, wire.Stats):
             connection.answer(wire.StatsReply(request.id, self._stats_json()))
             return
-        self.node.receive(connection.number, request, monotonic_ns())
+        answered = self.node.receive(connection.number, request, came_ns)
         self.flush()
+        if answered and (latency := self.node.latencies.get(type(request))) is not None:
+            latency.observe(monotonic_ns() - came_ns)
 
     def refuse(self, connection: Connection, error: ProtocolError) -> None:
         """What came on a connection is no message: say so, and end the connection."""

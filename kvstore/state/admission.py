@@ -44,12 +44,14 @@ class Wear:
         refused: pages whose memory was needed; a page before them is asked about in its turn.
         today_bytes: admitted since the day began that ``now_ns`` // a day counts.
         forecast_bytes: of a whole day, at the mean rate since the first decision.
+        budget_bytes: of a day; 0 = no limit.
     """
 
     admitted: int
     refused: int
     today_bytes: int
     forecast_bytes: int
+    budget_bytes: int
 
 
 class Admission:
@@ -160,7 +162,9 @@ class Admission:
             # Less than an hour says little of a day: take what was written as an hour's.
             elapsed = max(self._now_ns - self._first_ns, DAY_NS // BURST_SHARE)
             forecast = self._total_bytes * DAY_NS // elapsed
-        return Wear(self._admitted, self._refused, self._today_bytes, forecast)
+        return Wear(
+            self._admitted, self._refused, self._today_bytes, forecast, self.budget_bytes_per_day
+        )
 
     def _wanted(self, chain: Sequence[tuple[Node, int]]) -> int:
         if self.name == "none":

@@ -43,9 +43,11 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
             }
             for session in islice(sessions, LISTED_MAX)
         ],
+        "session_bytes": sum(session.used_bytes for session in sessions),
         "leases": sum(len(process.leases) for process in processes),
         "puts": sum(len(process.puts) for process in processes),
         "counts": dict(pages.counts),
+        **pages.meter.stats(),
     }
 
 

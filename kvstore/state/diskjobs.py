@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.log import Place
+from kvstore.state.metering import Meter
 from kvstore.state.outcomes import TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotTable
 from kvstore.state.tree import Node
@@ -218,6 +219,7 @@ class Load:
     """A page on its way from disk, and who waits for it."""
 
     job: DiskRead
+    since_ns: int
     waiters: list[Fetch] = field(default_factory=list)
 
 
@@ -226,6 +228,8 @@ class Memory(Protocol):
 
     slots: SlotTable
     counts: Counter[str]
+    meter: Meter
+    now_ns: int
     tick: int
 
     def allocate(self, node: Node, slot_bytes: int) -> Slot | None:

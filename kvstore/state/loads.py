@@ -80,6 +80,7 @@ class Loads:
         )
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
+            self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
             self._memory.promoted(node, shard, slot)
             for fetch in waiters:
                 self._keep(fetch, node, slot)
@@ -108,6 +109,6 @@ class Loads:
             return None
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = Load(job)
+        load = self._loads[node, shard] = Load(job, self._memory.now_ns)
         self._submit(job)
         return load

@@ -68,8 +68,6 @@ class PageTable(Residents):
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
             self._use(match.deepest)
-        self.counts["lookup_pages"] += len(packed) // KEY_BYTES
-        self.counts["hit_pages"] += match.pages
         return match.pages, match.pending
 
     def acquire(
@@ -180,7 +178,7 @@ class PageTable(Residents):
             raise InvalidArgument("parent", "is among the keys that are to follow it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
-        put = Put([], shard, 0)
+        put = Put([], shard, 0, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
         told: list[bytes] = []
         token_bytes = len(tokens) // len(keys) if keys else 0
@@ -213,6 +211,7 @@ class PageTable(Residents):
         if size * len(put.pages) != len(digests) or size != 16:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {len(put.pages)} pages")
         del process.puts[put_id]
+        self.meter.put.observe(self.now_ns - put.since_ns)
         self._hold(process, -put.size_bytes)
         self.tick += 1
         statuses: list[PageStatus] = []

@@ -16,6 +16,7 @@ from kvstore.state.eviction import Eviction, classes, is_held
 from kvstore.state.ghosts import Ghosts
 from kvstore.state.graves import BURIED
 from kvstore.state.match import by_window
+from kvstore.state.metering import Meter
 from kvstore.state.outcomes import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.slots import Slot, SlotState, SlotTable
 from kvstore.state.spaces import Spaces
@@ -47,6 +48,7 @@ class Residents:
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
+        self.meter = Meter()
         self.ghosts = Ghosts()
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas

@@ -59,6 +59,7 @@ class Put:
         size_bytes: slot bytes, counted against the quota until the put is gone.
         tokens: uint32 little-endian tokens of the granted pages, or empty.
         lost: its writer may still write, its slots are in LIMBO.
+        since_ns: when its slots were granted.
     """
 
     pages: list[tuple[Node, Slot]]
@@ -66,6 +67,7 @@ class Put:
     size_bytes: int
     tokens: bytes = b""
     lost: bool = False
+    since_ns: int = 0
 
     @property
     def slots(self) -> list[Slot]:

@@ -399,3 +399,29 @@ def test_a_long_time_is_shown_in_its_largest_units(seconds, text):
 def test_a_hit_rate_needs_lookups():
     assert show.hit_rate({}) == "no lookups"
     assert show.hit_rate({"lookup_pages": 1000, "hit_pages": 333}) == "33.3% of 1,000 pages"
+
+
+def test_stats_say_where_pages_were_found_and_how_long_things_took(capsys):
+    def latency(*buckets: int) -> dict:
+        return {"count": sum(buckets), "sum_s": 1.0, "buckets": list(buckets)}
+
+    answer = {
+        "node": "n", "counts": {}, "pages": 1, "mover": "m", "ssd": None, "spaces": [],
+        "sessions": [], "host": {"capacity_bytes": 1, "free_bytes": 1},
+        "latency_bounds_s": [0.001, 0.005],
+        "latencies": {"lookup": latency(50, 49, 1), "disk_load": latency(0, 0, 7),
+                      "put": latency(0, 0, 0)},
+        "lookups": [{"model": "a", "host_pages": 5, "ssd_pages": 0, "missed_pages": 1},
+                    {"model": "b", "host_pages": 0, "ssd_pages": 2, "missed_pages": 2}],
+    }  # fmt: skip
+    show.stats(answer, show.console())
+
+    told = capsys.readouterr().out
+    assert "memory 50.0%, SSDs 20.0%, nowhere 30.0%" in told
+    assert "half up to 1 ms, 99% up to 5 ms, of 100" in told
+    assert "half over 5 ms, 99% over 5 ms, of 7" in told
+    assert "put" not in told, "there was none"
+
+    del answer["lookups"], answer["latencies"], answer["latency_bounds_s"]  # of an older node
+    show.stats(answer, show.console())
+    assert "found in" not in capsys.readouterr().out

@@ -125,6 +125,21 @@ def test_a_node_whose_ssd_tier_is_degraded_is_warned_of(machine, tmp_path):
     assert (found.status, "degraded" in found.found) == ("warn", True)
 
 
+def test_a_node_is_warned_of_for_each_thing_that_is_wrong_with_it(machine, tmp_path):
+    def node(**wrong: object) -> Check:
+        stats = {"node": "n", "host": {"capacity_bytes": GIB}, "loop_lag_s": 0.05, "sessions": [],
+                 "unready": "", "unwatched_processes": 0, "ssd": None}  # fmt: skip
+        return checks(tmp_path, stats={**stats, **wrong})["node"]
+
+    assert node().status == "ok"
+    unwatched = node(unwatched_processes=3)
+    assert (unwatched.status, "3 processes" in unwatched.found) == ("warn", True)
+    assert "PID namespace" in unwatched.advice
+    both = node(unready="no memory", loop_lag_s=0.2)
+    assert (both.status, "not ready: no memory" in both.found) == ("warn", True)
+    assert "a core of its own" in both.advice
+
+
 def test_the_command_needs_no_node_and_fails_when_a_check_does(machine, tmp_path, capsys):
     words = ["doctor", "--directory", str(tmp_path), "--url", "http://127.0.0.1:1"]
     assert main([*words, "--json"]) == 0

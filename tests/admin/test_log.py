@@ -5,19 +5,24 @@ import json
 import logging
 import logging.config
 import os
+import socket
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvstore import logs
 from kvstore.logs import LINES_MAX, WINDOW_S, Sparing, event
 from kvstore.node import Node
 from kvstore.requests import NodeLimits
+from kvstore.server.channel import Begin, FromAdmin, Said
 from kvstore.server.watch import CALM_S, CLOSE_LOOK_TICKS, Watch
 from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
-from kvstore.wire import PROTOCOL_MAJOR, Hello, OpenSpace
+from kvstore.wire import PROTOCOL_MAJOR, FrameReader, Hello, OpenSpace
 from tests.admin.conftest import Stored
 from tests.client.conftest import FLAT, READY, Daemon, arguments, identity
 
@@ -269,6 +274,25 @@ def test_a_policy_that_changed_is_told(node, seen):
 
 def events_of(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_what_ends_the_admin_process_is_in_the_nodes_log_and_not_beside_it():
+    mine, its = socket.socketpair()
+    with mine, its:
+        command = [sys.executable, "-P", "-m", "kvstore.server.admin", str(its.fileno())]
+        child = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+        its.close()
+        begin = msgspec.msgpack.encode(Begin([9999], {}, False, False, "", []))
+        mine.sendall(len(begin).to_bytes(4, "little") + begin)
+        _, beside = child.communicate(timeout=30)
+        with mine.makefile("rb") as told:
+            frames = FrameReader().feed(told.read())
+
+    assert (child.returncode, beside) == (1, b"")
+    messages = [msgspec.msgpack.decode(frame, type=FromAdmin) for frame in frames]
+    [said] = [one for one in messages if isinstance(one, Said)]
+    assert (said.level, said.logger) == (logging.CRITICAL, "kvstore.server.admin.process")
+    assert "Bad file descriptor" in said.text
 
 
 def test_a_life_of_a_node_can_be_read(spawn, tmp_path, wait_until):

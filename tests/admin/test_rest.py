@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.config import HttpConfig, ServerConfig, load
 from kvstore.errors import ConfigError
-from kvstore.server import answers, client
+from kvstore.server import answers, client, counts
 from kvstore.server.admin.routes import BODY_BYTES_MAX, PROMPT_BYTES_MAX, ROUTES
 from kvstore.server.auth import tokens_of
 from tests.admin.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored, flip_a_byte
@@ -171,7 +171,7 @@ def names(value: object, within: str = "") -> set[str]:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/v1/stats", answers.Stats), ("/v1/tiers", answers.TierList),
+        ("/v1/stats", counts.Stats), ("/v1/tiers", counts.TierList),
         ("/v1/policy", answers.Policy), ("/readyz", answers.Readiness),
     ],
 )  # fmt: skip

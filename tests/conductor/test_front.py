@@ -179,7 +179,7 @@ async def test_an_error_of_ours_ends_that_request_and_is_counted(
         assert (status, answer["error"]["code"]) == (500, "internal")
         assert "a bug" not in str(answer)
         assert client.conductor.faults.counts == {"internal": 1}
-        assert 'faults{cause="internal"} 1' in (await client.get("/metrics"))[1]
+        assert 'faults_total{cause="internal"} 1.0' in (await client.get("/metrics"))[1]
         assert (await client.get("/health"))[0] == 200
 
 

@@ -1,5 +1,7 @@
 """Goal: what the node did is told to indexes and to Prometheus, no more and no less."""
 
+import os
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -93,13 +95,21 @@ def test_events_can_be_configured_off():
     off.close()
 
 
-@pytest.mark.parametrize("events", [{}, {"batches_sent": 4, "batches_dropped": 1}])
+EVENTS = {"batches_sent": 4, "batches_dropped": 1, "batches_lost": 0, "followers": 2,
+          "followers_cut": 0, "replays_served": 0, "replays_cut": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("events", [{}, EVENTS])
 def test_metrics_are_what_prometheus_can_read(events):
     node = Node("n", b"b", SlotTable(1 << 16, 2, 1), NodeLimits(1, 1), lambda: b"t")
     node.pages.counts.update(removed_evicted=5, refused_protocol=2, lookup_pages=9, hit_pages=4)
+    for took_ns in (10_000, 60_000, 10**12):
+        node.pages.meter.wait.observe(took_ns)
     stats = {
         **node.stats(), "populated_bytes": 7, "missing_bytes": 3 << 20, "memory_failures": 5,
-        "connections": 3, "loop_lag_s": 0.5, "events": events, "admin": {"pid": 1, "restarts": 2},
+        "connections": 3, "accepted_connections": 9, "loop_lag_s": 0.5, "events": events,
+        "admin": {"pid": 1, "restarts": 2}, "version": "1.2", "mover": "native", "unready": "",
+        "pid": os.getpid(),
     }  # fmt: skip
 
     text = render(stats).decode()
@@ -115,6 +125,11 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_host_bytes", ("state", "free")] == 2 << 16
     assert found["kvstore_removed_total", ("cause", "evicted")] == 5
     assert found["kvstore_refused_total", ("code", "protocol")] == 2
+    assert found["kvstore_removed_total", ("cause", "corrupt")] == 0, "a first one is an increase"
+    waits = [found["kvstore_wait_seconds_bucket", ("le", le)] for le in ("5e-05", "0.0001", "+Inf")]
+    assert waits == [1, 2, 3]
+    assert found["kvstore_wait_seconds_count",] == 3
+    assert found["kvstore_wait_seconds_sum",] == pytest.approx(1000.00007)
     assert found["kvstore_lookup_pages_total",] == 9
     assert found["kvstore_hit_pages_total",] == 4
     assert found["kvstore_admin_restarts_total",] == 2

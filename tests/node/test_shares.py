@@ -28,7 +28,7 @@ HELLO = wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "forgetful")
 
 
 def waiter(number: int, session: bytes = b"a", size_bytes: int = 32) -> Waiter:
-    return Waiter(1, session, None, size_bytes, 1 << 60, ("thing", number))
+    return Waiter(1, session, None, size_bytes, 0, 1 << 60, ("thing", number))
 
 
 @pytest.fixture

@@ -411,7 +411,7 @@ def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
 
 def test_the_stats_say_what_was_admitted_and_what_a_day_will_cost():
     wear = DiskWorld().disk.stats()["wear"]
-    assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes"}
+    assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes", "budget_bytes"}
 
 
 def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatch):

@@ -21,6 +21,8 @@ from kvstore.server.admin.connections import (
 from kvstore.server.admin.link import Link, NodeLog
 from kvstore.server.channel import ALIVE_S, Serving
 
+log = logging.getLogger(__name__)
+
 _BEGIN_S: Final = 30.0
 _NICE: Final = 5
 """Engines' lookups come first."""
@@ -45,17 +47,26 @@ class _Server(uvicorn.Server):
 
 
 def run(descriptor: int) -> int:
-    """Serve the node at the other end of a socket."""
+    """Serve the node at the other end of a socket; returns the exit status."""
     os.nice(_NICE)
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
-    return 0
+    return asyncio.run(_live(socket.socket(fileno=descriptor)))
 
 
-async def _serve(node: socket.socket) -> None:
+async def _live(node: socket.socket) -> int:
+    """Serve; what ends it is told to the node, whose log has the form that was asked for."""
     node.setblocking(False)  # noqa: FBT003
     link = Link()
     await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=node)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NodeLog(link)])
+    try:
+        await _serve(link)
+    except (OSError, BaseExceptionGroup) as error:  # what tasks raise comes as a group
+        log.critical("the admin process failed", exc_info=error)
+        return 1
+    return 0
+
+
+async def _serve(link: Link) -> None:
     async with asyncio.timeout(_BEGIN_S):
         begin = await link.begun
     access = Access(begin.tokens, group=begin.group, token_file=begin.token_file)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from kvstore.server import answers, operations
+from kvstore.server import answers, counts, operations
 from kvstore.server.admin.access import Role
 from kvstore.state.explain import Explanation
 
@@ -69,13 +69,13 @@ ROUTES: Final = (
     Route("GET", "/healthz", operations.Ping, answers.Health, None),
     Route("GET", "/readyz", operations.ShowReadiness, answers.Readiness, None),
     Route("GET", "/metrics", ShowMetrics, None),
-    Route("GET", "/v1/stats", operations.ShowStats, answers.Stats),
+    Route("GET", "/v1/stats", operations.ShowStats, counts.Stats),
     Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
     Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
     Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
-    Route("GET", "/v1/tiers", operations.ListTiers, answers.TierList),
+    Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),
     Route("GET", "/v1/config", ShowConfiguration, answers.Configuration),
     Route("GET", "/v1/policy", operations.ShowPolicy, answers.Policy),
     Route("GET", "/v1/pins", operations.ListPins, answers.PinList),

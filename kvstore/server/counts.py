@@ -1,0 +1,193 @@
+"""What a node counts and measures, as answers of the admin API."""
+
+from kvstore.server.answers import Answer, Wear
+
+
+class HostSizes(Answer, frozen=True):
+    """Slot bytes of host memory by state.
+
+    ``withheld``: held by clients of the previous boot. ``retiring``: of extents that get new memory
+    because a process that nobody can watch may still touch them.
+    """
+
+    capacity_bytes: int
+    withheld_bytes: int
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    pinned_bytes: int
+    limbo_bytes: int
+    retiring_bytes: int
+
+
+class SpaceCounts(Answer, frozen=True):
+    """One space in short."""
+
+    space: str
+    model: str
+    kv_dtype: str
+    page_tokens: int
+    tenant: str
+    revision: str
+    scope: str
+    pages: int
+    shards: int
+    host_bytes: int
+    ssd_bytes: int
+
+
+class SessionCounts(Answer, frozen=True):
+    """One engine in short."""
+
+    name: str
+    tenant: str
+    processes: int
+    lost_processes: int
+    used_bytes: int
+    quota_bytes: int
+    prefill_s_per_token: float
+
+
+class AdminCounts(Answer, frozen=True):
+    """The admin process; ``restarts``: how often it ended and was started again."""
+
+    pid: int
+    restarts: int
+
+
+class Directory(Answer, frozen=True):
+    """One directory of the SSD tier."""
+
+    path: str
+    direct_io: bool
+    capacity_bytes: int
+    used_bytes: int
+    segments: int
+
+
+class SsdCounts(Answer, frozen=True):
+    """The SSD tier; counters of what was moved are absent while they are 0."""
+
+    write: str
+    sync: str
+    admission: str
+    wear: Wear
+    writes: int
+    loads: int
+    checks: int
+    in_flight_bytes: int
+    backlog_pages: int
+    tombstone_keys_waiting: int
+    degraded: bool
+    capacity_bytes: int
+    used_bytes: int
+    live_bytes: int
+    dead_bytes: int
+    segments: int
+    written_bytes: int
+    carried_bytes: int
+    reclaimed_segments: int
+    write_amplification: float
+    recovery_s: float
+    jobs: int
+    errors: dict[str, int]
+    failed_segments: dict[str, str]
+    directories: list[Directory]
+    written_records: int = 0
+    read_records: int = 0
+    read_bytes: int = 0
+    syncs: int = 0
+    seals: int = 0
+    drops: int = 0
+
+
+class EventCounts(Answer, frozen=True):
+    """The publisher of KV events; empty when they are off."""
+
+    sequence_next: int = 0
+    batches_sent: int = 0
+    batches_dropped: int = 0
+    batches_queued: int = 0
+    batches_lost: int = 0
+    followers: int = 0
+    followers_cut: int = 0
+    replays_served: int = 0
+    replays_cut: int = 0
+
+
+class Latency(Answer, frozen=True):
+    """How often something took how long: one count for each bound, and what took longer."""
+
+    count: int
+    sum_s: float
+    buckets: list[int]
+
+
+class Lookups(Answer, frozen=True):
+    """Keys that answered lookups of a model had asked for, by where they were found."""
+
+    model: str
+    host_pages: int
+    ssd_pages: int
+    missed_pages: int
+
+
+class Stats(Answer, frozen=True):
+    """Everything that can be counted; of spaces and sessions the first 100.
+
+    ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
+    engines hold. ``loop_lag_s``: the worst of the last 15 to 30 s. ``latencies``: ``lookup``,
+    ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: of the first 32 models, and of
+    all others as ``other``.
+    """
+
+    node: str
+    boot: str
+    pid: int
+    version: str
+    uptime_s: float
+    unready: str
+    policy: str
+    host: HostSizes
+    populated_bytes: int
+    missing_bytes: int
+    memory_failures: int
+    pages: int
+    spaces: list[SpaceCounts]
+    spaces_total: int
+    sessions: list[SessionCounts]
+    sessions_total: int
+    session_bytes: int
+    leases: int
+    puts: int
+    waiting_requests: int
+    waiting_bytes: int
+    unwatched_processes: int
+    connections: int
+    accepted_connections: int
+    counts: dict[str, int]
+    latency_bounds_s: list[float]
+    latencies: dict[str, Latency]
+    lookups: list[Lookups]
+    mover: str
+    loop_lag_s: float
+    events: EventCounts
+    ssd: SsdCounts | None
+    admin: AdminCounts
+
+
+class HostTier(HostSizes, frozen=True, tag_field="tier", tag="host"):
+    """Host memory."""
+
+    state: str
+    populated_bytes: int
+
+
+class SsdTier(SsdCounts, frozen=True, tag_field="tier", tag="ssd"):
+    """The SSDs."""
+
+
+class TierList(Answer, frozen=True):
+    """The tiers."""
+
+    tiers: list[HostTier | SsdTier]

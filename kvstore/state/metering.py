@@ -1,0 +1,107 @@
+"""What a node measures of itself: how long things took, and what lookups found. Pure.
+
+Times come in as nanoseconds from whoever has a clock. Both are bounded: buckets are fixed, and of
+models only the first ones are told apart, because clients choose their names.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any, Final
+
+BOUNDS_S: Final = (
+    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
+    2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Upper bounds of a histogram's buckets; a last one has what took longer."""
+_BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in BOUNDS_S)
+MODELS_MAX: Final = 32
+"""Models whose lookups are told apart."""
+OTHER: Final = "other"
+"""Stands for all further models."""
+MODEL_CHARACTERS_MAX: Final = 128
+LATENCIES: Final = ("lookup", "acquire", "put", "wait", "disk_load")
+
+
+class Histogram:
+    """How often something took how long.
+
+    Attributes:
+        counts: of each bucket of :data:`BOUNDS_S`, and of what took longer.
+        sum_ns: of all together.
+    """
+
+    __slots__ = ("counts", "sum_ns")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.counts = [0] * (len(_BOUNDS_NS) + 1)
+        self.sum_ns = 0
+
+    def observe(self, took_ns: int) -> None:
+        """Count one."""
+        self.counts[bisect_left(_BOUNDS_NS, took_ns)] += 1
+        self.sum_ns += took_ns
+
+    def stats(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "count": sum(self.counts),
+            "sum_s": self.sum_ns / 1e9,
+            "buckets": self.counts.copy(),
+        }
+
+
+@dataclass(slots=True)
+class ModelLookups:
+    """Keys that lookups of one model asked for, by where the answers said that they are."""
+
+    model: str
+    host_pages: int = 0
+    ssd_pages: int = 0
+    missed_pages: int = 0
+
+
+class Meter:
+    """The measures of one node.
+
+    Attributes:
+        lookup: from a lookup's arrival to its answer.
+        acquire: from the arrival of a request for pages to its answer.
+        put: from the grant of a put's slots to its commit.
+        wait: from the arrival of a request that had to wait to its answer.
+        disk_load: from the decision to read a page from disk until it is READY in memory.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing measured."""
+        self.lookup, self.acquire, self.put = Histogram(), Histogram(), Histogram()
+        self.wait, self.disk_load = Histogram(), Histogram()
+        self._models: dict[str, ModelLookups] = {}
+
+    def found(self, model: str, host: int, ssd: int, missed: int) -> None:
+        """A lookup was answered: so many of its keys are in memory, on disk, or nowhere."""
+        name = model[:MODEL_CHARACTERS_MAX]
+        if name not in self._models and len(self._models) >= MODELS_MAX:
+            name = OTHER
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = ModelLookups(name)
+        found.host_pages += host
+        found.ssd_pages += ssd
+        found.missed_pages += missed
+
+    def stats(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "latency_bounds_s": list(BOUNDS_S),
+            "latencies": {name: getattr(self, name).stats() for name in LATENCIES},
+            "lookups": [
+                {
+                    "model": one.model,
+                    "host_pages": one.host_pages,
+                    "ssd_pages": one.ssd_pages,
+                    "missed_pages": one.missed_pages,
+                }
+                for one in self._models.values()
+            ],
+        }
