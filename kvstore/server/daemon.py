@@ -23,6 +23,7 @@ import uvloop
 
 from kvstore import logs, mover
 from kvstore.config import Loaded, ServerConfig, load, show, values
+from kvstore.desk import Desk
 from kvstore.disk import DiskTier
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.logs import event
@@ -114,9 +115,11 @@ class Daemon:
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.socket, config.node.name, self.boot)
         undo.callback(self._close_publication)
-        self.socket = SocketServer(
-            config.socket, self.node, self.memory, self._publish, self._stats_json
-        )
+        self.desk = Desk(
+            self.node, self.memory, self.publication.publish,
+            soon=lambda call: asyncio.get_running_loop().call_soon(call),
+        )  # fmt: skip
+        self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
         self._watch = Watch(self.node, self.unready)
@@ -139,7 +142,7 @@ class Daemon:
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
-        http = self.http = HttpServer(self, self.socket.flush)
+        http = self.http = HttpServer(self)
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
@@ -166,11 +169,11 @@ class Daemon:
         self._manager.status("recovering pages from the SSDs")
 
         def wake() -> None:
-            loop.call_soon_threadsafe(self._poll_disk)
+            loop.call_soon_threadsafe(self.desk.poll_disk)
 
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
-        self.disk = self.socket.disk = disk
+        self.disk = self.desk.disk = disk
         self._announcement = Announcement(self.node.pages)
         self.movements = DiskMovements(self.node.pages)
         self.node.pages.pins.disk_budget_bytes = (
@@ -198,7 +201,7 @@ class Daemon:
     def stats(self) -> dict[str, object]:
         """Everything that can be counted, as plain values; call it on the loop."""
         return {
-            **self.node.stats(),
+            **self.desk.stats(),
             "version": self.version,
             "uptime_s": monotonic() - self._started_s,
             "policy": self.node.pages.eviction.policy,
@@ -210,7 +213,6 @@ class Daemon:
             "mover": mover.description,
             "loop_lag_s": self.loop_lag_s,
             "events": self.publication.stats(),
-            "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
             "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
@@ -267,19 +269,10 @@ class Daemon:
         disk = self.disk.pages
         disk.write_out(self.node.pages.spaces)
         while not disk.settled and loop.time() < deadline:
-            self.socket.flush()
+            self.desk.flush()
             await asyncio.sleep(TICK_S)
         if not disk.settled:
             log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
-
-    def _poll_disk(self) -> None:
-        assert self.disk is not None
-        self.disk.poll(monotonic_ns())
-        self.socket.flush()
-
-    def _publish(self) -> None:
-        actions, self.node.actions = self.node.actions, []
-        self.publication.publish(actions)
 
     async def _tick(self) -> None:
         """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
@@ -289,10 +282,9 @@ class Daemon:
             before = loop.time()
             await asyncio.sleep(TICK_S)
             self.loop_lag_s = max(0.0, loop.time() - before - TICK_S)
-            self.node.advance(monotonic_ns())
+            self.desk.advance()
             if not self._announcement.done:
-                self.node.operate(self._announcement.step, monotonic_ns())
-            self.socket.flush()
+                self.desk.operate(self._announcement.step)
             self._watch.look(monotonic_ns())
             self._manager.turn(monotonic())
             ticks += 1
