@@ -279,6 +279,7 @@ def test_a_life_of_a_node_can_be_read(spawn, tmp_path, wait_until):
     own = Daemon(spawn(command, ready=READY))
     with own.connect(name="engine-7") as store:
         Stored(store, model="Llama").put(1)
+        wait_until(lambda: "engine came" in own.process.stderr)  # who leaves at once is not seen
     wait_until(lambda: "engine left" in own.process.stderr)
     assert own.process.stop() == 0
 

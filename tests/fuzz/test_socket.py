@@ -25,6 +25,9 @@ from tests.fuzz.messages import Client
 SECONDS = 5.0
 SOAK_S = 300.0
 TURN_S_MAX = 0.05
+"""What one turn may take; the ten minutes of the soak hold it."""
+TURN_S_ANYWHERE = 0.5
+"""A turn that grows with what a client sends takes longer than this on any machine."""
 MS = 1_000_000
 
 
@@ -171,7 +174,7 @@ class Fuzzed:
         assert not any(held.values()), held
 
 
-def fuzz_the_state(seed: int, seconds: float) -> None:
+def fuzz_the_state(seed: int, seconds: float, turn_s_max: float) -> None:
     end_s, longest_s = monotonic() + seconds, 0.0
     gc.collect()
     gc.freeze()
@@ -180,7 +183,7 @@ def fuzz_the_state(seed: int, seconds: float) -> None:
         fuzzed.run(min(end_s, monotonic() + 1.0))
         longest_s = max(longest_s, fuzzed.longest_s)
         seed += 1
-    assert longest_s < TURN_S_MAX
+    assert longest_s < turn_s_max
 
 
 def fuzz_a_daemon(scene: Scene, spawn: Spawn, seed: int, seconds: float) -> None:
@@ -197,7 +200,7 @@ def fuzz_a_daemon(scene: Scene, spawn: Spawn, seed: int, seconds: float) -> None
 
 
 def test_no_message_ends_the_state_or_holds_it_for_long():
-    fuzz_the_state(seed=1, seconds=SECONDS)
+    fuzz_the_state(seed=1, seconds=SECONDS, turn_s_max=TURN_S_ANYWHERE)
 
 
 def test_no_bytes_end_the_daemon_or_stay_in_it(frail: Scene, spawn: Spawn):
@@ -206,7 +209,7 @@ def test_no_bytes_end_the_daemon_or_stay_in_it(frail: Scene, spawn: Spawn):
 
 @pytest.mark.soak
 def test_no_message_of_minutes_ends_the_state_or_holds_it_for_long():
-    fuzz_the_state(seed=1000, seconds=SOAK_S)
+    fuzz_the_state(seed=1000, seconds=SOAK_S, turn_s_max=TURN_S_MAX)
 
 
 @pytest.mark.soak
