@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvstore import forks, mover, wire
 from kvstore.config import HostConfig, SSDConfig
+from kvstore.desk import Desk
 from kvstore.disk import DiskTier
 from kvstore.errors import (
     CapacityError,
@@ -25,12 +26,11 @@ from kvstore.mapping import Mapping, Use
 from kvstore.node import Node
 from kvstore.requests import NodeLimits
 from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
+from kvstore.state.slots import Replacement, SlotTable
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
-_CONNECTION: Final = 1
 _MOVES_TIMEOUT_S: Final = 5.0
 _LOCK_WAIT_S: Final = 1.0
 _SENT_MAX: Final = 4096
@@ -54,6 +54,48 @@ class _Moving:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._end(self._use)
+
+
+class _Answers:
+    """The line of the one connection: answers, until those who asked take them."""
+
+    def __init__(self, send: Callable[[wire.Request], None]) -> None:
+        self.answers: dict[int, wire.Answer] = {}
+        self._send = send
+        #: Requests whose callers have gone; what they are granted late is taken back.
+        self._abandoned: dict[int, wire.Request] = {}
+
+    def abandon(self, identifier: int, request: wire.Request) -> None:
+        """Whoever asked has gone."""
+        self._abandoned[identifier] = request
+
+    def answer(self, answer: wire.Answer) -> None:
+        number = getattr(answer, "id", 0)
+        abandoned = self._abandoned.pop(number, None)
+        if abandoned is None:
+            self.answers[number] = answer
+        elif isinstance(abandoned, wire.Acquire):
+            self._send(wire.Release(abandoned.lease))
+        elif isinstance(abandoned, wire.BeginPut):
+            self._send(wire.AbortPut(abandoned.put))
+
+    def cut(self) -> None:
+        raise AssertionError("a store in this process has one connection, and does not give it up")
+
+
+class _Memory:
+    """The node's memory, and what of it this process has mapped to read and write pages."""
+
+    def __init__(self, host: HostMemory, mapping: Mapping) -> None:
+        self._host = host
+        self._mapping = mapping
+
+    def replace(self, replaced: list[Replacement]) -> None:
+        gone = [one.old for one in replaced]
+        self._host.replace(replaced)
+        if gone:
+            self._mapping.retire(gone)
+            self._mapping.sweep()
 
 
 class Embedded:
@@ -81,12 +123,12 @@ class Embedded:
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
         self._mapping = Mapping(boot, self._fetch)
-        self._answers: dict[int, wire.Answer] = {}
-        #: Requests whose callers have gone; what they are granted late is taken back.
-        self._abandoned: dict[int, wire.Request] = {}
+        #: Nobody follows the events of a store that one engine has for itself.
+        self._desk = Desk(self.node, _Memory(self.memory, self._mapping), lambda _: None)
         self._identifier = 0
         #: Messages without an answer that wait for whoever has the node.
         self._sent: deque[wire.Request] = deque()
+        self._line = _Answers(self._sent.append)
         #: Moves and views that go on; as the two below, protected by ``_moved``.
         self._movers = 0
         self._open = True
@@ -101,13 +143,14 @@ class Embedded:
             if ssd is not None and ssd.directories:
                 # `wake` takes no lock: it comes from threads that hold the tier's own.
                 self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
+                self._desk.disk = self._disk
         except KVStoreError:
             self.memory.close()
             raise
         self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
         if self._disk is not None:
             self._driver.start()
-        self.node.connected(_CONNECTION, Peer(os.getpid(), os.getpid()))
+        self._connection = self._desk.connect(Peer(os.getpid(), os.getpid()), self._line)
         self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
         forks.register(self)
 
@@ -137,7 +180,7 @@ class Embedded:
             try:
                 answer = self._wait(identifier, deadline)
             except BaseException:
-                self._abandoned[identifier] = message
+                self._line.abandon(identifier, message)
                 raise
         finally:
             self._answered.release()
@@ -153,7 +196,6 @@ class Embedded:
         if self._answered.acquire(timeout=wait_s):
             try:
                 self._tell_sent()
-                self._collect()
             finally:
                 self._answered.release()
 
@@ -178,7 +220,8 @@ class Embedded:
             ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
         with self._answered:
             self._tell_sent()
-            self.node.disconnected(_CONNECTION, monotonic_ns(), ended=ended)
+            # Nothing of what the node decides now is carried out: there is nobody to be answered.
+            self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
         with self._moved:
             self._left, self._disk_ended = True, disk_ended
@@ -208,11 +251,7 @@ class Embedded:
         if not (self._open or self._left):
             raise PeerUnreachable(self._why)
         with self._answered:
-            return {
-                **self.node.stats(),
-                "mover": mover.description,
-                "ssd": self._disk.stats() if self._disk is not None else None,
-            }
+            return {**self._desk.stats(), "mover": mover.description}
 
     def _close_disk(self) -> bool:
         """End the SSD tier within its own bound; False while the disk still holds memory."""
@@ -259,7 +298,8 @@ class Embedded:
             log.error("memory stays mapped: the disk may still write into it")
 
     def _wait(self, identifier: int, deadline: float) -> wire.Answer:
-        while identifier not in self._answers:
+        answers = self._line.answers
+        while identifier not in answers:
             if not self._open:
                 raise PeerUnreachable(self._why)
             if monotonic() >= deadline:
@@ -267,58 +307,30 @@ class Embedded:
             # It waits for another thread's put, or for the disk; its own deadline ends it.
             self._answered.wait(0.005)
             self._advance()
-        return self._answers.pop(identifier)
+        return answers.pop(identifier)
 
     def _advance(self) -> None:
-        now_ns = monotonic_ns()
         self._tell_sent()
         if self._disk is not None:
-            self._disk.poll(now_ns)
-        self.node.advance(now_ns)
-        self._collect()
+            self._desk.poll_disk()
+        self._desk.advance()
+        self._answered.notify_all()
 
     def _tell(self, message: wire.Request) -> None:
         if not self._open:
             raise PeerUnreachable(self._why)
         self._tell_sent()
-        now_ns = monotonic_ns()
-        if 0 < self.node.next_deadline_ns() <= now_ns:
-            self.node.advance(now_ns)
+        if 0 < self.node.next_deadline_ns() <= monotonic_ns():
+            self._desk.advance()
         if isinstance(message, wire.Stats):
             raise ProtocolError("an embedded node has no statistics service; use stats()")
-        self.node.receive(_CONNECTION, message, now_ns)
-        self._collect()
+        self._desk.receive(self._connection, message)
+        self._answered.notify_all()
 
     def _tell_sent(self) -> None:
         """Hand on what has no answer, in the order it was sent."""
         while self._sent:
-            self.node.receive(_CONNECTION, self._sent.popleft(), monotonic_ns())
-
-    def _collect(self) -> None:
-        """Carry out what the node decided, then hand out its answers."""
-        while self.node.unfinished:
-            self.node.go_on(monotonic_ns())
-        replaced = self.node.pages.slots.replaced
-        if replaced:
-            gone = [old for old, _, _ in replaced]
-            self.memory.replace(replaced)
-            self._mapping.retire(gone)
-            self._mapping.sweep()
-        else:
-            self.memory.replace(replaced)
-        if self._disk is not None:
-            self._disk.flush()
-        self.node.actions.clear()
-        for _, answer in self.node.outbox:
-            number = getattr(answer, "id", 0)
-            abandoned = self._abandoned.pop(number, None)
-            if abandoned is None:
-                self._answers[number] = answer
-            elif isinstance(abandoned, wire.Acquire):
-                self._sent.append(wire.Release(abandoned.lease))
-            elif isinstance(abandoned, wire.BeginPut):
-                self._sent.append(wire.AbortPut(abandoned.put))
-        self.node.outbox.clear()
+            self._desk.receive(self._connection, self._sent.popleft())
         self._answered.notify_all()
 
     def _fetch(

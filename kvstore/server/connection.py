@@ -50,11 +50,11 @@ class Connection(asyncio.Protocol):
 
     Args:
         server: takes its messages.
-        number: names it.
         tenants: which ones its process may belong to; None = any.
         first: its socket, its Hello, and what came after that.
 
     Attributes:
+        number: names it at the desk; 0 until its Hello was taken there.
         peer: who is at the other end, once the server has looked.
         raw: its socket, which belongs to the loop's transport.
         unread_bytes: what came and was not taken yet, but for the first message of it.
@@ -63,11 +63,11 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, server: Server, number: int, tenants: frozenset[str] | None,
+        self, server: Server, tenants: frozenset[str] | None,
         first: tuple[socket.socket, wire.Hello, bytes],
     ) -> None:  # fmt: skip
         """Belong to the server; :meth:`connection_made` begins."""
-        self.number = number
+        self.number = 0
         self.peer = Peer(0)
         self.tenants = tenants
         self.raw = first[0]
@@ -161,6 +161,10 @@ class Connection(asyncio.Protocol):
         if waiting > UNSENT_BYTES_MAX:
             log.warning("process %s does not read its answers: cut off", self.peer.pid or "?")
             self.transport.abort()
+
+    def cut(self) -> None:
+        """Close it at once; what was not sent is lost."""
+        self.transport.abort()
 
     def _next(self) -> bytes | memoryview | None:
         """The next message, if one may be taken."""

@@ -23,6 +23,7 @@ import uvloop
 
 from kvstore import logs, mover
 from kvstore.config import Loaded, ServerConfig, load, show, values
+from kvstore.desk import Desk
 from kvstore.disk import DiskTier
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.logs import event
@@ -117,9 +118,11 @@ class Daemon:
         self.memory.create(extent.number for extent in slots.extents)
         self.publication = Publication(config.events, config.socket, config.node.name, self.boot)
         undo.callback(self._close_publication)
-        self.socket = SocketServer(
-            config.socket, self.node, self.memory, self._publish, self._stats_json
-        )
+        self.desk = Desk(
+            self.node, self.memory, self.publication.publish,
+            soon=lambda call: asyncio.get_running_loop().call_soon(call),
+        )  # fmt: skip
+        self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
         self._watch = Watch(self.node, self.unready)
@@ -143,7 +146,7 @@ class Daemon:
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
-        http = self.http = HttpServer(self, self.socket.flush)
+        http = self.http = HttpServer(self)
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
@@ -170,11 +173,11 @@ class Daemon:
         self._manager.status("recovering pages from the SSDs")
 
         def wake() -> None:
-            loop.call_soon_threadsafe(self._poll_disk)
+            loop.call_soon_threadsafe(self.desk.poll_disk)
 
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
-        self.disk = self.socket.disk = disk
+        self.disk = self.desk.disk = disk
         self._announcement = Announcement(self.node.pages)
         self.movements = DiskMovements(self.node.pages)
         self.node.pages.pins.disk_budget_bytes = (
@@ -202,7 +205,7 @@ class Daemon:
     def stats(self) -> dict[str, object]:
         """Everything that can be counted, as plain values; call it on the loop."""
         return {
-            **self.node.stats(),
+            **self.desk.stats(),
             "version": self.version,
             "uptime_s": monotonic() - self._started_s,
             "unready": self.unready(),
@@ -215,7 +218,6 @@ class Daemon:
             "mover": mover.description,
             "loop_lag_s": max(self._lags_s),
             "events": self.publication.stats(),
-            "ssd": self.disk.stats() if self.disk is not None else None,
             "pid": os.getpid(),
             "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
@@ -272,19 +274,10 @@ class Daemon:
         disk = self.disk.pages
         disk.write_out(self.node.pages.spaces)
         while not disk.settled and loop.time() < deadline:
-            self.socket.flush()
+            self.desk.flush()
             await asyncio.sleep(TICK_S)
         if not disk.settled:
             log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
-
-    def _poll_disk(self) -> None:
-        assert self.disk is not None
-        self.disk.poll(monotonic_ns())
-        self.socket.flush()
-
-    def _publish(self) -> None:
-        actions, self.node.actions = self.node.actions, []
-        self.publication.publish(actions)
 
     async def _tick(self) -> None:
         """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
@@ -299,10 +292,9 @@ class Daemon:
             if before - window >= LAG_WINDOW_S:
                 worst, earlier, window = 0.0, worst, before
             self._lags_s = worst, earlier
-            self.node.advance(monotonic_ns())
+            self.desk.advance()
             if not self._announcement.done:
-                self.node.operate(self._announcement.step, monotonic_ns())
-            self.socket.flush()
+                self.desk.operate(self._announcement.step)
             self._watch.look(monotonic_ns())
             self._manager.turn(monotonic())
             ticks += 1

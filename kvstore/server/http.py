@@ -59,7 +59,6 @@ class HttpServer:
 
     Args:
         observed: the daemon.
-        after: called on the loop when something may have been changed.
 
     Attributes:
         url: where it listens.
@@ -67,7 +66,7 @@ class HttpServer:
         restarts: how often the child ended and was started again.
     """
 
-    def __init__(self, observed: Observed, after: Any) -> None:
+    def __init__(self, observed: Observed) -> None:
         """Take the address; nobody is answered yet.
 
         Raises:
@@ -84,7 +83,7 @@ class HttpServer:
         self._tcp = _listen("http.port", Tcp(config.http.host, config.http.port))
         self.url = str(self._tcp.endpoint).replace("tcp:", "http:")
         self.admin_url = f"unix://{self._socket_path}"
-        self._turns = Turns(observed.node, after)
+        self._turns = Turns(observed.desk)
         self._dispatcher = Dispatcher(observed, self._turns, self._send)
         self._unix: Listener | None = None
         self._child: subprocess.Popen[bytes] | None = None

@@ -4,6 +4,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from kvstore.config import Loaded, ServerConfig
+from kvstore.desk import Desk
 from kvstore.errors import InvalidArgument
 from kvstore.node import Node
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -43,12 +44,14 @@ class Observed(Protocol):
     """What the admin API shows and operates; all calls are made on the state's loop.
 
     Attributes:
+        desk: where what is done to the state is carried out.
         node: decides.
         memory: the bytes of the host tier.
         loaded: the configuration and where its values came from.
         movements: moves pages between tiers; None on a node with one tier.
     """
 
+    desk: Desk
     node: Node
     memory: HostMemory
     loaded: Loaded[ServerConfig]

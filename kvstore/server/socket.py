@@ -15,14 +15,13 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import monotonic, monotonic_ns
+from time import monotonic
 from typing import Final
 
 from kvstore import wire
 from kvstore.config import SocketConfig
-from kvstore.disk import DiskTier
+from kvstore.desk import Desk
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
-from kvstore.node import Node
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
 from kvstore.server.rounds import Rounds
@@ -52,29 +51,29 @@ class SocketServer:
 
     Args:
         config: where the socket is and who may connect.
-        node: decides.
+        desk: the node's.
         memory: the extents to hand out.
-        after: called when the node may have decided something: publishes its actions.
         stats: gives the JSON that answers ``Stats``.
+
+    Attributes:
+        connections: those that said Hello, by their number at the desk.
+        accepted: connections that were ever accepted.
     """
 
     def __init__(
-        self, config: SocketConfig, node: Node, memory: HostMemory, after: Callable[[], None],
-        stats: Callable[[], bytes],
-    ) -> None:  # fmt: skip
+        self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], bytes]
+    ) -> None:
         """Listen nowhere yet; see :meth:`serve`.
 
         Raises:
             ConfigError: a user or group of ``socket.tenants`` does not exist.
         """
-        self.node = node
-        self.memory = memory
+        self._desk = desk
+        self._node = desk.node
+        self._memory = memory
         self.connections: dict[int, Connection] = {}
         self.accepted = 0
-        #: Set when the node has an SSD tier.
-        self.disk: DiskTier | None = None
         self._config = config
-        self._after = after
         self._stats = stats
         self._told = b""
         self._told_until_s = 0.0
@@ -83,7 +82,6 @@ class SocketServer:
         self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
         #: Connections that have not said anything yet, and when each must go.
         self._silent: dict[int, asyncio.Timeout] = {}
-        self._going_on = False
         self._rounds = Rounds()
         #: Bytes that came and were not taken yet.
         self.unread_bytes = 0
@@ -132,31 +130,8 @@ class SocketServer:
         self._processes.close()
         os.close(self._lock)
 
-    def flush(self) -> None:
-        """Carry out what the node decided: memory first, then answers, then events."""
-        node = self.node
-        self.memory.replace(node.pages.slots.replaced)
-        if self.disk is not None:
-            self.disk.flush()
-        if node.outbox:
-            outbox, node.outbox = node.outbox, []
-            for number, answer in outbox:
-                connection = self.connections.get(number)
-                if connection is not None:
-                    connection.answer(answer)
-        while node.closing:
-            connection = self.connections.get(node.closing.pop())
-            if connection is not None:
-                connection.transport.abort()
-        if node.actions:
-            self._after()
-        if node.unfinished and not self._going_on:
-            self._going_on = True
-            asyncio.get_running_loop().call_soon(self._go_on)
-
     def receive(self, connection: Connection, body: bytes | memoryview) -> None:
         """One message of a session's connection."""
-        came_ns = monotonic_ns()
         try:
             request = wire.decode_request(body)
         except ProtocolError as error:
@@ -165,14 +140,11 @@ class SocketServer:
         if isinstance(request, wire.Stats):
             connection.answer(wire.StatsReply(request.id, self._stats_json()))
             return
-        answered = self.node.receive(connection.number, request, came_ns)
-        self.flush()
-        if answered and (latency := self.node.latencies.get(type(request))) is not None:
-            latency.observe(monotonic_ns() - came_ns)
+        self._desk.receive(connection.number, request)
 
     def refuse(self, connection: Connection, error: ProtocolError) -> None:
         """What came on a connection is no message: say so, and end the connection."""
-        self.node.pages.counts["refused_protocol"] += 1
+        self._node.pages.counts["refused_protocol"] += 1
         log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()
@@ -202,23 +174,22 @@ class SocketServer:
             return  # its Hello was refused
         identity = connection.peer.identity
         ended = not self._processes.runs(identity)
-        self.node.disconnected(connection.number, monotonic_ns(), ended=ended)
-        if not self.node.waits_for(identity):
+        self._desk.disconnect(connection.number, ended=ended)
+        if not self._node.waits_for(identity):
             self._processes.forget(identity)
-        self.flush()
 
     # ---- inside -----------------------------------------------------------------------------
 
-    async def _handshake(self, raw: socket.socket, number: int) -> None:
+    async def _handshake(self, raw: socket.socket, serial: int) -> None:
         """Read the first message and become a session's connection, or answer and close."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as deadline:
                 tenants = self._admit(raw)
                 self._make_place()
-                self._silent[number] = deadline
+                self._silent[serial] = deadline
                 body, rest = await _first_frame(loop, raw)
-                self._silent.pop(number, None)
+                self._silent.pop(serial, None)
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
@@ -234,8 +205,8 @@ class SocketServer:
             self._turn_away(raw, error)
             return
         finally:
-            self._silent.pop(number, None)
-        connection = Connection(self, number, tenants, (raw, request, rest))
+            self._silent.pop(serial, None)
+        connection = Connection(self, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
 
     def _make_place(self) -> None:
@@ -251,17 +222,11 @@ class SocketServer:
         except ProtocolError as error:
             self.refuse(connection, error)
             return
+        connection.number = self._desk.connect(connection.peer, connection)
         self.connections[connection.number] = connection
-        self.node.connected(connection.number, connection.peer)
-        self.node.receive(connection.number, hello, monotonic_ns())
-        self.flush()
+        self._desk.receive(connection.number, hello)
         if rest:
             connection.data_received(rest)
-
-    def _go_on(self) -> None:
-        self._going_on = False
-        self.node.go_on(monotonic_ns())
-        self.flush()
 
     def _stats_json(self) -> bytes:
         """The node's statistics; many engines that ask all the time get the same for a while."""
@@ -299,26 +264,26 @@ class SocketServer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEMORY_WAIT_S
         wanted = numbers[:_EXTENTS_MAX]
-        while any(map(self.memory.pending, wanted)) and loop.time() < deadline:  # noqa: ASYNC110
+        while any(map(self._memory.pending, wanted)) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(MEMORY_POLL_S)
 
     def _hand_out(
         self, raw: socket.socket, request: wire.FetchExtents, tenants: frozenset[str] | None
     ) -> None:
         """Send descriptors of extents to a process of the session that owns them."""
-        session = self.node.sessions.get(request.session)
+        session = self._node.sessions.get(request.session)
         if session is None or (tenants is not None and session.domain not in tenants):
             raise ProtocolError("no such session")
-        if request.boot not in (b"", self.node.boot):
+        if request.boot not in (b"", self._node.boot):
             raise ProtocolError("these extents are of an earlier boot")
         if len(request.extents) > _EXTENTS_MAX or len(request.known) > wire.KNOWN_EXTENTS_MAX:
             raise ProtocolError(f"more extents at once than {_EXTENTS_MAX}, or too many known")
-        owners = {extent.number: extent.domain for extent in self.node.pages.slots.extents}
+        owners = {extent.number: extent.domain for extent in self._node.pages.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
             if owners.get(number) != session.domain:
                 raise ProtocolError(f"extent {number} is not of tenant {session.domain!r}")
-            descriptor = self.memory.descriptor(number)
+            descriptor = self._memory.descriptor(number)
             if descriptor is None:
                 raise CapacityError(f"extent {number} has no memory for the moment")
             descriptors.append(descriptor)
@@ -328,7 +293,7 @@ class SocketServer:
 
     def _turn_away(self, raw: socket.socket, error: Exception) -> None:
         code = error.code if isinstance(error, KVStoreError) else "protocol"
-        self.node.pages.counts["refused_connections"] += 1
+        self._node.pages.counts["refused_connections"] += 1
         log.warning("connection refused: %s", str(error) or type(error).__name__)
         try:
             raw.send(wire.encode(wire.Failure(1, code, str(error))))
@@ -343,8 +308,7 @@ class SocketServer:
         return Peer(process.identity, pid, process.watched, connection.tenants)
 
     def _ended(self, identity: int) -> None:
-        self.node.process_ended(identity, monotonic_ns())
-        self.flush()
+        self._desk.process_ended(identity)
 
 
 async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> tuple[bytes, bytes]:

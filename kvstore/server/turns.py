@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from time import monotonic_ns, perf_counter
 from typing import Any, Final, TypeVar
 
+from kvstore.desk import Desk
 from kvstore.errors import KVStoreError
-from kvstore.node import Node
 from kvstore.server.refusal import Refusal
 
 T = TypeVar("T")
@@ -41,14 +41,12 @@ class Turns:
     """All work on one node, each in its turn.
 
     Args:
-        node: its state may be touched in turns.
-        after: called when a turn ends: hands on what it did.
+        desk: carries out, when a turn ends, what it did to the state.
     """
 
-    def __init__(self, node: Node, after: Callable[[], None]) -> None:
+    def __init__(self, desk: Desk) -> None:
         """Take no turn yet."""
-        self._node = node
-        self._after = after
+        self._desk = desk
         self._tasks: set[Task] = set()
         self._ready: deque[Task] = deque()
         #: Ends the pause after a turn.
@@ -93,7 +91,7 @@ class Turns:
             if task in self._tasks:
                 self._step(task)
             now = perf_counter()
-        self._after()
+        self._desk.flush()
         took = perf_counter() - begun
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
@@ -105,7 +103,7 @@ class Turns:
         """One step; the effects on the state are handed on by the node."""
         result: Any
         try:
-            pause = self._node.operate(lambda _table: next(task.work), monotonic_ns())
+            pause = self._desk.node.operate(lambda _table: next(task.work), monotonic_ns())
         except StopIteration as end:
             result = end.value
         except Refusal as refusal:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from kvstore.state.slots import Replacement
 from kvstore.testing.disk import SimulatedDisk
 from kvstore.tier.base import Completion, Job, SyncAll
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Buffer
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 from kvstore.tier.ssd import SSDLog
 
 
@@ -104,3 +106,21 @@ class UnorderedLog(SSDLog):
         self._do(work, self._movers[0])
         ended, self._completions = self._completions, []
         self._late += ended
+
+
+class WaitedMemory:
+    """Real memory; whoever hands it out waits until it is there.
+
+    Args:
+        memory: the node's.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        """Belong to one desk."""
+        self._memory = memory
+
+    def replace(self, replaced: list[Replacement]) -> None:
+        """See :class:`~kvstore.desk.Memory`."""
+        made = [one.new for one in replaced]
+        self._memory.replace(replaced)
+        assert all(self._memory.wait(number, MEMORY_WAIT_S) for number in made)

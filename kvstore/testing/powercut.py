@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore import mover, wire
 from kvstore.config import SSDConfig
+from kvstore.desk import Desk
 from kvstore.disk import DiskTier
 from kvstore.node import Node
 from kvstore.page import (
@@ -37,17 +38,16 @@ from kvstore.state.sessions import Peer
 from kvstore.state.slots import SlotTable
 from kvstore.state.tree import Space
 from kvstore.state.walks import Removal
-from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog
+from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog, WaitedMemory
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
 from kvstore.tier.directories import Directory
-from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
+from kvstore.tier.host import HostMemory
 
 EXTENTS: Final = 5
 SEGMENT_BYTES: Final = 160 << 10
 SEGMENTS: Final = 7
 """Fewer than all pages take: segments are reclaimed while the power fails."""
 HOME: Final = Path("/log")
-CONNECTION: Final = 1
 CALLS_MAX: Final = 220
 STEPS_MAX: Final = 400
 WAIT_MS: Final = 40
@@ -126,6 +126,7 @@ class Life:
         limits = NodeLimits(EXTENTS * EXTENT_BYTES, 1_000_000)
         self.node = Node("node", boot, slots, limits, lambda: self._random.randbytes(16))
         self.memory = HostMemory("power-cut", boot, EXTENT_BYTES, prefault=False)
+        self.desk = Desk(self.node, WaitedMemory(self.memory), lambda _: None, lambda: self._now_ns)
         self._asked: dict[int, tuple[wire.Request, int, PrefixKeys, bool]] = {}
         self._numbers = count(1)
         self._leases: list[int] = []
@@ -136,24 +137,20 @@ class Life:
             home = Directory(HOME, SEGMENTS * SEGMENT_BYTES)
             log = UnorderedLog(self._random, home, SEGMENT_BYTES, history.disk)
             self.disk = DiskTier(history.config, self.node, self.memory, lambda: None, log)
+            self.desk.disk = self.disk
             self._introduce()
         except BaseException:
             self.memory.close()
             raise
 
     def _introduce(self) -> None:
-        self.node.connected(CONNECTION, Peer(0))
         major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
+        self._connection = self.desk.connect(Peer(0), self)
         for request in (
             wire.Hello(1, major, minor, "engine", b"", b"origin"),
             wire.OpenSpace(2, _IDENTITY, _SHARDS),
         ):
-            self.node.receive(CONNECTION, request, self._now_ns)
-        (_, welcome), (_, opened) = self.node.outbox
-        assert isinstance(welcome, wire.Welcome)
-        assert isinstance(opened, wire.SpaceOpened)
-        self.node.outbox.clear()
-        self._space, self._shards = opened.space, opened.shards
+            self.desk.receive(self._connection, request)
 
     # ---- what an engine does ----------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class Life:
         """Give a lease back."""
         if self._leases:
             number = self._leases.pop(self._random.randrange(len(self._leases)))
-            self.node.receive(CONNECTION, wire.Release(number), self._now_ns)
+            self.desk.receive(self._connection, wire.Release(number))
 
     def evict(self, key: PrefixKey | None, cause: str) -> None:
         """Take a page with all that follows it out, as an operator does; None: everything."""
@@ -217,34 +214,26 @@ class Life:
     ) -> None:
         number = request.id = next(self._numbers) + 10  # type: ignore[union-attr]
         self._asked[number] = (request, shard, keys, durable)
-        self.node.receive(CONNECTION, request, self._now_ns)
+        self.desk.receive(self._connection, request)
 
     def step(self) -> None:
         """Let things go on: time, the tier, answers."""
         self._now_ns += self._random.randrange(TICK_NS)
         if self._random.random() < 0.5:
-            self.node.advance(self._now_ns)
-        self._flush()
+            self.desk.advance()
         if self._random.random() < 0.6:
-            self.disk.poll(self._now_ns)
-            self._flush()
-        self.node.actions.clear()
+            self.desk.poll_disk()
+        self.desk.flush()
         self._note_removed()
         self._note_evicted()
 
-    def _flush(self) -> None:
-        while True:
-            made = [one.new for one in self.node.pages.slots.replaced]
-            self.memory.replace(self.node.pages.slots.replaced)
-            assert all(self.memory.wait(number, MEMORY_WAIT_S) for number in made)
-            self.disk.flush()
-            outbox, self.node.outbox = self.node.outbox, []
-            if not outbox:
-                return
-            for _, answer in outbox:
-                self._take(answer)
-
-    def _take(self, answer: wire.Answer) -> None:
+    def answer(self, answer: wire.Answer) -> None:
+        """Go on with what was asked."""
+        if isinstance(answer, wire.Welcome):
+            return
+        if isinstance(answer, wire.SpaceOpened):
+            self._space, self._shards = answer.space, answer.shards
+            return
         request, shard, keys, durable = self._asked.pop(answer.id)  # type: ignore[union-attr]
         match answer:
             case wire.PutGranted():
@@ -261,6 +250,10 @@ class Life:
                 self._note_durable(shard, keys)
             case _:
                 pass  # a refusal is an answer too
+
+    def cut(self) -> None:
+        """The node never does that to an engine that asks as it should."""
+        raise AssertionError("cut off")
 
     def _granted(
         self, answer: wire.PutGranted, request: wire.BeginPut, shard: int, keys: PrefixKeys, *,

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvstore import wire
+from kvstore.desk import Desk
 from kvstore.node import Node
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.requests import NodeLimits
@@ -24,7 +25,7 @@ from kvstore.state.diskjobs import DiskRules
 from kvstore.state.outcomes import PageStatus
 from kvstore.state.retirement import AGAIN_NS
 from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
+from kvstore.state.slots import Replacement, SlotTable
 from kvstore.testing import slowtier
 from kvstore.testing.followers import Followers
 
@@ -111,6 +112,37 @@ class Process:
     names: "count[int]" = field(default_factory=lambda: count(1))
 
 
+@dataclass
+class _Memory:
+    """Extents by number; whoever maps one that left goes on using it."""
+
+    outcome: Outcome
+    extents: dict[int, bytearray]
+
+    def replace(self, replaced: list[Replacement]) -> None:
+        while replaced:
+            old, new, in_use = replaced.pop(0)
+            gone = self.extents.pop(old)
+            if not in_use:
+                gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
+            self.outcome.extents_retired += in_use
+            self.extents[new] = bytearray(EXTENT_BYTES)
+
+
+@dataclass
+class _Line:
+    """One connection: its answers take a while."""
+
+    simulation: "Simulation"
+    number: int = 0
+
+    def answer(self, answer: wire.Answer) -> None:
+        self.simulation.carry(self.number, answer=answer)
+
+    def cut(self) -> None:
+        assert self.simulation.is_broken(self.number), "its client had not given it up"
+
+
 class Simulation:
     """One seeded history of a node and its clients.
 
@@ -133,21 +165,24 @@ class Simulation:
         self.now_ns = 1
         slots = SlotTable(EXTENT_BYTES, extents)
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
+        self.followers = Followers()
         limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX, TURN_PAGES, UNWATCHED_NS)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
+        self.desk = Desk(
+            self.node, _Memory(self.outcome, self.memory), self.followers.follow,
+            lambda: self.now_ns, lambda call: self.at(1, call),
+        )  # fmt: skip
         self.disk = slowtier.SimulatedTier(self, rules) if rules is not None else None
-        self.followers = Followers()
+        self.desk.disk = self.disk
         self._capacity_bytes = extents * EXTENT_BYTES
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
-        self._numbers = count(1)
         self._pids = count(1)
         self._arrival_ns: dict[tuple[int, bool], int] = {}
         self._processes: list[Process] = []
         self._by_connection: dict[int, Process] = {}
         self._wanted = processes
         self._sessions: dict[str, bytes] = {}
-        self._going_on = False
         self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
 
     def run(self, seconds: float) -> Outcome:
@@ -178,11 +213,10 @@ class Simulation:
         while self._agenda and self._agenda[0][0] <= end_ns:
             self.now_ns, _, call = heapq.heappop(self._agenda)
             call()
-            self._flush()
         self.now_ns = end_ns
 
     def _tick(self) -> None:
-        self.node.advance(self.now_ns)
+        self.desk.advance()
         for process in list(self._processes):
             if self.random.random() < self.faults.connection:
                 self._break(process)
@@ -191,48 +225,23 @@ class Simulation:
         if self.disk is not None:
             self.disk.check_quotas()
             if self._wanted and self.random.random() < 0.02:  # at the end, nothing new begins
-                self.node.operate(self.disk.limit_some, self.now_ns)
+                self.desk.operate(self.disk.limit_some)
         self.node.pages.check()
         for session in self.node.sessions.values():
             session.check()
-        self._flush()
         self.followers.check(self.node.pages)
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
         assert used <= self._capacity_bytes, "more is in use than there is"
         self.at(TICK_NS, self._tick)
 
-    def _go_on(self) -> None:
-        self._going_on = False
-        self.node.go_on(self.now_ns)
-
     # ---- connections ------------------------------------------------------------------------
 
-    def _flush(self) -> None:
-        """Carry out what the node decided: memory first, then answers."""
-        slots = self.node.pages.slots
-        while slots.replaced:
-            old, new, in_use = slots.replaced.pop(0)
-            gone = self.memory.pop(old)
-            if not in_use:
-                gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
-            self.outcome.extents_retired += in_use
-            self.memory[new] = bytearray(EXTENT_BYTES)
-        self.followers.follow(self.node.actions)
-        self.node.actions.clear()
-        if self.disk is not None:
-            self.disk.take_jobs()
-        while self.node.closing:
-            number = self.node.closing.pop()
-            assert number not in self._by_connection, "its client had not given it up"
-        if self.node.unfinished and not self._going_on:
-            self._going_on = True
-            self.at(1, self._go_on)
-        outbox, self.node.outbox = self.node.outbox, []
-        for connection, answer in outbox:
-            self._carry(connection, answer=answer)
+    def is_broken(self, connection: int) -> bool:
+        """Whether its client has lost, or given up, a connection."""
+        return connection not in self._by_connection
 
-    def _carry(
+    def carry(
         self,
         connection: int,
         request: wire.Request | None = None,
@@ -251,7 +260,7 @@ class Simulation:
             if self.random.random() < self.faults.connection:
                 self._break(process)
             elif request is not None:
-                self.node.receive(connection, request, self.now_ns)
+                self.desk.receive(connection, request)
             elif answer is not None and getattr(answer, "id", 0) == process.awaited:
                 self._resume(process, answer)
 
@@ -268,7 +277,7 @@ class Simulation:
         delay_ns = self.random.randrange(DELAY_NS_MAX)
         self.at(
             delay_ns,
-            lambda: self.node.disconnected(connection, self.now_ns, ended=not process.alive),
+            lambda: self.desk.disconnect(connection, ended=not process.alive),
         )
         if process.awaited:
             self._resume(process, None)
@@ -297,7 +306,7 @@ class Simulation:
             pid = process.pid
             self.at(
                 self.random.randrange(2 * DELAY_NS_MAX),
-                lambda: self.node.process_ended(pid, self.now_ns),
+                lambda: self.desk.process_ended(pid),
             )
         if len(self._processes) < self._wanted:
             self._spawn()
@@ -325,7 +334,7 @@ class Simulation:
         if not connection:
             self.at(TICK_NS, lambda: self._resume(process, None))
             return
-        self._carry(connection, request=request)
+        self.carry(connection, request=request)
         limit_ns = WAIT_MS * 1_000_000 + 4 * DELAY_NS_MAX + 2 * TICK_NS
 
         def late() -> None:
@@ -337,7 +346,7 @@ class Simulation:
     def _tell(self, process: Process, request: wire.Request) -> None:
         """Send a message that has no answer."""
         if process.connection:
-            self._carry(process.connection, request=request)
+            self.carry(process.connection, request=request)
 
     # ---- what a process does ----------------------------------------------------------------
 
@@ -358,9 +367,10 @@ class Simulation:
         int | wire.Request, wire.Answer | None, int
     ]:  # fmt: skip
         yield self.random.randrange(DELAY_NS_MAX)
-        number = process.connection = next(self._numbers)
+        line = _Line(self)
+        peer = Peer(process.pid, process.pid, process.watched)
+        number = line.number = process.connection = self.desk.connect(peer, line)
         self._by_connection[number] = process
-        self.node.connected(number, Peer(process.pid, process.pid, process.watched))
         hello = wire.Hello(
             0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "simulated", process.session,
             process.origin, number,

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.state import diskjobs
@@ -34,6 +34,7 @@ class SimulatedTier:
         self.records: dict[Place, bytes] = {}
         self._simulation = simulation
         self._sizes: dict[int, int] = {}
+        self._ended: list[tuple[int, KVStoreError | None]] = []
         pages = simulation.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
@@ -41,12 +42,22 @@ class SimulatedTier:
             pages, log, Admission("all", 0, log.capacity_bytes), rules
         )
 
-    def take_jobs(self) -> None:
-        """Begin what the node asked for."""
+    def flush(self) -> None:
+        """See :class:`~kvstore.desk.DiskSide`."""
         jobs, self.pages.jobs = self.pages.jobs, []
         for job in jobs:
             delay_ns = self._simulation.random.randrange(DELAY_NS_MAX)
             self._simulation.at(delay_ns, partial(self._end, job))
+
+    def poll(self, now_ns: int) -> None:
+        """See :class:`~kvstore.desk.DiskSide`."""
+        ended, self._ended = self._ended, []
+        for job, error in ended:
+            self._simulation.node.disk_completed(job, error, now_ns)
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`~kvstore.desk.DiskSide`."""
+        return self.pages.stats()
 
     def check_some(self) -> None:
         """An operator has some of the pages on disk read again."""
@@ -57,7 +68,7 @@ class SimulatedTier:
             if 0 in node.disk
         ]
         self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
-        self.take_jobs()
+        self.flush()
 
     def limit_some(self, table: PageTable) -> None:
         """An operator limits a space on disk, and pins a page there for a while."""
@@ -76,7 +87,7 @@ class SimulatedTier:
             if keys:
                 ends_ns = simulation.now_ns + 20_000_000
                 table.pin(space, random.choice(keys), ends_ns, random.choice(("host", "ssd")))
-        self.take_jobs()
+        self.flush()
 
     def check_quotas(self) -> None:
         """Nothing grows beyond a quota; what was there when it came may take a while to go."""
@@ -94,7 +105,8 @@ class SimulatedTier:
             simulation.outcome.disk_failures += 1
         else:
             error = self._carry_out(job)
-        simulation.node.disk_completed(job.job, error, simulation.now_ns)
+        self._ended.append((job.job, error))
+        simulation.desk.poll_disk()
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
         match job:

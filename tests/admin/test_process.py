@@ -136,7 +136,7 @@ def test_a_node_ends_at_once_whoever_is_connected(own):
 def observed(tmp_path) -> SimpleNamespace:
     sets = [f"socket.path={tmp_path / 'in.sock'}", "http.port=0"]
     node = Node("in", b"b" * 16, SlotTable(1 << 16, 1), NodeLimits(1, 1), lambda: b"t" * 16)
-    return SimpleNamespace(
+    return SimpleNamespace(desk=None,
         node=node, memory=None, loaded=load(ServerConfig, None, {}, sets), movements=None,
         stats=dict, tiers=list, policy=dict, unready=str,
     )  # fmt: skip
@@ -152,7 +152,7 @@ def test_a_child_that_does_not_come_up_ends_the_start(observed, monkeypatch):
     monkeypatch.setattr(http, "_MODULE", ("-c", "raise SystemExit(7)"))
 
     async def start() -> None:
-        server = HttpServer(observed, lambda: None)
+        server = HttpServer(observed)
         try:
             await server.start()
         finally:
@@ -169,7 +169,7 @@ def test_a_child_that_ends_again_and_again_is_started_at_a_bounded_rate(
     pauses: list[float] = []
 
     async def run() -> None:
-        server = HttpServer(observed, lambda: None)
+        server = HttpServer(observed)
         sleep = asyncio.sleep
 
         async def counted(seconds: float) -> None:
@@ -201,7 +201,7 @@ def test_a_child_that_is_silent_is_ended_and_started_again(observed, monkeypatch
     monkeypatch.setattr(http, "END_S", 0.1)
 
     async def run() -> None:
-        server = HttpServer(observed, lambda: None)
+        server = HttpServer(observed)
         try:
             await server.start()
             watching = asyncio.create_task(server.watch())
@@ -258,7 +258,7 @@ def test_an_ipv6_address_is_served_and_nonsense_is_refused(spawn, tmp_path):
     settings = ["http.host=300.0.0.1", "http.read_token=" + "r" * 16]
     config = load(ServerConfig, None, {}, settings)
     with pytest.raises(ConfigError, match=r"300\.0\.0\.1"):
-        HttpServer(SimpleNamespace(loaded=config, node=None, memory=None), lambda: None)
+        HttpServer(SimpleNamespace(loaded=config, desk=None, node=None, memory=None))
 
 
 # Who may

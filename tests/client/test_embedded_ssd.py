@@ -150,8 +150,8 @@ def test_a_sync_comes_at_its_interval_without_anybody_calling(tmp_path, wait_unt
         opened, link = space.numbers(), store._link
         persist = wire.Persist(1 << 40, opened.space, opened.shards[0], keys.packed, 30_000)
         link.send(persist)
-        wait_until(lambda: 1 << 40 in link._answers)
-        assert isinstance(link._answers[1 << 40], wire.Persisted)
+        wait_until(lambda: 1 << 40 in link._line.answers)
+        assert isinstance(link._line.answers[1 << 40], wire.Persisted)
 
 
 def test_nothing_is_durable_where_nothing_is_synced(tmp_path):

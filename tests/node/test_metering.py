@@ -8,10 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore import wire
-from kvstore.config import SocketConfig
+from kvstore.desk import Desk
 from kvstore.page import page_keys
 from kvstore.server.metrics import COUNTED
-from kvstore.server.socket import SocketServer
 from kvstore.state.diskjobs import DiskRead, DiskSync, DiskWrite
 from kvstore.state.metering import (
     BOUNDS_S,
@@ -126,15 +125,12 @@ def test_a_request_that_was_answered_at_once_did_not_wait(node: Wire):
     assert measured(node.node.pages.meter.wait) == []
 
 
-def test_the_socket_measures_what_is_answered_at_once_and_nothing_twice(node: Wire):
+def test_the_desk_measures_what_is_answered_at_once_and_nothing_twice(node: Wire):
     answers: list[wire.Answer] = []
-    memory = SimpleNamespace(replace=lambda _replaced: None)
-    server = SocketServer(SocketConfig(), node.node, memory, lambda: None, lambda: b"")
+    desk = Desk(node.node, SimpleNamespace(replace=list.clear), lambda _actions: None)
     for number in (1, 2):
-        server.connections[number] = SimpleNamespace(number=number, answer=answers.append)
-
-    def send(connection: int, message: wire.Request) -> None:
-        server.receive(server.connections[connection], wire.encode(message)[4:])
+        desk.lines[number] = SimpleNamespace(answer=answers.append)
+    send = desk.receive
 
     meter = node.node.pages.meter
     send(1, wire.Lookup(90, 0, [0], KEYS.packed, 0))

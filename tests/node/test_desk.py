@@ -1,0 +1,171 @@
+"""Goal: what the node decides is carried out in one order, whoever asked for it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import wire
+from kvstore.desk import Desk
+from kvstore.errors import InvalidArgument
+from kvstore.node import Node
+from kvstore.requests import NodeLimits
+from kvstore.state.outcomes import Removed, Stored
+from kvstore.state.sessions import Peer
+from kvstore.state.slots import Replacement, SlotTable
+
+HELLO = wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine")
+
+
+class Line:
+    """A connection that writes down what comes on it, and may ask more at once."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+        self.asks: list[Any] = []
+
+    def answer(self, answer: wire.Answer) -> None:
+        self.seen.append(answer)
+        for ask in self.asks:
+            ask()
+
+    def cut(self) -> None:
+        self.seen.append("cut")
+
+
+@pytest.fixture
+def seen() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def later() -> list[Any]:
+    """What the desk wants to be called soon."""
+    return []
+
+
+@pytest.fixture
+def desk(seen, later) -> Desk:
+    limits = NodeLimits(1 << 20, 1_000)
+    node = Node("n", b"b" * 16, SlotTable(1 << 16, 2), limits, lambda: b"t" * 16)
+
+    def replace(replaced: list[Replacement]) -> None:
+        seen.extend(replaced)
+        replaced.clear()
+
+    made = Desk(
+        node, SimpleNamespace(replace=replace), lambda actions: seen.append(tuple(actions)),
+        lambda: 1, later.append,
+    )  # fmt: skip
+    made.disk = SimpleNamespace(
+        flush=lambda: seen.append("disk"), poll=lambda now_ns: seen.append(("poll", now_ns)),
+        stats=lambda: {"live_bytes": 7},
+    )  # fmt: skip
+    return made
+
+
+def decide(desk: Desk, number: int) -> None:
+    """Let the node have decided one of each kind, in the worst order."""
+    gone, stored = (object.__new__(kind) for kind in (Removed, Stored))
+    desk.node.actions += [gone, stored]
+    desk.node.closing.append(number)
+    desk.node.outbox.append((number, wire.Pong(5)))
+    desk.node.pages.slots.replaced.append(Replacement(1, 3, in_use=False))
+
+
+def test_memory_comes_first_then_the_disk_then_answers_then_events(desk, seen):
+    number = desk.connect(Peer(1), Line(seen))
+    decide(desk, number)
+    desk.flush()
+
+    kinds = [type(one) for one in seen]
+    assert kinds == [Replacement, str, wire.Pong, str, tuple]
+    assert (seen[1], seen[3]) == ("disk", "cut")
+    assert [type(one) for one in seen[4]] == [Removed, Stored], "in the order of the decisions"
+
+
+def test_what_an_answer_makes_the_other_end_ask_is_answered_after_it(desk, seen):
+    line = Line(seen)
+    number = desk.connect(Peer(1), line)
+    pings = iter([wire.Ping(8), wire.Ping(9)])
+    desk.receive(number, HELLO)
+    line.asks.append(lambda: [desk.receive(number, one) for one in pings])
+    desk.node.outbox += [(number, wire.Pong(2)), (number, wire.Pong(3))]
+    desk.flush()
+
+    answers = [one for one in seen if not isinstance(one, str)]
+    assert [one.id for one in answers] == [1, 2, 3, 8, 9]
+
+
+def test_who_left_gets_no_answer_and_its_number_is_not_used_again(desk, seen):
+    number = desk.connect(Peer(1), Line(seen))
+    desk.node.outbox.append((number, wire.Pong(5)))
+    desk.disconnect(number, ended=True)
+
+    assert not any(isinstance(one, wire.Pong) for one in seen)
+    assert desk.connect(Peer(1), Line(seen)) > number
+
+
+def test_what_one_turn_cannot_end_goes_on_in_the_next_and_is_asked_for_once(desk, later):
+    turns = []
+
+    def go_on(now_ns: int) -> None:
+        turns.append(now_ns)
+        desk.node.unfinished = len(turns) < 3
+
+    desk.node.go_on, desk.node.unfinished = go_on, True
+    desk.flush()
+    desk.flush()
+    assert (turns, len(later)) == ([], 1)
+    while later:
+        later.pop(0)()
+    assert turns == [1, 1, 1]
+
+
+def test_without_later_turns_it_goes_on_at_once(desk):
+    turns = []
+
+    def go_on(now_ns: int) -> None:
+        turns.append(now_ns)
+        desk.node.unfinished = len(turns) < 3
+
+    desk._soon = None
+    desk.node.go_on, desk.node.unfinished = go_on, True
+    desk.flush()
+    assert turns == [1, 1, 1]
+
+
+def test_what_an_operator_began_before_it_was_refused_is_carried_out(desk, seen):
+    number = desk.connect(Peer(1), Line(seen))
+
+    def change(_table: object) -> None:
+        decide(desk, number)
+        raise InvalidArgument("key", "is none")
+
+    with pytest.raises(InvalidArgument):
+        desk.operate(change)
+    assert any(isinstance(one, wire.Pong) for one in seen)
+    desk.advance()  # a failure leaves the desk as it was
+    assert seen[-1] == "disk"
+
+
+def test_an_end_that_fails_does_not_stop_the_desk(desk, seen):
+    line = Line(seen)
+    number = desk.connect(Peer(1), line)
+
+    def breaks() -> None:
+        line.asks.clear()
+        raise OSError("gone")
+
+    line.asks.append(breaks)
+    with pytest.raises(OSError, match="gone"):
+        desk.receive(number, HELLO)
+    desk.receive(number, wire.Ping(4))
+    assert seen[-1] == wire.Pong(4)
+
+
+def test_statistics_are_those_of_the_node_and_of_its_disk(desk):
+    assert desk.stats()["ssd"] == {"live_bytes": 7}
+    assert desk.stats()["node"] == "n"
+    desk.disk = None
+    assert desk.stats()["ssd"] is None
