@@ -154,7 +154,7 @@ def made(server: object) -> Connection:
     hello = wire.Hello(1, 1, 3, "n")
     first = socket.socket(), hello, b""
     first[0].close()
-    return Connection(server, 1, None, first)  # type: ignore[arg-type]
+    return Connection(server, None, first)  # type: ignore[arg-type]
 
 
 def test_who_sends_the_most_of_long_messages_loses_one_of_them():
