@@ -345,7 +345,8 @@ def raw(api: Api, body: bytes, path: str = "/v1/explain", **headers: str) -> tup
     [
         ("/v1/explain", b"{", 422, "not JSON"), ("/v1/explain", b"\xff", 422, "not JSON"),
         ("/v1/explain", b"[" * 100_000, 422, "body"), ("/v1/explain", b'"key"', 422, "an object"),
-        ("/v1/evict", b'{"space": "\\ud800"}', 422, "not JSON"), ("/v1/evict", b"", 422, "not JSON"),
+        ("/v1/evict", b'{"space": "\\ud800"}', 422, "not JSON"),
+        ("/v1/evict", b"", 422, "not JSON"),
         ("/v1/explain", b" " * (PROMPT_BYTES_MAX + 1), 413, "at most"),
         ("/v1/evict", b" " * (BODY_BYTES_MAX + 1), 413, "at most"),
     ],
