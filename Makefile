@@ -8,7 +8,7 @@ SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-sim
 
 .PHONY: demo demo-vllm test test-vllm lint soak $(SOAKS) mutants clean
 
-$(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/_mover.c kvstore/_xxh3.h
+$(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/mover/_mover.c kvstore/mover/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned requirements into $(VENV) (the first time takes a minute or two)"
 	@$(BIN)/pip install --quiet -r requirements/dev.txt

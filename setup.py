@@ -9,9 +9,9 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "kvstore._mover",
-            ["kvstore/_mover.c"],
-            depends=["kvstore/_xxh3.h"],
+            "kvstore.mover._mover",
+            ["kvstore/mover/_mover.c"],
+            depends=["kvstore/mover/_xxh3.h"],
             extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra"],
             optional=True,
         )

@@ -19,13 +19,14 @@ from bench import trace
 from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
-from kvstore.state.log import SegmentLog, footer_bytes, record_bytes
-from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Lease, Peer, Process, Session
-from kvstore.state.slots import SlotTable
+from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.places import footer_bytes, record_bytes
+from kvstore.state.tree.sessions import Lease, Peer, Process, Session
+from kvstore.state.tree.slots import SlotTable
 
 SEGMENTS: Final = 64
 FULL_CURVE: Final = (10, 20, 30, 50, 75)

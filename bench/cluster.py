@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvstore.privatefile import token_for
+from kvstore.process.privatefile import token_for
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0

@@ -21,9 +21,9 @@ from bench import measure, node, ping_pong
 from bench.busy import BusyThread
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore import wire
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
-from kvstore.space import Space
 
 Buffers = list[npt.NDArray[np.uint8]]
 """One array of ``page_bytes`` for each page of a call."""

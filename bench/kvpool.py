@@ -18,9 +18,9 @@ import numpy as np
 from bench import measure, node
 from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
-from kvstore.client import KVStore
-from kvstore.kvpool import KVPool
+from kvstore.client.store import KVStore
 from kvstore.mover import Order
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys
 
 PAGE_TOKENS: Final = 64

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 
 START_WAIT_S: Final = 30.0
 END_WAIT_S: Final = 10.0

@@ -18,9 +18,9 @@ from typing import Final
 from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
-from kvstore.state.slots import Slot
-from kvstore.state.tree import Node, Shard, Space, is_live
+from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
+from kvstore.state.tree.prefix_tree import Node, Shard, Space, is_live
+from kvstore.state.tree.slots import Slot
 
 SLOT_BYTES: Final = 4096
 NEVER: Final = 1 << 60

@@ -15,13 +15,14 @@ from typing import Final
 from bench import trace
 from bench.measure import Progress, Report, Result
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.admission import Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
-from kvstore.state.log import LogStats, SegmentLog, footer_bytes, record_bytes
-from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Peer, Process, Session
-from kvstore.state.slots import SlotTable
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.log import LogStats, SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.places import footer_bytes, record_bytes
+from kvstore.state.tree.sessions import Peer, Process, Session
+from kvstore.state.tree.slots import SlotTable
 
 PAGE_BYTES: Final = 4096
 MEMORY_BLOCKS: Final = 4096

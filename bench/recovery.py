@@ -16,8 +16,9 @@ import numpy as np
 from bench.measure import Progress, Result
 from kvstore import mover
 from kvstore.config import SSDConfig
-from kvstore.disk import DiskTier
-from kvstore.node import Node
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
 from kvstore.page import (
     CanonicalLayout,
     PrefixKey,
@@ -26,9 +27,8 @@ from kvstore.page import (
     pack_pair,
     page_seeds,
 )
-from kvstore.requests import NodeLimits
-from kvstore.state.log import Place, footer_bytes, record_bytes
-from kvstore.state.slots import SlotTable
+from kvstore.state.tree.places import Place, footer_bytes, record_bytes
+from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.base import PageRecord, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import FileSystem, OSDisk

@@ -20,9 +20,9 @@ import numpy as np
 from bench import measure, node
 from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 
 PAGE_TOKENS: Final = 64
 BLOCK_TOKENS: Final = 16

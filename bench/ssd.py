@@ -27,7 +27,7 @@ from bench.measure import Measured, Progress, Report
 from kvstore import mover
 from kvstore.errors import KVStoreError
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
-from kvstore.state.log import FOOTER_TABLE_BYTES, Place, record_bytes
+from kvstore.state.tree.places import FOOTER_TABLE_BYTES, Place, record_bytes
 from kvstore.tier.base import DropSegment, Job, PageRecord, ReadPage, SyncAll, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk

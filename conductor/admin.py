@@ -18,7 +18,7 @@ from conductor.openai import BadRequestError, ModelName, error_response, parse, 
 from conductor.prompts import Prompts
 from conductor.proxy import Parts, Proxy
 from conductor.upstream import EngineError, EngineRefusedError
-from kvstore.faults import Faults
+from kvstore.process.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
 _DECISIONS_LIMIT: Final = 20

@@ -24,9 +24,9 @@ from aiohttp.typedefs import Handler
 
 from conductor.config import HttpConfig
 from conductor.openai import error_response
-from kvstore import privatefile
 from kvstore.errors import ConfigError, reason
-from kvstore.faults import Faults
+from kvstore.process import privatefile
+from kvstore.process.faults import Faults
 
 _TOKEN_CHARACTERS_MIN: Final = 16
 

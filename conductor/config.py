@@ -17,7 +17,7 @@ from conductor.engines import Role
 from conductor.policy import POLICIES
 from kvstore.config import Loaded, Positive, Section, load
 from kvstore.errors import InvalidArgument
-from kvstore.listeners import parse_endpoint
+from kvstore.process.listeners import parse_endpoint
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 

@@ -15,18 +15,18 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, NamedTuple
 
-from conductor.channel import Channel
 from conductor.config import EventsConfig, IndexConfig, NodeEntry
 from conductor.engines import EngineInfo
-from conductor.foreign import ForeignBlocks
-from conductor.index import PrefixIndex
-from conductor.ingest import WorkerIngest
 from conductor.prefixes import engine_worker, node_worker
-from conductor.reading import UnreadableError
-from conductor.sequence import Sequence, Verdict
-from kvstore import zmtp
-from kvstore.events import END_OF_REPLAY, wall_clock
-from kvstore.faults import Faults
+from kvstore.events import zmtp
+from kvstore.events.publisher import END_OF_REPLAY, wall_clock
+from kvstore.index.channel import Channel
+from kvstore.index.foreign import ForeignBlocks
+from kvstore.index.holders import PrefixIndex
+from kvstore.index.ingest import WorkerIngest
+from kvstore.index.reading import UnreadableError
+from kvstore.index.sequence import Sequence, Verdict
+from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
 

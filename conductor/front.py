@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 from aiohttp.web_protocol import RequestHandler
 
-from kvstore.faults import Faults
+from kvstore.process.faults import Faults
 
 CONNECTIONS_MAX: Final = 4_096
 FIRST_REQUEST_S: Final = 15.0

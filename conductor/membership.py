@@ -26,8 +26,8 @@ from conductor.config import (
 )
 from conductor.engines import EngineInfo, EngineRegistry, Health, Role
 from conductor.openai import BadRequestError
-from conductor.reading import UnreadableError, read
 from conductor.upstream import EngineError, Upstream
+from kvstore.index.reading import UnreadableError, read
 
 _log = logging.getLogger(__name__)
 

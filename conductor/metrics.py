@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from conductor.decisions import Decision
-from kvstore.machine import version_of
+from kvstore.config.machine import version_of
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -127,7 +127,7 @@ class Metrics(Collector):
         build = Info(
             "kvstore_conductor_build", "Always 1; its labels say what runs.", registry=self.registry
         )
-        build.info({"version": version_of("kvstore"), "python": platform.python_version()})
+        build.info({"version": version_of(), "python": platform.python_version()})
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 

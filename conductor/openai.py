@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from conductor.decisions import Measured
-from conductor.reading import UnreadableError, read
+from kvstore.index.reading import UnreadableError, read
 
 ModelName = Annotated[str, msgspec.Meta(max_length=512)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from conductor.engines import EngineInfo, EngineRegistry
-from conductor.index import Match, PrefixIndex, prefix_length
 from conductor.policy import Prefix, Waiting
+from kvstore.index.holders import Match, PrefixIndex, prefix_length
 from kvstore.page import PrefixKeys, page_keys
 
 

@@ -8,8 +8,8 @@ import msgspec
 
 from conductor.engines import EngineRegistry, Health
 from conductor.openai import TokenId
-from conductor.reading import UnreadableError, read
 from conductor.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from kvstore.index.reading import UnreadableError, read
 
 TOKENS_KEPT_MAX: Final = 2_000_000
 """Token ids that the cache holds, all prompts together: a few tens of MB."""

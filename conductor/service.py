@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,6 @@ from conductor.decisions import DecisionLog
 from conductor.engines import EngineRegistry
 from conductor.events import EventFollowers
 from conductor.front import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
-from conductor.index import PrefixIndex
 from conductor.membership import Membership
 from conductor.metrics import Metrics
 from conductor.policy import POLICIES, Scheduler
@@ -33,8 +31,10 @@ from conductor.proxy import Parts, Proxy
 from conductor.queue import RequestQueue
 from conductor.upstream import Upstream
 from kvstore.config import show
+from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
-from kvstore.faults import Faults
+from kvstore.index.holders import PrefixIndex
+from kvstore.process.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
 _LAG_WINDOW: Final = 20
@@ -321,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=LOG_LEVELS,
         help="what is logged (default: %(default)s)",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('kvstore')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version_of()}")
     return parser
 
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import aiohttp
 
 from conductor.config import DeadlineConfig
-from kvstore.faults import printable
+from kvstore.process.faults import printable
 
 EVENT_BYTES_MAX: Final = 4 << 20
 """One server-sent event; the last one of a stream carries usage and timings, the others a token."""

@@ -5,9 +5,7 @@ Run it with ``python examples/embedded.py``; a test does.
 
 import numpy as np
 
-from kvstore.client import KVStore
-from kvstore.kvpool import KVPool
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
+from kvstore import CanonicalLayout, KVPool, KVStore, ShardSpec, SpaceIdentity
 
 LAYERS, HEADS, HEAD_DIM, BLOCK_TOKENS, BLOCKS = 2, 4, 64, 16, 64
 

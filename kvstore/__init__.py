@@ -1,1 +1,79 @@
-"""A hierarchical, verified KV-cache store for LLM inference; ``kvstore.client`` is the way in."""
+"""A hierarchical, verified KV-cache store for LLM inference.
+
+What users import is named here; everything else may change from one version to the next::
+
+    from kvstore import CanonicalLayout, KVStore, ShardSpec, SpaceIdentity
+
+Names are loaded when they are first used: a daemon needs no client.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvstore.client.results import Hit, PageViews, PutResult, RestoreResult
+    from kvstore.client.space import Space
+    from kvstore.client.store import KVStore
+    from kvstore.errors import (
+        CapacityError,
+        ConfigError,
+        DurabilityUnavailable,
+        InvalidArgument,
+        KVStoreError,
+        LayoutMismatch,
+        NotFound,
+        PageCorrupt,
+        PeerUnreachable,
+        ProtocolError,
+        TierUnavailable,
+        TransferError,
+        TransferTimeout,
+    )
+    from kvstore.mover.kvpool import KVPool
+    from kvstore.page import (
+        CanonicalLayout,
+        OpaqueLayout,
+        PrefixKeys,
+        ShardSpec,
+        SpaceIdentity,
+        page_keys,
+    )
+
+_ERRORS: Final = (
+    "CapacityError", "ConfigError", "DurabilityUnavailable", "InvalidArgument", "KVStoreError",
+    "LayoutMismatch", "NotFound", "PageCorrupt", "PeerUnreachable", "ProtocolError",
+    "TierUnavailable", "TransferError", "TransferTimeout",
+)  # fmt: skip
+_PAGES: Final = (
+    "CanonicalLayout", "OpaqueLayout", "PrefixKeys", "ShardSpec", "SpaceIdentity", "page_keys",
+)  # fmt: skip
+_RESULTS: Final = ("Hit", "PageViews", "PutResult", "RestoreResult")
+_MODULES: Final = {
+    "KVPool": "kvstore.mover.kvpool",
+    "KVStore": "kvstore.client.store",
+    "Space": "kvstore.client.space",
+    **dict.fromkeys(_RESULTS, "kvstore.client.results"),
+    **dict.fromkeys(_ERRORS, "kvstore.errors"),
+    **dict.fromkeys(_PAGES, "kvstore.page"),
+}
+"""Public name → the module that defines it."""
+
+__all__ = [
+    "CanonicalLayout", "CapacityError", "ConfigError", "DurabilityUnavailable", "Hit",
+    "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
+    "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
+    "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",
+    "TransferError", "TransferTimeout", "__version__", "page_keys",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("kvstore.config.machine").version_of()
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,8 +21,8 @@ from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from engine_adapters.reference.store_client import Store
+from kvstore.config.sizes import size_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
-from kvstore.sizes import size_of
 
 _PROGRAM = "python -m engine_adapters.reference"
 
@@ -164,7 +164,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def _connect(url: str, name: str, slab_bytes: int) -> Store:
-    from kvstore.client import KVStore
+    from kvstore.client.store import KVStore
     from kvstore.config import DeviceSlabConfig
 
     slab = DeviceSlabConfig(capacity_bytes=slab_bytes) if slab_bytes else None

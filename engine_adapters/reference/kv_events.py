@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 from engine_adapters.reference.prefix_tree import TreeChange
-from kvstore.events import Event, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.publisher import Event, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.page import SpaceIdentity
 
 MEDIUM = "GPU"

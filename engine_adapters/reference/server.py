@@ -31,7 +31,7 @@ from engine_adapters.reference.protocol import (
 )
 from engine_adapters.reference.request import Output, Request
 from kvstore.errors import ConfigError, reason
-from kvstore.privatefile import token_for
+from kvstore.process.privatefile import token_for
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
 from engine_adapters.reference.store_client import RestoreJob, Space, Store, StoreJob
 from kvstore.errors import KVStoreError
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The part of the kvstore client that an engine needs, as a seam.
 
-``kvstore.client.KVStore`` is what stands behind it; a test puts a small fake there.
+``kvstore.client.store.KVStore`` is what stands behind it; a test puts a small fake there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 

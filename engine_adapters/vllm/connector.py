@@ -19,16 +19,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm import selftest
 from engine_adapters.vllm.facts import check_version, read_facts
-from engine_adapters.vllm.identity import shard_index, shard_specs, space_identity
-from engine_adapters.vllm.messages import Report, Step
-from engine_adapters.vllm.opening import Opening
-from engine_adapters.vllm.options import LoadOrder, read_options
-from engine_adapters.vllm.requests import Progress, Role, Setup, names_of
-from engine_adapters.vllm.scheduler import SchedulerSide
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.tensors import pool_of, prefault
-from engine_adapters.vllm.worker import GroupMemory, WorkerSide
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
+from kvstore.engine.identity import shard_index, shard_specs, space_identity
+from kvstore.engine.messages import Report, Step
+from kvstore.engine.opening import Opening
+from kvstore.engine.options import LoadOrder, read_options
+from kvstore.engine.requests import Progress, Role, Setup, names_of
+from kvstore.engine.scheduler import SchedulerSide
+from kvstore.engine.worker import GroupMemory, WorkerSide
 
 log = logging.getLogger("vllm.kvstore")
 

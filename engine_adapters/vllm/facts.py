@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from engine_adapters.vllm.identity import EngineFacts, Group, length_settings
-from engine_adapters.vllm.requests import files_fingerprint
+from kvstore.engine.identity import EngineFacts, Group, length_settings
+from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")

@@ -8,10 +8,10 @@ from typing import Final
 
 import msgspec
 
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError
-from kvstore.kvpool import KVPool
 from kvstore.mover import Pieces
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
 
 log = logging.getLogger("vllm.kvstore")

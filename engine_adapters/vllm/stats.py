@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from engine_adapters.vllm.counts import SERIES
+from kvstore.engine.counts import SERIES
 
 
 @dataclass

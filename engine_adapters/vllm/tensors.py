@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine_adapters.vllm.identity import Group
 from kvstore import mover
+from kvstore.engine.identity import Group
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -24,10 +24,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from engine_adapters.vllm.opening import Opening
-from engine_adapters.vllm.options import TierOptions, read_tier_options
-from engine_adapters.vllm.tiering import SERIES, Tiering
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
+from kvstore.engine.opening import Opening
+from kvstore.engine.options import TierOptions, read_tier_options
+from kvstore.engine.tiering import SERIES, Tiering
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
 NODE_TIMEOUT_S: Final = 0.5

@@ -12,13 +12,12 @@ from typing import Any, Final, NoReturn
 
 from rich.console import Console
 
-from kvstore import doctor
-from kvstore.cli import show, top
+from kvstore.cli import doctor, show, top
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
+from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
-from kvstore.machine import version_of
 from kvstore.server.environment import cli_defaults
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
@@ -119,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvstore", description="Ask a node what it holds and why, and operate it.",
         parents=[_anywhere(url=url, token=token, json=False)],
     )  # fmt: skip
-    version = f"kvstore {version_of('kvstore')}"
+    version = f"kvstore {version_of()}"
     parser.add_argument("--version", action="version", version=version)
     shared = _anywhere()
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

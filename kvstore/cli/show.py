@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from kvstore.sizes import exact, rounded
+from kvstore.config.sizes import exact, rounded
 
 _PIPED_COLUMNS: Final = 240
 """Where nobody reads, keys must not be cut."""

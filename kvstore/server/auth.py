@@ -4,9 +4,9 @@ import secrets
 from pathlib import Path
 from typing import Final, Literal
 
-from kvstore import privatefile
 from kvstore.config import HttpConfig
 from kvstore.errors import ConfigError, reason
+from kvstore.process import privatefile
 
 Role = Literal["read", "operate"]
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol, cast
 
 from kvstore import wire
 from kvstore.errors import ProtocolError
-from kvstore.state.sessions import Peer
+from kvstore.state.tree.sessions import Peer
 
 log = logging.getLogger(__name__)
 

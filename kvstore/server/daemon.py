@@ -21,27 +21,28 @@ from typing import Final, cast
 import msgspec
 import uvloop
 
-from kvstore import logs, mover
+from kvstore import mover
 from kvstore.config import Loaded, ServerConfig, load, show, values
-from kvstore.desk import Desk
-from kvstore.disk import DiskTier
+from kvstore.config.machine import Needs, memory_checks, version_of
+from kvstore.config.sizes import exact
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
-from kvstore.logs import event
-from kvstore.machine import Needs, memory_checks, version_of
-from kvstore.movements import DiskMovements
-from kvstore.node import Node
-from kvstore.requests import NodeLimits
+from kvstore.node.desk import Desk
+from kvstore.node.movements import DiskMovements
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
+from kvstore.process import logs
+from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
 from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.watch import Watch
-from kvstore.sizes import exact
-from kvstore.state.announce import Announcement
-from kvstore.state.ghosts import Ghosts
-from kvstore.state.policy import POLICIES
-from kvstore.state.slots import SlotTable
+from kvstore.state.choice.ghosts import Ghosts
+from kvstore.state.choice.policy import POLICIES
+from kvstore.state.table.announce import Announcement
+from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
 from kvstore.tier.stale import MemoryRecord
@@ -80,7 +81,7 @@ class Daemon:
     ) -> None:
         """Make the memory and the node; nothing listens yet."""
         self.loaded = loaded
-        self.version = version_of("kvstore")
+        self.version = version_of()
         self._started_s = monotonic()
         self._manager = ServiceManager()
         undo.callback(self._manager.close)
@@ -427,7 +428,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-format", default="text", choices=["text", "json"],
         help="lines on standard error; default: text",
     )  # fmt: skip
-    version = f"kvstore-server {version_of('kvstore')}"
+    version = f"kvstore-server {version_of()}"
     parser.add_argument("--version", action="version", version=version)
     return parser
 
@@ -435,7 +436,7 @@ def _parser() -> argparse.ArgumentParser:
 def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
     event(
         log, logging.INFO, "starting", node=loaded.config.node.name, pid=os.getpid(),
-        version=version_of("kvstore"), python=platform.python_version(),
+        version=version_of(), python=platform.python_version(),
         kernel=platform.release(), mover=mover.description,
         **{name: version_of(name) for name in ("msgspec", "uvloop", "numpy")},
     )  # fmt: skip

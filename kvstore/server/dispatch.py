@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.logs import audit
+from kvstore.process.logs import audit
 from kvstore.server import operations
 from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Caller, Refused
 from kvstore.server.inspect import Inspection

@@ -16,11 +16,11 @@ import sys
 from time import monotonic
 from typing import Any, Final
 
-from kvstore import privatefile
 from kvstore.config import values
 from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
-from kvstore.listeners import Endpoint, Listener, Tcp, Unix
-from kvstore.logs import event
+from kvstore.process import privatefile
+from kvstore.process.listeners import Endpoint, Listener, Tcp, Unix
+from kvstore.process.logs import event
 from kvstore.server.auth import make_token, token_file, tokens_of
 from kvstore.server.channel import (
     ALIVE_S,

@@ -14,11 +14,11 @@ from kvstore.server import answers, operations
 from kvstore.server.observed import Observed, key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
 from kvstore.server.turns import Work
-from kvstore.state.explain import Explainer, Explanation, leading_runs, where
-from kvstore.state.pins import Pin
-from kvstore.state.sessions import Session
-from kvstore.state.tree import Node, Space, is_live
-from kvstore.state.walks import subtree
+from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
+from kvstore.state.ask.traversal import subtree
+from kvstore.state.choice.pins import Pin
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.sessions import Session
 
 STRETCH_ROWS: Final = 250
 """Rows of one answer: making JSON's like of them takes a part of a millisecond."""

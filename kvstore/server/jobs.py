@@ -5,7 +5,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final, Literal
 
-from kvstore.logs import audit
+from kvstore.process.logs import audit
 from kvstore.server.answers import JobFault, JobRow, Value
 from kvstore.server.channel import Caller
 from kvstore.server.refusal import Refusal

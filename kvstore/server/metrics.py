@@ -365,7 +365,7 @@ def _counter(name: str, help_text: str, value: float) -> CounterMetricFamily:
 
 
 def render_slab(slab: Mapping[str, Any]) -> bytes:
-    """A client's :meth:`~kvstore.client.KVStore.slab_stats` in the Prometheus text format."""
+    """A client's :meth:`~kvstore.client.store.KVStore.slab_stats` in the Prometheus text format."""
     registry = CollectorRegistry()
     registry.register(_Slab(slab))
     return generate_latest(registry)

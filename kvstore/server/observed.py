@@ -4,12 +4,12 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from kvstore.config import Loaded, ServerConfig
-from kvstore.desk import Desk
 from kvstore.errors import InvalidArgument
-from kvstore.node import Node
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server.refusal import Refusal
-from kvstore.state.tree import Space
+from kvstore.state.tree.prefix_tree import Space
 from kvstore.tier.host import HostMemory
 
 

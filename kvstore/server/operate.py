@@ -25,9 +25,9 @@ from kvstore.server.refusal import Refusal
 from kvstore.server.removals import drop
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
-from kvstore.state.pages import PageTable
-from kvstore.state.pins import expiry
-from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.choice.pins import expiry
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
 
 LIMIT_S: Final = 60.0
 """So long a job that brings a space within its quota waits for the SSDs while nothing goes."""

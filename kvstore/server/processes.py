@@ -3,7 +3,7 @@
 ``SO_PEERPIDFD`` (Linux 6.5) works across PID namespaces, so it is asked first: an engine in another
 container has no process id here. Before that there is the process id of ``SO_PEERCRED``. Where
 neither leads to a pidfd the process is *unwatched*: its end is never told, and what it holds when
-its connection breaks comes back by retiring memory (:mod:`kvstore.state.retirement`).
+its connection breaks comes back by retiring memory (:mod:`kvstore.state.table.retirement`).
 """
 
 import asyncio

@@ -10,9 +10,10 @@ import numpy as np
 
 from kvstore.config import EventsConfig, SocketConfig
 from kvstore.errors import ConfigError, InvalidArgument, reason
-from kvstore.events import Access, Event, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.publisher import Access, Event, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.page import PrefixKey
-from kvstore.state.outcomes import (
+from kvstore.state.tree.actions import (
     Abandoned,
     Action,
     Removed,
@@ -20,7 +21,6 @@ from kvstore.state.outcomes import (
     TierRemoved,
     TierStored,
 )
-from kvstore.zmtp import TOKEN_BYTES_MAX
 
 MEDIA: Final = {"host": "CPU", "ssd": "STORAGE"}
 """What events call a tier; the words are vLLM's."""

@@ -5,10 +5,10 @@ from typing import Final
 
 from kvstore.server.jobs import Job
 from kvstore.server.turns import Work
-from kvstore.state.diskjobs import SyncPolicy
-from kvstore.state.pages import PageTable
-from kvstore.state.tree import Node
-from kvstore.state.walks import Removal
+from kvstore.state.ask.traversal import Removal
+from kvstore.state.disk.jobs import SyncPolicy
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Node
 
 SYNC_S: Final = 30.0
 """A job waits so long for its tombstones; they are tried further when it has ended."""

@@ -20,13 +20,13 @@ from typing import Final
 
 from kvstore import wire
 from kvstore.config import SocketConfig
-from kvstore.desk import Desk
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
+from kvstore.node.desk import Desk
 from kvstore.server.connection import Connection
 from kvstore.server.processes import Processes, credentials
 from kvstore.server.rounds import Rounds
 from kvstore.server.tenants import Tenants, groups
-from kvstore.state.sessions import Peer
+from kvstore.state.tree.sessions import Peer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from time import monotonic_ns, perf_counter
 from typing import Any, Final, TypeVar
 
-from kvstore.desk import Desk
 from kvstore.errors import KVStoreError
+from kvstore.node.desk import Desk
 from kvstore.server.refusal import Refusal
 
 T = TypeVar("T")

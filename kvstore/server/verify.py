@@ -1,6 +1,6 @@
 """Verify: read pages again where they lie and compare them with their digests.
 
-On disk the state reads them, a few at a time (:mod:`kvstore.state.diskchecks`); the job hands it
+On disk the state reads them, a few at a time (:mod:`kvstore.state.disk.checks`); the job hands it
 one stretch of pages after the other and waits. In memory pages are pinned a batch at a time under a
 lease of the node's own, read and digested in a thread, and let go; through the extents'
 descriptors, not through a mapping: nothing of it must be unmapped when an extent changes hands.
@@ -22,10 +22,10 @@ from kvstore.errors import TierUnavailable
 from kvstore.page import digest_seed, page_seeds
 from kvstore.server.jobs import Job
 from kvstore.server.turns import Work
-from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Peer, Process, Session
-from kvstore.state.slots import Slot
-from kvstore.state.tree import Node, Space, is_live
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.sessions import Peer, Process, Session
+from kvstore.state.tree.slots import Slot
 from kvstore.tier.host import HostMemory
 
 BATCH_BYTES: Final = 32 << 20

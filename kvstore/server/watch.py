@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from kvstore.logs import event
-from kvstore.node import Node
+from kvstore.node.node import Node
 from kvstore.page import SpaceIdentity
-from kvstore.state.sessions import Session
+from kvstore.process.logs import event
+from kvstore.state.tree.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 import numpy as np
 
 from kvstore import mover, wire
+from kvstore.client.embedded import Embedded
+from kvstore.client.resources import Services
+from kvstore.client.space import Space
 from kvstore.config import HostConfig
-from kvstore.embedded import Embedded
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
 from kvstore.page import PrefixKeys, ShardSpec
-from kvstore.services import Services
-from kvstore.space import Space
-from kvstore.state.log import Place, record_bytes
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.slab import PageSet
+from kvstore.state.table.slab import PageSet
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.tiers import SHARD, SPACE, WAIT_S, PageInMemory, TierDriver
 from kvstore.tier.base import Tier
 

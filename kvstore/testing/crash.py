@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
-from kvstore.space import Space
 from kvstore.testing.server import Server, ServerError, wait_for
 
 Say = Callable[[str], None]

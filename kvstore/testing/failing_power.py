@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from kvstore.state.slots import Replacement
+from kvstore.state.tree.slots import Replacement
 from kvstore.testing.disk import SimulatedDisk
 from kvstore.tier.base import Completion, Job, SyncAll
 from kvstore.tier.directories import Directory
@@ -120,7 +120,7 @@ class WaitedMemory:
         self._memory = memory
 
     def replace(self, replaced: list[Replacement]) -> None:
-        """See :class:`~kvstore.desk.Memory`."""
+        """See :class:`~kvstore.node.desk.Memory`."""
         made = [one.new for one in replaced]
         self._memory.replace(replaced)
         assert all(self._memory.wait(number, MEMORY_WAIT_S) for number in made)

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from kvstore.events import BlockHash, RemovedEvent, StoredEvent
+from kvstore.events.publisher import BlockHash, RemovedEvent, StoredEvent
 from kvstore.server.publish import MEDIA, events_of
-from kvstore.state.outcomes import Action
-from kvstore.state.pages import PageTable
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.actions import Action
 
 Page = tuple[object, object, BlockHash]
 """Space, shard, key."""

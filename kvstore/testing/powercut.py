@@ -18,9 +18,10 @@ import numpy as np
 
 from kvstore import mover, wire
 from kvstore.config import SSDConfig
-from kvstore.desk import Desk
-from kvstore.disk import DiskTier
-from kvstore.node import Node
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
 from kvstore.page import (
     CanonicalLayout,
     PrefixKey,
@@ -31,13 +32,12 @@ from kvstore.page import (
     page_keys,
     page_seeds,
 )  # fmt: skip
-from kvstore.requests import NodeLimits
-from kvstore.state.diskjobs import Durable, SyncPolicy, WritePolicy
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
-from kvstore.state.tree import Space
-from kvstore.state.walks import Removal
+from kvstore.state.ask.traversal import Removal
+from kvstore.state.disk.jobs import Durable, SyncPolicy, WritePolicy
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog, WaitedMemory
 from kvstore.testing.simulation import EXTENT_BYTES, PAGE_BYTES, page_content
 from kvstore.tier.directories import Directory

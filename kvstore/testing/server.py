@@ -87,7 +87,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Of its socket, for :meth:`kvstore.client.KVStore.connect`."""
+        """Of its socket, for :meth:`kvstore.client.store.KVStore.connect`."""
         assert self._ready is not None, "wait_ready() comes first"
         return self._ready.group(1)
 

@@ -1,9 +1,9 @@
 """A whole node with its engines in one thread: simulated clock, connections, processes and memory.
 
-The :class:`~kvstore.node.Node` is the real one. Its clients copy bytes a piece at a time, so that
-everything else happens between two pieces: connections break, leases run out, processes end. One
-seed is one history. Whatever a client reads is compared with what the page's key says it must be,
-without asking the digest, so a single byte from another page ends the run.
+The :class:`~kvstore.node.node.Node` is the real one. Its clients copy bytes a piece at a time, so
+that everything else happens between two pieces: connections break, leases run out, processes end.
+One seed is one history. Whatever a client reads is compared with what the page's key says it must
+be, without asking the digest, so a single byte from another page ends the run.
 """
 
 import heapq
@@ -17,15 +17,15 @@ from typing import Final
 import numpy as np
 
 from kvstore import wire
-from kvstore.desk import Desk
-from kvstore.node import Node
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
-from kvstore.requests import NodeLimits
-from kvstore.state.diskjobs import DiskRules
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.retirement import AGAIN_NS
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import Replacement, SlotTable
+from kvstore.state.disk.jobs import DiskRules
+from kvstore.state.table.retirement import AGAIN_NS
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing import slowtier
 from kvstore.testing.followers import Followers
 

@@ -5,13 +5,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
-from kvstore.state import diskjobs
-from kvstore.state.admission import Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import DiskJob, DiskRules
-from kvstore.state.log import Place, SegmentLog, record_bytes
-from kvstore.state.pages import PageTable
-from kvstore.state.slots import Slot
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk import jobs as diskjobs
+from kvstore.state.disk.jobs import DiskJob, DiskRules
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.places import Place, record_bytes
+from kvstore.state.tree.slots import Slot
 
 if TYPE_CHECKING:
     from kvstore.testing.simulation import Simulation
@@ -43,20 +44,20 @@ class SimulatedTier:
         )
 
     def flush(self) -> None:
-        """See :class:`~kvstore.desk.DiskSide`."""
+        """See :class:`~kvstore.node.desk.DiskSide`."""
         jobs, self.pages.jobs = self.pages.jobs, []
         for job in jobs:
             delay_ns = self._simulation.random.randrange(DELAY_NS_MAX)
             self._simulation.at(delay_ns, partial(self._end, job))
 
     def poll(self, now_ns: int) -> None:
-        """See :class:`~kvstore.desk.DiskSide`."""
+        """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
         for job, error in ended:
             self._simulation.node.disk_completed(job, error, now_ns)
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`~kvstore.desk.DiskSide`."""
+        """See :class:`~kvstore.node.desk.DiskSide`."""
         return self.pages.stats()
 
     def check_some(self) -> None:

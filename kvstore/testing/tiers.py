@@ -27,7 +27,7 @@ from kvstore.page import (
     digest_seed,
     page_seeds,
 )
-from kvstore.state.log import BLOCK_BYTES, Place, record_bytes
+from kvstore.state.tree.places import BLOCK_BYTES, Place, record_bytes
 from kvstore.tier.base import (
     Completion,
     DropSegment,

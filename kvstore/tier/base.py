@@ -1,6 +1,6 @@
 """What a tier below host memory does for its node: jobs in, completions out.
 
-The node decides what is written where (:mod:`kvstore.state.log`); the tier moves the bytes and
+The node decides what is written where (:mod:`kvstore.state.disk.log`); the tier moves the bytes and
 checks them. No call here blocks; a job whose memory is named stays valid until its completion.
 """
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.log import Place
+from kvstore.state.tree.places import Place
 
 
 @dataclass(frozen=True, slots=True)

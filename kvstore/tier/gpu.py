@@ -1,7 +1,7 @@
 """L1: whole pages in the memory of a device, for the engine of this process alone.
 
 One allocation of bytes on ``cuda:N``, or in host memory (``cpu``) where there is no GPU. What is
-where decides :class:`~kvstore.state.slab.SlabIndex`; here the bytes move, verified:
+where decides :class:`~kvstore.state.table.slab.SlabIndex`; here the bytes move, verified:
 
 * what comes in is what its digest says, and only then READY. The node's memory is shared: a device
   that copied from it would read it after it was digested. So pages are verified as they are copied
@@ -28,10 +28,10 @@ import torch
 
 from kvstore import mover
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
-from kvstore.state.slab import Held, PageSet, Reservation, SlabIndex
-from kvstore.state.slots import SLOT_ALIGNMENT
+from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
+from kvstore.state.tree.slots import SLOT_ALIGNMENT
 from kvstore.tier.staging import Pages, WayIn, on_stream
 
 log = logging.getLogger(__name__)

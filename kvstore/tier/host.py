@@ -21,7 +21,7 @@ from typing import Final
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
-from kvstore.state.slots import Replacement
+from kvstore.state.tree.slots import Replacement
 from kvstore.tier import kernel
 from kvstore.tier.stale import MemoryRecord, inode_of
 

@@ -28,12 +28,12 @@ from kvstore.page import (
     digest_seed,
     pack_pair,
 )
-from kvstore.state.log import (
+from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
+from kvstore.state.tree.places import (
     BLOCK_BYTES,
     FOOTER_ENTRY_BYTES,
     FOOTER_TABLE_BYTES,
     HEADER_BYTES,
-    SEGMENT_PAIRS_MAX,
     Place,
     footer_bytes,
 )

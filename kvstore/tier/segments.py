@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.state.log import FOOTER_ENTRY_BYTES, SEGMENT_PAIRS_MAX, footer_bytes
+from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
+from kvstore.state.tree.places import FOOTER_ENTRY_BYTES, footer_bytes
 from kvstore.tier.directories import OpenDirectory, failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import ENTRY, encode_footer, segment_name

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
-from kvstore.state.log import BLOCK_BYTES
+from kvstore.state.tree.places import BLOCK_BYTES
 from kvstore.tier.base import (
     Completion,
     CopyPage,

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.page import pack_pair, page_seeds
-from kvstore.state.log import BLOCK_BYTES, HEADER_BYTES, record_bytes
+from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, record_bytes
 from kvstore.tier.base import (
     Completion,
     CopyPage,

@@ -5,7 +5,7 @@ import errno
 import mmap
 from collections.abc import Sequence
 
-from kvstore.state.log import BLOCK_BYTES
+from kvstore.state.tree.places import BLOCK_BYTES
 from kvstore.tier.disk import Disk
 
 

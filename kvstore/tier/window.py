@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.state.log import BLOCK_BYTES
+from kvstore.state.tree.places import BLOCK_BYTES
 from kvstore.tier.disk import Disk
 from kvstore.tier.vectored import aligned, read_fully
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.server import client
-from kvstore.space import Space
 from tests.conftest import Process, Spawn
 
 READY = (

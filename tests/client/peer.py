@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore import wire
-from kvstore.exchange import Connection
-from kvstore.link import Link
+from kvstore.client.exchange import Connection
+from kvstore.client.link import Link
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.1

@@ -248,7 +248,7 @@ class Socket:
     def close(self) -> None:
         self.closed = self.shut = True
 
-    # ---- what the client calls instead of the functions of kvstore.endpoint
+    # ---- what the client calls instead of the functions of kvstore.client.endpoint
 
     def send_now(self, frame: bytes) -> int:
         if self.shut:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore import wire
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.page import PrefixKeys
-from kvstore.space import Space
 from tests.client.conftest import FLAT, identity
 
 SIZE = FLAT.page_bytes(identity())

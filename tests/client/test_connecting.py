@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import endpoint, link, wire
-from kvstore.endpoint import fetch_extents, nobody_listens, open_socket
+from kvstore import wire
+from kvstore.client import endpoint, link
+from kvstore.client.endpoint import fetch_extents, nobody_listens, open_socket
+from kvstore.client.exchange import Connection
+from kvstore.client.link import Link
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
-from kvstore.exchange import Connection
-from kvstore.link import Link
 from tests.client.peer import SHORT_S, TIMEOUT_S, Peer, answer
 
 

@@ -15,11 +15,11 @@ import zmq
 
 from kvstore import wire
 from kvstore.errors import TierUnavailable
-from kvstore.events import EventBatch, RemovedEvent, StoredEvent
-from kvstore.kvpool import KVPool
+from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
+from kvstore.mover.kvpool import KVPool
 from kvstore.server import client
 from kvstore.server.daemon import spare_survivors, take_back
-from kvstore.state.slots import SlotTable
+from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
 from tests.client.conftest import (
     FLAT,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore import mover
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.errors import InvalidArgument
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import (
     CAPACITY_BYTES,

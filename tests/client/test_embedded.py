@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
 

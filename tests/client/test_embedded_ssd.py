@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.errors import (
     DurabilityUnavailable,
     InvalidArgument,

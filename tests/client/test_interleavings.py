@@ -9,16 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore import exchange, link, wire
+from kvstore import wire
+from kvstore.client import exchange, link
+from kvstore.client.exchange import Connection
+from kvstore.client.link import SETTLE_WAIT_S, Link
+from kvstore.client.mapping import Use
 from kvstore.errors import KVStoreError
-from kvstore.exchange import Connection
-from kvstore.link import SETTLE_WAIT_S, Link
-from kvstore.mapping import Use
-from kvstore.node import Node
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
-from kvstore.requests import NodeLimits
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import Slot, SlotState, SlotTable
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import Slot, SlotState, SlotTable
 from tests.client.schedule import Schedule, Socket, Threading
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2)

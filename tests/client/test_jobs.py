@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore import jobs
+from kvstore.client import jobs
+from kvstore.client.jobs import RestoreJob, StoreJob, Worker
+from kvstore.client.results import RestoreResult
 from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
-from kvstore.jobs import RestoreJob, StoreJob, Worker
 from kvstore.mover import Progress
-from kvstore.results import RestoreResult
 
 TIMEOUT_S = 10.0
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgument, LayoutMismatch
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 
 
 @given(

@@ -8,10 +8,11 @@ from time import monotonic
 
 import pytest
 
-from kvstore import exchange, wire
+from kvstore import wire
+from kvstore.client import exchange
+from kvstore.client.exchange import Connection
+from kvstore.client.link import Link
 from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
-from kvstore.exchange import Connection
-from kvstore.link import Link
 from tests.client.peer import SHORT_S, TIMEOUT_S, Held, Peer, answer, connection_of
 
 

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore import forks, mover
+from kvstore import mover
+from kvstore.client import forks
+from kvstore.client.mapping import Mapping, Region, Use
 from kvstore.errors import ProtocolError, TierUnavailable
-from kvstore.mapping import Mapping, Region, Use
 from kvstore.wire import pack_address
 
 EXTENT = 4 << 20

@@ -11,7 +11,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.state.reconnecting import Effects, Move, Reconnecting
+from kvstore.client.reconnecting import Effects, Move, Reconnecting
 
 
 class ModelNode:

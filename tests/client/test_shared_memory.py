@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import link, wire
-from kvstore.client import KVStore
+from kvstore import wire
+from kvstore.client import link
+from kvstore.client.link import Link
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError
-from kvstore.link import Link
-from kvstore.space import Space
 from tests.client.conftest import (
     READY,
     TIMEOUT_S,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvstore import mover
-from kvstore.client import KVStore
+from kvstore.client.promotion import Promotion
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.errors import InvalidArgument, TierUnavailable
-from kvstore.kvpool import KVPool
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
-from kvstore.promotion import Promotion
-from kvstore.space import Space
 from tests.client.conftest import (
     CAPACITY_BYTES,
     EXTENT_BYTES,
@@ -219,7 +219,7 @@ def test_the_slab_serves_while_the_node_is_away_and_after_it_comes_back_empty(
 
 
 def test_a_promotion_that_may_not_wait_is_made_at_once(store, monkeypatch):
-    monkeypatch.setattr("kvstore.promotion.PENDING_SHARE", 1 << 40)
+    monkeypatch.setattr("kvstore.client.promotion.PENDING_SHARE", 1 << 40)
     space = open_space(store)
     keys, pages = new_keys(space, 3), content(3, SIZE)
     space.put(keys, pages)

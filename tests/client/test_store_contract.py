@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore.client import KVStore
+from kvstore.client.results import Hit, PutResult
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
-from kvstore.results import Hit, PutResult
-from kvstore.space import Space
 from tests.client.conftest import (
     FLAT,
     OPAQUE,

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore import zmtp
-from kvstore.events import END_OF_REPLAY
+from kvstore.events import zmtp
+from kvstore.events.publisher import END_OF_REPLAY
 
 SPACE = "ab" * 32
 TYPES = ["BlockStored", "BlockRemoved", "AllBlocksCleared", "SomethingNew", "", "x" * 300]

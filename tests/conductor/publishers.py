@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from conductor.config import EventsConfig, IndexConfig, NodeEntry
 from conductor.events import EventFollowers, Follower
-from conductor.index import PrefixIndex
-from kvstore.events import END_OF_REPLAY, RemovedEvent, StoredEvent
+from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
+from kvstore.index.holders import PrefixIndex
 from kvstore.page import PrefixKeys, page_keys
 from tests.conductor.fakes import eventually
 

@@ -17,10 +17,10 @@ import pytest
 from conductor.auth import Auth
 from conductor.config import HttpConfig, load_conductor
 from conductor.service import main
-from kvstore import privatefile
 from kvstore.config import show
 from kvstore.errors import ConfigError
-from kvstore.faults import Faults
+from kvstore.process import privatefile
+from kvstore.process.faults import Faults
 from tests.conductor.fakes import OPERATE, FakeEngine, bearer, in_loop, serving
 
 CLIENT, READ = "client-token-of-tests", "read-token-of-tests-"

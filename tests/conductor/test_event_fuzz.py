@@ -21,14 +21,14 @@ import pytest
 from conductor import events
 from conductor.config import EventsConfig, IndexConfig, NodeEntry
 from conductor.events import EventFollowers
-from conductor.foreign import ForeignBlocks
-from conductor.index import PrefixIndex
-from conductor.ingest import WorkerIngest
-from conductor.reading import UnreadableError
-from kvstore import zmtp
-from kvstore.events import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
-from kvstore.eventserver import PEERS_MAX, Bounds, EventServer
-from kvstore.listeners import Listener, Unix
+from kvstore.events import zmtp
+from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.server import PEERS_MAX, Bounds, EventServer
+from kvstore.index.foreign import ForeignBlocks
+from kvstore.index.holders import PrefixIndex
+from kvstore.index.ingest import WorkerIngest
+from kvstore.index.reading import UnreadableError
+from kvstore.process.listeners import Listener, Unix
 from tests.conductor.fakes import eventually, in_loop
 from tests.conductor.hostile import TOPICS, Hostile
 

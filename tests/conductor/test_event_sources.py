@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from conductor import events, ingest
-from conductor.channel import MESSAGE_BYTES_MAX
+from conductor import events
 from conductor.config import NodeEntry
-from conductor.index import HOLDERS_MAX
-from kvstore import zmtp
-from kvstore.events import Access, EventPublisher
+from kvstore.events import zmtp
+from kvstore.events.publisher import Access, EventPublisher
+from kvstore.index import ingest
+from kvstore.index.channel import MESSAGE_BYTES_MAX
+from kvstore.index.holders import HOLDERS_MAX
 from tests.conductor.fakes import eventually, in_loop
 from tests.conductor.publishers import KEYS, SPACE, following, stored, with_fake
 

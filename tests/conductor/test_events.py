@@ -7,7 +7,7 @@ import pytest
 
 from conductor.config import EventsConfig
 from conductor.engines import EngineInfo, Role
-from kvstore.events import ClearedEvent, EventPublisher
+from kvstore.events.publisher import ClearedEvent, EventPublisher
 from kvstore.page import page_keys
 from tests.conductor.fakes import eventually, in_loop
 from tests.conductor.publishers import KEYS, following, removed, stored, with_fake

@@ -5,14 +5,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.foreign import ForeignBlocks
-from conductor.index import PrefixIndex
-from conductor.ingest import WorkerIngest
-from kvstore.events import END_OF_REPLAY, EventBatch
+from kvstore.events.publisher import END_OF_REPLAY, EventBatch
+from kvstore.index.foreign import ForeignBlocks
+from kvstore.index.holders import PrefixIndex
+from kvstore.index.ingest import WorkerIngest
 from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.publish import events_of
-from kvstore.state.outcomes import Action, Removed, Stored, TierRemoved, TierStored
-from kvstore.state.tree import Space
+from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored
+from kvstore.state.tree.prefix_tree import Space
 from tests.client.conftest import (
     READY,
     TIMEOUT_S,

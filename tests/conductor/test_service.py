@@ -10,7 +10,7 @@ from conductor.config import load_conductor
 from conductor.service import main
 from kvstore.config import show
 from kvstore.errors import ConfigError
-from kvstore.events import EventPublisher, StoredEvent
+from kvstore.events.publisher import EventPublisher, StoredEvent
 from kvstore.page import PrefixKeys, page_keys
 from tests.conductor.fakes import FakeEngine, eventually, in_loop, serving
 

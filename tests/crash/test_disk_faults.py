@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKeys
-from kvstore.space import Space
 from kvstore.testing.crash import MIB, PAGE_BYTES, chain_keys, open_space, page_of, wrong_pages
 from kvstore.testing.server import Server
 from kvstore.tier import record

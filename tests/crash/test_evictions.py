@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvstore.cli import main
-from kvstore.client import KVStore
-from kvstore.embedded import Embedded
+from kvstore.client.embedded import Embedded
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.page import PrefixKey
-from kvstore.space import Space
-from kvstore.state.diskjobs import Durable
-from kvstore.state.pages import PageTable
+from kvstore.state.disk.jobs import Durable
+from kvstore.state.table.pages import PageTable
 from kvstore.testing.crash import MIB, chain_keys, page_of
 from kvstore.testing.crash import open_space as open_crash_space
 from kvstore.testing.server import Server

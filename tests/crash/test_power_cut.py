@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.state.diskjobs import SyncPolicy
-from kvstore.state.graves import Graves
-from kvstore.state.syncs import Syncs
+from kvstore.state.disk.graves import Graves
+from kvstore.state.disk.jobs import SyncPolicy
+from kvstore.state.disk.syncs import Syncs
 from kvstore.testing.powercut import History, Toll
 
 SEEDS = 60

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import ServerConfig, load, values
-from kvstore.events import EventPublisher, StoredEvent
+from kvstore.events.publisher import EventPublisher, StoredEvent
 from tests.client.conftest import (
     FLAT,
     READY,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.server import client
 from tests.conftest import READY_WAIT_S, Process, Spawn, WaitUntil, wait_for
 from tests.faults import content

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client import KVStore
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
-from kvstore.space import Space
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 1 << 20

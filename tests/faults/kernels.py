@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from kvstore.requests import NodeLimits
+from kvstore.node.requests import NodeLimits
 from kvstore.server import daemon, processes
 
 KEPT_NS = 500_000_000

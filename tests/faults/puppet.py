@@ -23,13 +23,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-import kvstore.space
+import kvstore.client.space
 from kvstore import mover
-from kvstore.client import KVStore
+from kvstore.client.jobs import StoreJob
+from kvstore.client.space import PageViews, Space
+from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError, PeerUnreachable
-from kvstore.jobs import StoreJob
-from kvstore.kvpool import KVPool
-from kvstore.space import PageViews, Space
+from kvstore.mover.kvpool import KVPool
 from tests.faults import content
 
 _say_lock = threading.Lock()
@@ -134,7 +134,7 @@ class Puppet:
         }
 
     def lease_s(self, seconds: float) -> None:
-        kvstore.leases.LEASE_S = seconds  # type: ignore[misc]
+        kvstore.client.leases.LEASE_S = seconds  # type: ignore[misc]
 
     def cut(self) -> None:
         """Break the connection as a network would; the process goes on."""

@@ -8,7 +8,7 @@ from time import monotonic
 
 import pytest
 
-import kvstore.exchange
+import kvstore.client.exchange
 from tests.conftest import WaitUntil, wait_for
 from tests.faults import content
 from tests.faults.conftest import CAPACITY_BYTES, Daemon, Scene
@@ -42,13 +42,13 @@ def test_a_stopped_daemon_costs_one_deadline_and_then_nothing(
     content.open_space(scene.client()).put(names, content.pages(CHAIN, HELD))
     wait_until(lambda: space.lookup(names).pages == HELD)
     connects: list[int] = []
-    really_open = kvstore.exchange.open_socket
+    really_open = kvstore.client.exchange.open_socket
 
     def noted_open(path: str) -> object:
         connects.append(threading.get_ident())
         return really_open(path)
 
-    monkeypatch.setattr(kvstore.exchange, "open_socket", noted_open)
+    monkeypatch.setattr(kvstore.client.exchange, "open_socket", noted_open)
     stop(scene.daemon)
     try:
         start = monotonic()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvstore import mover, wire
-from kvstore.client import KVStore
+from kvstore.client.exchange import Connection
+from kvstore.client.link import Link
+from kvstore.client.store import KVStore
 from kvstore.errors import PeerUnreachable
-from kvstore.exchange import Connection
-from kvstore.link import Link
 from tests.conftest import WaitUntil
 from tests.faults import content
 from tests.faults.conftest import PAGES, Scene, StatsUntil

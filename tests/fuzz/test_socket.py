@@ -10,14 +10,14 @@ import pytest
 
 from kvstore import wire
 from kvstore.errors import ProtocolError, TierUnavailable
-from kvstore.node import Node
-from kvstore.requests import NodeLimits
-from kvstore.state.admission import Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import DiskJob, DiskRules, SyncPolicy, WritePolicy
-from kvstore.state.log import SegmentLog
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import DiskJob, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 from tests.conftest import Spawn
 from tests.faults.conftest import Scene
 from tests.fuzz.messages import Client

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from kvstore import wire
-from kvstore.desk import Desk
 from kvstore.errors import InvalidArgument
-from kvstore.node import Node
-from kvstore.requests import NodeLimits
-from kvstore.state.outcomes import Removed, Stored
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import Replacement, SlotTable
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.state.tree.actions import Removed, Stored
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import Replacement, SlotTable
 
 HELLO = wire.Hello(1, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "engine")
 

@@ -7,12 +7,11 @@ import numpy as np
 
 from kvstore import wire
 from kvstore.errors import TierUnavailable
-from kvstore.node import Node
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
-from kvstore.requests import NodeLimits
-from kvstore.state.admission import Admission
-from kvstore.state.disk import DiskPages
-from kvstore.state.diskjobs import (
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import (
     DiskDrop,
     DiskJob,
     DiskRules,
@@ -23,10 +22,11 @@ from kvstore.state.diskjobs import (
     SyncPolicy,
     WritePolicy,
 )
-from kvstore.state.log import SegmentLog
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 
 MS = 1_000_000
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=64)

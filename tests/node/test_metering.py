@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore import wire
-from kvstore.desk import Desk
+from kvstore.node.desk import Desk
 from kvstore.page import page_keys
 from kvstore.server.metrics import COUNTED
-from kvstore.state.diskjobs import DiskRead, DiskSync, DiskWrite
+from kvstore.state.disk.jobs import DiskRead, DiskSync, DiskWrite
 from kvstore.state.metering import (
     BOUNDS_S,
     MODEL_CHARACTERS_MAX,
@@ -169,7 +169,7 @@ def test_whatever_the_state_counts_by_name_is_exported():
     named = re.compile(r'counts\["(\w+)"\] \+=')
     counted = {
         name
-        for path in [*(ROOT / "kvstore/state").glob("*.py"), ROOT / "kvstore/node.py"]
+        for path in [*(ROOT / "kvstore/state").glob("*.py"), ROOT / "kvstore/node/node.py"]
         if path.name != "slab.py"  # of a client: render_slab
         for name in named.findall(path.read_text())
     }

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from kvstore import wire
-from kvstore.node import WAIT_MS_MAX, Node
+from kvstore.node.node import WAIT_MS_MAX, Node
+from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
-from kvstore.requests import NodeLimits
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 
 MS = 1_000_000
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2)

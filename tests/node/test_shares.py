@@ -6,13 +6,9 @@ import msgspec
 import pytest
 
 from kvstore import wire
-from kvstore.node import LOST_MAX, Node
-from kvstore.page import PrefixKeys, SpaceIdentity, page_keys
-from kvstore.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
-from kvstore.state.outcomes import PageStatus
-from kvstore.state.sessions import Peer
-from kvstore.state.slots import SlotTable
-from kvstore.waiting import (
+from kvstore.node.node import LOST_MAX, Node
+from kvstore.node.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
+from kvstore.node.waiting import (
     SESSION_WAITERS_ALWAYS,
     SESSION_WAITERS_MAX,
     SESSION_WAITING_BYTES_MAX,
@@ -20,6 +16,10 @@ from kvstore.waiting import (
     Waiter,
     WaitingRoom,
 )
+from kvstore.page import PrefixKeys, SpaceIdentity, page_keys
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import SlotTable
 from tests.node.test_protocol import DIGEST, IDENTITY, KEYS, SHARDS, Wire
 
 MS = 1_000_000
@@ -205,7 +205,7 @@ def test_a_process_that_held_much_gives_it_back_in_turns():
 
 
 def test_leases_that_run_out_together_do_so_in_turns(monkeypatch):
-    monkeypatch.setattr("kvstore.state.pages.EXPIRE_MAX", 10)
+    monkeypatch.setattr("kvstore.state.table.pages.EXPIRE_MAX", 10)
     made = Wire()
     made.join(1)
     made.store(1, KEYS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.state.diskjobs import DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.testing.simulation import PAGE_BYTES, Faults, Simulation
 
 SEEDS = 30

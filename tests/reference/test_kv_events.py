@@ -4,7 +4,7 @@ import msgspec
 import zmq
 
 from engine_adapters.reference.kv_events import EngineEvents
-from kvstore.events import END_OF_REPLAY, EventBatch, RemovedEvent, StoredEvent
+from kvstore.events.publisher import END_OF_REPLAY, EventBatch, RemovedEvent, StoredEvent
 from kvstore.page import page_keys
 from tests.reference.conftest import Ask, MakeEngine
 

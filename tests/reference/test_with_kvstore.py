@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_adapters.reference.sampler import Sampling
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from tests.conftest import wait_for
 from tests.reference.conftest import Ask, MakeEngine
@@ -157,7 +157,7 @@ def test_flipped_bytes_change_tokens_only_when_verification_is_off(
     expected = ask(mono, text, 16, id="r").wait().tokens
     handoff = ask(prefill, text, 1, id="r", to_handoff=True).wait().handoff
     assert flip_a_byte_of_every_page(store) >= len(text) // 64
-    monkeypatch.setattr("kvstore.loads.VERIFY", verified)
+    monkeypatch.setattr("kvstore.client.loads.VERIFY", verified)
     answer = ask(decode, text, 16, id="r", from_handoff=handoff).wait()
     hashes_equal = decode.kv_hashes("r") == mono.kv_hashes("r")
     if verified:

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Sequence
 
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.outcomes import PageStatus, Removed, Stored
-from kvstore.state.pages import PageTable
-from kvstore.state.sessions import Lease, Peer, Process, Put, Session
-from kvstore.state.slots import SlotTable
-from kvstore.state.tree import ORDINARY, Node, Retention, Space
-from kvstore.state.walks import Removal
+from kvstore.state.ask.traversal import Removal
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.actions import PageStatus, Removed, Stored
+from kvstore.state.tree.prefix_tree import ORDINARY, Node, Retention, Space
+from kvstore.state.tree.sessions import Lease, Peer, Process, Put, Session
+from kvstore.state.tree.slots import SlotTable
 
 PAGE = 4096
 ROOT = PrefixKey(b"")

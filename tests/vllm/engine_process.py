@@ -122,23 +122,23 @@ class Engine:
 
 
 def _no_verification() -> None:
-    import kvstore.loads
+    import kvstore.client.loads
 
-    kvstore.loads.VERIFY = False
+    kvstore.client.loads.VERIFY = False
 
 
 def _failing_loads() -> None:
     """Every second load finds nothing."""
-    import kvstore.space
+    import kvstore.client.space
 
-    real = kvstore.space.Space.load_pieces
+    real = kvstore.client.space.Space.load_pieces
     calls = iter(range(1 << 30))
 
     def load(self: Any, *arguments: Any) -> int:
         pages = real(self, *arguments)
         return pages // 2 if next(calls) % 2 == 0 else pages
 
-    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+    kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
 _let_go = threading.Event()
@@ -147,22 +147,22 @@ _let_go = threading.Event()
 
 def _stuck_loads() -> None:
     """Loads take until they are let go."""
-    import kvstore.space
+    import kvstore.client.space
 
-    real = kvstore.space.Space.load_pieces
+    real = kvstore.client.space.Space.load_pieces
 
     def load(self: Any, *arguments: Any) -> int:
         assert _let_go.wait(60.0), "nobody let it go"
         return real(self, *arguments)
 
-    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+    kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
 def _overtaken_loads() -> None:
     """Loads by layers begin when nobody waits for them any more, and come whole all the same."""
-    import kvstore.space
+    import kvstore.client.space
 
-    real = kvstore.space.Space.load_pieces
+    real = kvstore.client.space.Space.load_pieces
 
     def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any) -> int:
         if order == "segment":
@@ -173,7 +173,7 @@ def _overtaken_loads() -> None:
             progress = None
         return real(self, keys, target, shard, progress, order)
 
-    kvstore.space.Space.load_pieces = load  # type: ignore[method-assign]
+    kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 
 
 def _two_ranks() -> None:

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from engine_adapters.vllm import selftest
-from kvstore.client import KVStore
+from kvstore.client.jobs import RestoreJob
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import TransferTimeout
-from kvstore.jobs import RestoreJob
-from kvstore.kvpool import KVPool
-from kvstore.space import Space
-from tests.vllm_unit.engine import IDENTITY, SHARD
+from kvstore.mover.kvpool import KVPool
+from tests.engine.engine import IDENTITY, SHARD
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from engine_adapters.vllm.counts import SERIES, Counts
-from engine_adapters.vllm.messages import Blocks, Load
-from engine_adapters.vllm.opening import Opening
-from engine_adapters.vllm.options import SLAB_BYTES_MIN, read_options
-from engine_adapters.vllm.worker import GroupMemory, WorkerSide
-from kvstore.client import KVStore
+from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
+from kvstore.engine.counts import SERIES, Counts
+from kvstore.engine.messages import Blocks, Load
+from kvstore.engine.opening import Opening
+from kvstore.engine.options import SLAB_BYTES_MIN, read_options
+from kvstore.engine.worker import GroupMemory, WorkerSide
 from kvstore.errors import ConfigError
-from kvstore.kvpool import KVPool
-from tests.vllm_unit.engine import BLOCK, IDENTITY, PAGE, SHARD
+from kvstore.mover.kvpool import KVPool
+from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD
 
 
 def test_a_slab_is_off_unless_it_is_asked_for_and_lies_where_the_kv_tensors_are():

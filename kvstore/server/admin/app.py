@@ -28,7 +28,7 @@ from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfigurati
 from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
-from kvstore.state.explain import Explanation
+from kvstore.state.ask.explain import Explanation
 
 log = logging.getLogger(__name__)
 

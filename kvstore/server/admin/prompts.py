@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvstore.errors import InvalidArgument
 from kvstore.page import KEY_BYTES, page_keys
 from kvstore.server import answers, operations
-from kvstore.state.explain import Explanation
+from kvstore.state.ask.explain import Explanation
 
 SIZES_MAX: Final = 8
 """Page sizes that one prompt is hashed for."""

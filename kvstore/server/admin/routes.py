@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from kvstore.server import answers, counts, operations
 from kvstore.server.admin.access import Role
-from kvstore.state.explain import Explanation
+from kvstore.state.ask.explain import Explanation
 
 BODY_BYTES_MAX: Final = 1 << 20
 """More than the longest list of keys that an operation takes."""

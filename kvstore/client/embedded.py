@@ -1,0 +1,350 @@
+"""The node in the caller's own process, for one engine alone: no daemon, no socket."""
+
+import logging
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic, monotonic_ns
+from types import TracebackType
+from typing import Any, Final
+
+from kvstore import mover, wire
+from kvstore.client import forks
+from kvstore.client.mapping import Mapping, Use
+from kvstore.config import HostConfig, SSDConfig
+from kvstore.errors import (
+    CapacityError,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+    error_from_code,
+)
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
+from kvstore.state.tree.sessions import Peer
+from kvstore.state.tree.slots import Replacement, SlotTable
+from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
+
+log = logging.getLogger(__name__)
+
+_MOVES_TIMEOUT_S: Final = 5.0
+_LOCK_WAIT_S: Final = 1.0
+_SENT_MAX: Final = 4096
+_TICK_S: Final = 0.1
+"""How late a deadline may be applied while nobody calls."""
+
+
+class _Moving:
+    """One move in the memory of a store in this process; not ended by being forgotten."""
+
+    def __init__(self, begin: Callable[[], Use], end: Callable[[Use], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> Use:
+        self._use = self._begin()
+        return self._use
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._end(self._use)
+
+
+class _Answers:
+    """The line of the one connection: answers, until those who asked take them."""
+
+    def __init__(self, send: Callable[[wire.Request], None]) -> None:
+        self.answers: dict[int, wire.Answer] = {}
+        self._send = send
+        #: Requests whose callers have gone; what they are granted late is taken back.
+        self._abandoned: dict[int, wire.Request] = {}
+
+    def abandon(self, identifier: int, request: wire.Request) -> None:
+        """Whoever asked has gone."""
+        self._abandoned[identifier] = request
+
+    def answer(self, answer: wire.Answer) -> None:
+        number = getattr(answer, "id", 0)
+        abandoned = self._abandoned.pop(number, None)
+        if abandoned is None:
+            self.answers[number] = answer
+        elif isinstance(abandoned, wire.Acquire):
+            self._send(wire.Release(abandoned.lease))
+        elif isinstance(abandoned, wire.BeginPut):
+            self._send(wire.AbortPut(abandoned.put))
+
+    def cut(self) -> None:
+        raise AssertionError("a store in this process has one connection, and does not give it up")
+
+
+class _Memory:
+    """The node's memory, and what of it this process has mapped to read and write pages."""
+
+    def __init__(self, host: HostMemory, mapping: Mapping) -> None:
+        self._host = host
+        self._mapping = mapping
+
+    def replace(self, replaced: list[Replacement]) -> None:
+        gone = [one.old for one in replaced]
+        self._host.replace(replaced)
+        if gone:
+            self._mapping.retire(gone)
+            self._mapping.sweep()
+
+
+class Embedded:
+    """A node and its memory as a :class:`~kvstore.client.link.NodeLink`; every thread may use it.
+
+    It belongs to the process that made it: in a forked child everything misses.
+
+    Args:
+        host: capacity and limits.
+        name: names the node; a directory of the SSD tier belongs to the node that made it.
+        ssd: the SSD tier; None, or one without directories = none.
+
+    Raises:
+        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+    """
+
+    epoch = 1
+
+    def __init__(self, host: HostConfig, name: str, ssd: SSDConfig | None = None) -> None:
+        """Make the memory, take over what is on disk, and say Hello to the node."""
+        boot = secrets.token_bytes(16)
+        slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
+        self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
+        limits = NodeLimits(quota, int(host.lease_s_max * 1000))
+        self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
+        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
+        self._mapping = Mapping(boot, self._fetch)
+        #: Nobody follows the events of a store that one engine has for itself.
+        self._desk = Desk(self.node, _Memory(self.memory, self._mapping), lambda _: None)
+        self._identifier = 0
+        #: Messages without an answer that wait for whoever has the node.
+        self._sent: deque[wire.Request] = deque()
+        self._line = _Answers(self._sent.append)
+        #: Moves and views that go on; as the two below, protected by ``_moved``.
+        self._movers = 0
+        self._open = True
+        #: Closed but for the memory, which the last move gives back.
+        self._left = False
+        self._disk_ended = True
+        self._why = "the store is closed"
+        self._disk: DiskTier | None = None
+        self._locks()
+        try:
+            self.memory.create(extent.number for extent in slots.extents)
+            if ssd is not None and ssd.directories:
+                # `wake` takes no lock: it comes from threads that hold the tier's own.
+                self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
+                self._desk.disk = self._disk
+        except KVStoreError:
+            self.memory.close()
+            raise
+        self._driver = threading.Thread(target=self._drive, name="kvstore-embedded", daemon=True)
+        if self._disk is not None:
+            self._driver.start()
+        self._connection = self._desk.connect(Peer(os.getpid(), os.getpid()), self._line)
+        self.request(wire.Hello(0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, name), 1.0)
+        forks.register(self)
+
+    def _locks(self) -> None:
+        #: The node, its answers and the disk; signalled when an answer has come.
+        self._answered = threading.Condition()
+        #: Held for an instant only; signalled when a move has ended.
+        self._moved = threading.Condition()
+        self._has_work = threading.Event()
+
+    @property
+    def connected(self) -> bool:
+        """True until :meth:`close`, and in the process that opened it only."""
+        return self._open
+
+    def request(
+        self, message: wire.Request, timeout_s: float, _epoch: int | None = None
+    ) -> wire.Answer:
+        """See :class:`~kvstore.client.link.NodeLink`."""
+        deadline = monotonic() + timeout_s
+        if not self._answered.acquire(timeout=timeout_s):
+            raise TransferTimeout("other requests took too long")
+        try:
+            self._identifier += 1
+            identifier = message.id = self._identifier  # type: ignore[union-attr]
+            self._tell(message)
+            try:
+                answer = self._wait(identifier, deadline)
+            except BaseException:
+                self._line.abandon(identifier, message)
+                raise
+        finally:
+            self._answered.release()
+        if isinstance(answer, wire.Failure):
+            raise error_from_code(answer.code, answer.message, answer.field)
+        return answer
+
+    def send(self, message: wire.Request, _epoch: int | None = None) -> None:
+        """See :class:`~kvstore.client.link.NodeLink`."""
+        self._sent.append(message)
+        # Whoever has the node takes it along, unless so many wait that somebody must.
+        wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
+        if self._answered.acquire(timeout=wait_s):
+            try:
+                self._tell_sent()
+            finally:
+                self._answered.release()
+
+    send_later = send
+
+    def moving(self) -> _Moving:
+        """See :class:`~kvstore.client.link.NodeLink`."""
+        return _Moving(self._begin, self._end)
+
+    def close(self) -> None:
+        """End the session and give the memory back, once no move touches it any more.
+
+        A move that goes on is waited for a moment; a view that stays open keeps the memory.
+        """
+        with self._moved:
+            if not self._open:
+                return
+            self._open = False
+        with self._answered:
+            self._answered.notify_all()
+        with self._moved:
+            ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
+        with self._answered:
+            self._tell_sent()
+            # Nothing of what the node decides now is carried out: there is nobody to be answered.
+            self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
+        disk_ended = self._close_disk()
+        with self._moved:
+            self._left, self._disk_ended = True, disk_ended
+            last = not self._movers
+        if last:
+            self._give_back()
+        else:
+            log.warning("memory stays mapped until the last view of it is closed")
+
+    def forked(self) -> None:
+        """In a forked child: the store is the parent's; everything misses here."""
+        self._locks()
+        self._open, self._left = False, False
+        self._why = "the store was opened before the fork, by the parent: open one of your own"
+        self._mapping.forked()
+        self.memory.forked()
+        if self._disk is not None:
+            self._disk.forked()
+        self._sent.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """The node's statistics and those of its tiers, as plain values.
+
+        Raises:
+            PeerUnreachable: this is a forked child.
+        """
+        if not (self._open or self._left):
+            raise PeerUnreachable(self._why)
+        with self._answered:
+            return {**self._desk.stats(), "mover": mover.description}
+
+    def _close_disk(self) -> bool:
+        """End the SSD tier within its own bound; False while the disk still holds memory."""
+        if self._disk is None:
+            return True
+        self._has_work.set()
+        self._driver.join(_MOVES_TIMEOUT_S)
+        self._disk.close()
+        with self._answered:
+            self._disk.poll(monotonic_ns())
+        return self._disk.drain(0.0)
+
+    def _drive(self) -> None:
+        """Take what the disk has done, and apply deadlines, when nobody calls."""
+        while self._open:
+            self._has_work.wait(_TICK_S)
+            self._has_work.clear()
+            with self._answered:
+                if self._open:
+                    self._advance()
+
+    def _begin(self) -> Use:
+        with self._moved:
+            if not self._open:
+                raise PeerUnreachable(self._why)
+            self._movers += 1
+        return self._mapping.use()
+
+    def _end(self, use: Use) -> None:
+        use.end()
+        with self._moved:
+            self._movers -= 1
+            last = self._left and not self._movers
+            self._moved.notify_all()
+        if last:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Nothing here touches the memory any more."""
+        self._mapping.close()
+        if self._disk_ended:
+            self.memory.close()
+        else:
+            log.error("memory stays mapped: the disk may still write into it")
+
+    def _wait(self, identifier: int, deadline: float) -> wire.Answer:
+        answers = self._line.answers
+        while identifier not in answers:
+            if not self._open:
+                raise PeerUnreachable(self._why)
+            if monotonic() >= deadline:
+                raise TransferTimeout("the node did not answer in time")
+            # It waits for another thread's put, or for the disk; its own deadline ends it.
+            self._answered.wait(0.005)
+            self._advance()
+        return answers.pop(identifier)
+
+    def _advance(self) -> None:
+        self._tell_sent()
+        if self._disk is not None:
+            self._desk.poll_disk()
+        self._desk.advance()
+        self._answered.notify_all()
+
+    def _tell(self, message: wire.Request) -> None:
+        if not self._open:
+            raise PeerUnreachable(self._why)
+        self._tell_sent()
+        if 0 < self.node.next_deadline_ns() <= monotonic_ns():
+            self._desk.advance()
+        if isinstance(message, wire.Stats):
+            raise ProtocolError("an embedded node has no statistics service; use stats()")
+        self._desk.receive(self._connection, message)
+        self._answered.notify_all()
+
+    def _tell_sent(self) -> None:
+        """Hand on what has no answer, in the order it was sent."""
+        while self._sent:
+            self._desk.receive(self._connection, self._sent.popleft())
+        self._answered.notify_all()
+
+    def _fetch(
+        self, numbers: Sequence[int], _known: Sequence[int], keep: Callable[[int], None]
+    ) -> Sequence[int]:
+        try:
+            for number in numbers:
+                if self.memory.pending(number):
+                    self.memory.wait(number, MEMORY_WAIT_S)
+                descriptor = self.memory.descriptor(number)
+                if descriptor is None:
+                    raise CapacityError(f"extent {number} has no memory for the moment")
+                keep(os.dup(descriptor))
+        except OSError as error:
+            raise CapacityError(f"memory cannot be mapped: {error}") from error
+        return ()

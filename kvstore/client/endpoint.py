@@ -1,0 +1,174 @@
+"""A Unix socket as a client uses it: deadlines by the kernel, and sending without a wait."""
+
+import ctypes
+import select
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Final
+
+from kvstore import wire
+from kvstore.client import forks
+from kvstore.errors import (
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+    error_from_code,
+)
+
+CONNECT_TIMEOUT_S: Final = 1.0
+RECEIVE_BYTES: Final = 1 << 16
+_FETCH_MAX: Final = 64
+_DESCRIPTOR: Final = struct.Struct("@i")
+_SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_send: Final = ctypes.PyDLL(None).send
+_send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
+_send.restype = ctypes.c_ssize_t
+
+
+class _OpenSockets:
+    """Every socket of this process: a forked child closes its copies, or the node sees no end."""
+
+    def __init__(self) -> None:
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def forked(self) -> None:
+        """Close what is the parent's; that says nothing to the node."""
+        for one in list(self.sockets):
+            one.close()
+        self.sockets.clear()
+
+
+_opened: Final = _OpenSockets()
+forks.register(_opened)
+
+
+def open_socket(path: str) -> socket.socket:
+    """Connect to the socket at ``path``.
+
+    Raises:
+        PeerUnreachable: nobody listens there, or not within CONNECT_TIMEOUT_S.
+    """
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerUnreachable(f"no socket is to be had: {error.strerror or error}") from error
+    _opened.sockets.add(connection)
+    try:
+        set_timeout(connection, CONNECT_TIMEOUT_S)
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise PeerUnreachable(f"{path}: {error.strerror or error}") from error
+    return connection
+
+
+def nobody_listens(error: Exception) -> bool:
+    """Whether :func:`open_socket` failed because no node is there, not even a stopped one."""
+    return isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
+
+
+def send_now(connection: socket.socket, frame: bytes) -> int:
+    """Bytes that the socket takes at once; negative when it takes none or is broken.
+
+    The interpreter lock is kept: this takes some microseconds, and getting the lock back from a
+    thread that runs Python would take 5 ms.
+    """
+    sent: int = _send(connection.fileno(), frame, len(frame), _SEND_FLAGS)
+    return sent
+
+
+def set_timeout(connection: socket.socket, seconds: float) -> None:
+    """Deadlines by the kernel: one system call a message instead of two."""
+    whole, part = divmod(max(seconds, 1e-4), 1.0)
+    value = struct.pack("@ll", int(whole), int(part * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def wait_closed(connection: socket.socket, timeout_s: float) -> bool:
+    """Wait until either side has closed the connection; False when the time ran out first."""
+    poll = select.poll()
+    try:
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(timeout_s * 1000))
+    except (OSError, ValueError):
+        return True  # closed by another thread
+
+
+def fetch_extents(
+    path: str, session: bytes, boot: bytes, numbers: Sequence[int], known: Sequence[int],
+    keep: Callable[[int], None],
+) -> list[int]:  # fmt: skip
+    """Get descriptors of extents, over short connections of their own.
+
+    Args:
+        path: the node's socket.
+        session: whose tenant's extents.
+        boot: of which boot of the node: another has extents of the same numbers.
+        numbers: extents to get; with none, only ``known`` is asked about.
+        known: extents that are mapped here already.
+        keep: takes each descriptor, in the order of ``numbers``; whatever happens then, whoever
+            took it closes it.
+
+    Returns:
+        those of ``known`` that are gone: nothing will name them again. An old node tells none.
+
+    Raises:
+        TransferTimeout, PeerUnreachable: no answer.
+        KVStoreError: the node refuses.
+    """
+    gone: list[int] = []
+    for start in range(0, max(len(numbers), 1), _FETCH_MAX):
+        part = list(numbers[start : start + _FETCH_MAX])
+        # The lowest are the oldest: what is gone is among them.
+        asked = [] if start else sorted(known)[: wire.KNOWN_EXTENTS_MAX]
+        connection = open_socket(path)
+        try:
+            connection.sendall(wire.encode(wire.FetchExtents(session, part, asked, boot)))
+            gone += _extents_follow(connection, part, keep)
+        except (OSError, KVStoreError) as error:
+            raise as_transfer_error(error, path) from error
+        finally:
+            connection.close()
+    return gone
+
+
+def _extents_follow(
+    connection: socket.socket, numbers: list[int], keep: Callable[[int], None]
+) -> list[int]:
+    """Receive the answer to FetchExtents; which extents are gone."""
+    data, deadline, received = b"", monotonic() + CONNECT_TIMEOUT_S, 0
+    while len(data) < 4 or len(data) < wire.frame_length(data) + 4:
+        if monotonic() > deadline:
+            raise TransferTimeout("no extents came in time")
+        room = socket.CMSG_LEN((len(numbers) - received) * _DESCRIPTOR.size)
+        # Not recv_fds: it drops the flag, and a program started now would inherit them.
+        more, ancillary, _, _ = connection.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = content[: len(content) // _DESCRIPTOR.size * _DESCRIPTOR.size]
+                for (descriptor,) in _DESCRIPTOR.iter_unpack(whole):
+                    keep(descriptor)
+                    received += 1
+        if not more:
+            raise PeerUnreachable("the node closed the connection")
+        data += more
+    answer = wire.decode_answer(memoryview(data)[4:])
+    if isinstance(answer, wire.Failure):
+        raise error_from_code(answer.code, answer.message, answer.field)
+    if not isinstance(answer, wire.ExtentsFollow) or received != len(numbers):
+        raise ProtocolError(f"{received} descriptors came for {len(numbers)} extents")
+    return answer.gone
+
+
+def as_transfer_error(error: Exception, path: str) -> KVStoreError:
+    """What the system says about a socket, as one of our errors."""
+    if isinstance(error, KVStoreError):
+        return error
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return TransferTimeout(f"{path}: no answer in time")
+    return PeerUnreachable(f"{path}: {error}")

@@ -1,0 +1,196 @@
+"""One connection to a node: requests under deadlines, and what is said without an answer.
+
+The calling thread does its own round trip, one at a time. What has no answer never waits: it is
+posted, and leaves with the next request, or as soon as nobody else is writing, or within 50 ms.
+All of it belongs to this connection; what it did not say is never said on a later one.
+"""
+
+import socket
+import threading
+from collections import deque
+from time import monotonic
+from typing import Final
+
+from kvstore import wire
+from kvstore.client.endpoint import (
+    RECEIVE_BYTES,
+    open_socket,
+    send_now,
+    set_timeout,
+    wait_closed,
+)
+from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
+
+POSTED_MAX: Final = 4096
+"""A node that does not take so many messages is given up: their leases end with the connection."""
+_BATCH: Final = 32
+_SEND_BYTES: Final = 1 << 15
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+class Connection:
+    """A connection that stands until something goes wrong on it; every thread may use it.
+
+    Args:
+        path: the node's socket.
+        number: which of its link's connections it is.
+
+    Attributes:
+        broken: why it cannot be used any more; empty while it can.
+
+    Raises:
+        PeerUnreachable: nobody listens there.
+    """
+
+    def __init__(self, path: str, number: int) -> None:
+        """Connect; :meth:`request` must say Hello first."""
+        self.number = number
+        self.broken = ""
+        self._path = path
+        self._socket = open_socket(path)
+        self._timeout_s = 0.0
+        self._identifier = 0
+        self._posted: deque[bytes] = deque()
+        #: Held by whoever waits for an answer. Taken before the two below.
+        self._turn = threading.Lock()
+        #: Held by whoever writes to the socket: by others than the holder of ``_turn`` only for as
+        #: long as the socket takes what it is given.
+        self._writing = threading.Lock()
+        #: Held while the socket is shut down or closed, so that nobody shuts down another file.
+        self._ending = threading.Lock()
+
+    def request(self, message: wire.Request, deadline: float) -> wire.Answer:
+        """Send a request and wait for its answer, a Failure included.
+
+        Args:
+            message: gets its ``id`` here.
+            deadline: as :func:`time.monotonic` has it.
+
+        Raises:
+            TransferTimeout: others took too long (nothing was sent and nothing is broken), or the
+                node did (the connection is broken: the answer may still come).
+            PeerUnreachable, ProtocolError, OSError: the connection is broken.
+        """
+        free = self._turn.acquire(blocking=False)
+        if not free and not self._turn.acquire(timeout=max(deadline - monotonic(), 0.0)):
+            raise TransferTimeout(f"{self._path}: other requests took too long")
+        try:
+            if self.broken:
+                raise PeerUnreachable(f"{self._path}: {self.broken}")
+            if monotonic() >= deadline:
+                raise TransferTimeout(f"{self._path}: other requests took too long")
+            try:
+                return self._exchange(message, deadline)
+            except BaseException as error:
+                self._end(str(error) or type(error).__name__)
+                raise
+        finally:
+            self._turn.release()
+
+    def post(self, message: wire.Request, *, now: bool) -> None:
+        """Say what has no answer; never waits. With ``now`` False it may take 50 ms."""
+        if len(self._posted) >= POSTED_MAX:
+            self.abort("it does not take our messages")
+            return
+        self._posted.append(wire.encode(message))
+        if now or len(self._posted) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was posted, unless somebody is writing, who does it then."""
+        while self._posted and self._writing.acquire(blocking=False):
+            try:
+                frames = self._take_posted()
+                if not self.broken and frames and send_now(self._socket, frames) != len(frames):
+                    self.abort("it does not take our messages")
+            finally:
+                self._writing.release()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until it is broken or the node has closed it; False when the time ran out."""
+        return bool(self.broken) or wait_closed(self._socket, timeout_s)
+
+    def abort(self, why: str) -> None:
+        """Break the connection now: whoever waits for an answer gets none."""
+        with self._ending:
+            self.broken = self.broken or why
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # the node was faster, or it is closed
+
+    def close(self, why: str) -> bool:
+        """Send what was posted, and end; whether all of it was sent."""
+        said = False
+        if self._writing.acquire(timeout=_CLOSE_TIMEOUT_S):
+            try:
+                frames = self._take_posted()
+                said = not self.broken and send_now(self._socket, frames) == len(frames)
+            finally:
+                self._writing.release()
+        self.abort(why)
+        if self._turn.acquire(timeout=_CLOSE_TIMEOUT_S):  # else its holder closes the socket
+            try:
+                self._end(why)
+            finally:
+                self._turn.release()
+        return said
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _end(self, why: str) -> None:
+        """Close the socket; the caller holds ``_turn``."""
+        self.abort(why)
+        with self._writing, self._ending:
+            self._posted.clear()
+            self._socket.close()
+
+    def _exchange(self, message: wire.Request, deadline: float) -> wire.Answer:
+        self._identifier += 1
+        message.id = self._identifier  # type: ignore[union-attr]
+        frame = wire.encode(message)
+        with self._writing:
+            self._send(self._take_posted() + frame if self._posted else frame, deadline)
+        if self._posted:
+            self.flush()
+        self._limit(deadline)
+        data = self._socket.recv(RECEIVE_BYTES)
+        length = wire.frame_length(data) + 4 if len(data) >= 4 else 4
+        if len(data) < length:
+            data = self._rest(data, deadline)
+        answer = wire.decode_answer(memoryview(data)[4:])
+        if getattr(answer, "id", 0) != self._identifier:
+            raise ProtocolError(f"answer {answer!r} does not belong to request {self._identifier}")
+        return answer
+
+    def _send(self, frame: bytes, deadline: float) -> None:
+        sent = max(send_now(self._socket, frame), 0)
+        while sent < len(frame):
+            self._limit(deadline)
+            # Waits, or raises what is wrong. The kernel's deadline is for each part it can queue.
+            sent += self._socket.send(memoryview(frame)[sent : sent + _SEND_BYTES])
+
+    def _rest(self, data: bytes, deadline: float) -> bytes:
+        buffer = bytearray(data)
+        while True:
+            if len(buffer) >= 4 and len(buffer) >= wire.frame_length(buffer) + 4:
+                return bytes(buffer)
+            if not data:
+                why = self.broken or "the node closed the connection"
+                raise PeerUnreachable(f"{self._path}: {why}")
+            self._limit(deadline)
+            data = self._socket.recv(1 << 20)
+            buffer += data
+
+    def _limit(self, deadline: float) -> None:
+        """Let the kernel end the next calls when the deadline passes."""
+        left = deadline - monotonic()
+        if left <= 0:
+            raise TransferTimeout(f"{self._path}: no answer in time")
+        if not self._timeout_s * 0.5 <= left <= self._timeout_s:
+            self._timeout_s = left * 1.1
+            set_timeout(self._socket, self._timeout_s)
+
+    def _take_posted(self) -> bytes:
+        # Other threads may append meanwhile; none is lost.
+        return b"".join(self._posted.popleft() for _ in range(len(self._posted)))

@@ -1,0 +1,229 @@
+"""Moves in the background: submitted by an engine's step, waited for with deadlines."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+from kvstore.client import forks
+from kvstore.client.results import RestoreResult
+from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.mover import Progress
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+QUEUE_MAX: Final = 1024
+_JOIN_TIMEOUT_S: Final = 60.0
+_IDLE_S: Final = 60.0
+
+
+class Worker:
+    """One thread that runs jobs in the order they came; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        """Start no thread yet."""
+        self._name = name
+        self._closed = False
+        self._begin_empty()
+        forks.register(self)
+
+    def _begin_empty(self) -> None:
+        #: Protects all below; signalled when there is a job, or none will come any more.
+        self._changed = threading.Condition()
+        self._waiting: deque[Job[Any]] = deque()
+        self._running: Job[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: "Job[Any]") -> None:
+        """Queue a job.
+
+        Raises:
+            CapacityError: too many wait already, there are no more threads, or the store is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise CapacityError("the store is closed")
+            if len(self._waiting) >= QUEUE_MAX:
+                raise CapacityError(f"{QUEUE_MAX} jobs wait already")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise CapacityError(f"no thread is to be had: {error}") from error
+                self._thread = thread
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Take no more jobs; return when those that were submitted have ended, or are too slow."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is None:
+            return
+        thread.join(_JOIN_TIMEOUT_S)
+        if thread.is_alive():
+            log.error("%s: a job has not ended for %s s; it goes on", self._name, _JOIN_TIMEOUT_S)
+
+    def forked(self) -> None:
+        """In a forked child: what the parent submitted runs there; here it has failed."""
+        inherited = [*self._waiting, *([self._running] if self._running is not None else [])]
+        self._begin_empty()
+        for job in inherited:
+            job.forked()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._running = None
+                while not self._waiting:
+                    if self._closed:
+                        return
+                    self._changed.wait(_IDLE_S)
+                self._running = job = self._waiting.popleft()
+            job.run()
+
+
+class Job(Generic[T]):
+    """One submitted move."""
+
+    def __init__(self, worker: Worker, run: Callable[[], T]) -> None:
+        """Queue it at once; a full queue makes a job that has failed."""
+        self._call = run
+        self._ended = threading.Event()
+        self._value: T | None = None
+        self._error: KVStoreError | None = None
+        self._refused = False
+        try:
+            worker.submit(self)
+        except CapacityError as error:
+            self._error = error
+            self._refused = True
+            self._ended.set()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the worker did not take it: nobody but the caller will run it."""
+        return self._refused
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: it touches no memory any more."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; False when the time ran out first."""
+        # A forked child may have a copy of the event whose lock is held for ever.
+        return self._ended.is_set() or self._ended.wait(timeout_s)
+
+    def forked(self) -> None:
+        """In a forked child: it has failed. In memory that is shared the parent's goes on."""
+        if self.done:
+            return
+        self._ended = threading.Event()
+        self._error = PeerUnreachable("it was submitted before the fork: the parent carries it out")
+        self._ended.set()
+
+    def run(self) -> None:
+        """Carry it out; the worker's business."""
+        try:
+            self._value = self._call()
+        except KVStoreError as error:
+            self._error = error
+        except BaseException as error:
+            # A mistake of ours, or what was meant for another thread, must neither end the worker
+            # nor leave an engine waiting.
+            log.exception("a job failed")
+            self._error = KVStoreError(f"{type(error).__name__}: {error}")
+        finally:
+            self._ended.set()
+
+    def _outcome(self, timeout_s: float) -> T:
+        if not self.wait(timeout_s):
+            raise TransferTimeout(f"the job has not ended after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return self._value
+
+
+class StoreJob(Job[T]):
+    """A put in the background."""
+
+    def result(self, timeout_s: float = 60.0) -> T:
+        """What was stored.
+
+        Raises:
+            TransferTimeout: it has not ended yet.
+            KVStoreError: what :meth:`~kvstore.client.space.Space.put` raises.
+        """
+        return self._outcome(timeout_s)
+
+
+class RestoreJob(Job[RestoreResult]):
+    """A restore in the background. A store in trouble restores 0 pages; nothing is raised."""
+
+    def __init__(
+        self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool
+    ) -> None:
+        """Queue it at once."""
+        self._progress = progress
+        self._layered = layered
+        super().__init__(worker, run)
+        if self.done:  # refused: no layer will come
+            progress.finish()
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Wait until layer ``layer`` of all restored pages is in place, or the job has ended.
+
+        Only a job of order ``segment`` tells layers apart; for others this waits for the end. Which
+        pages hold valid KV of the layer: the first ``verified_pages``.
+        """
+        if not self._layered:
+            return self.wait(timeout_s)
+        if self.done:
+            return self._progress.done > layer
+        return self._progress.wait(layer + 1, timeout_s)
+
+    @property
+    def verified_pages(self) -> int:
+        """Leading pages that verified: of a ``segment`` job known once layer 0 is in place.
+
+        Of a page that changes before its last layer was copied it takes back that the page is good;
+        ask again after each :meth:`wait_layer`.
+        """
+        return self._progress.good_pages
+
+    def cancel(self) -> None:
+        """Ask it to stop early: a hint. Wait for its end before using the blocks otherwise."""
+        self._progress.cancel()
+
+    def result(self, timeout_s: float = 60.0) -> RestoreResult:
+        """How much was restored.
+
+        Raises:
+            TransferTimeout: it has not ended yet.
+        """
+        try:
+            return self._outcome(timeout_s)
+        except TransferTimeout:
+            raise
+        except KVStoreError as error:
+            log.warning("a restore became a miss: %s", error)
+            return RestoreResult(0)
+
+    def forked(self) -> None:
+        """See :class:`Job`; no layer will come."""
+        super().forked()
+        self._progress.changed = threading.Condition()
+        self._progress.finish()
+
+    def run(self) -> None:
+        """Carry it out, then wake whoever waits for a layer."""
+        super().run()
+        self._progress.finish()

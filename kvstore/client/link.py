@@ -1,0 +1,462 @@
+"""A client's link to a node: requests under deadlines, on a connection that is re-made by itself.
+
+The calling thread does its own round trips (:mod:`kvstore.client.exchange`). A missed deadline or a
+broken socket ends the connection: from then on every call fails at once (``PeerUnreachable``) until
+a background thread has connected again, so an engine never waits twice for a node that is stopped.
+
+What is decided about connections, moves and memory is decided by
+:class:`~kvstore.client.reconnecting.Reconnecting`, under one lock that nobody holds while he waits.
+The background thread also notices when the node goes away, and unmaps what nobody uses.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
+from types import TracebackType
+from typing import Final, Protocol
+
+from kvstore import wire
+from kvstore.client import forks
+from kvstore.client.endpoint import (
+    CONNECT_TIMEOUT_S,
+    as_transfer_error,
+    fetch_extents,
+    nobody_listens,
+)
+from kvstore.client.exchange import Connection
+from kvstore.client.mapping import Mapping, Use
+from kvstore.client.reconnecting import Effects, Move, Reconnecting
+from kvstore.errors import (
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+    error_from_code,
+)
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 5.0
+"""How often a client asks which of the extents it has mapped are gone, beside whenever it maps."""
+SETTLE_WAIT_S: Final = 30.0
+"""How long a closed link goes on trying to tell a node that does not answer what is over."""
+_BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_TICK_S: Final = 0.05
+_ORIGIN_BYTES: Final = 16
+
+
+class NodeLink(Protocol):
+    """What the client needs of a node, whether it is behind a socket or in this process."""
+
+    @property
+    def epoch(self) -> int:
+        """Rises with every new connection; what was opened on an earlier one is void."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a request may succeed now."""
+
+    @property
+    def quota_bytes(self) -> int:
+        """What this engine may have pinned or reserved at the node; 0 while that is not known."""
+
+    def request(
+        self, message: wire.Request, timeout_s: float, epoch: int | None = None
+    ) -> wire.Answer:
+        """Send a request and wait for its answer.
+
+        Args:
+            message: gets its ``id`` here.
+            timeout_s: longest wait.
+            epoch: the connection it is meant for; on another one it is not sent.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: no answer.
+            KVStoreError: the node refused; its own error.
+        """
+
+    def send(self, message: wire.Request, epoch: int | None = None) -> None:
+        """Send a message that has no answer, without waiting.
+
+        It is lost without a word when the node is away, or connected anew since ``epoch``.
+        """
+
+    def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
+        """The same for what has no hurry: with the next message, or soon."""
+
+    def moving(self) -> AbstractContextManager[Use]:
+        """Touch the node's memory inside: it stays mapped, and the node knows when it ended."""
+
+    def close(self) -> None:
+        """End the connection and unmap, as soon as no move goes on."""
+
+
+class Moving:
+    """One move, from its beginning to its end. Not ended by being forgotten: it might still read.
+
+    Args:
+        begin: begins it.
+        end: ends it.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Move, Use]], end: Callable[[Move], None]) -> None:
+        """Begin nothing yet."""
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> Use:
+        self._move, self._use = self._begin()
+        return self._use
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        try:
+            self._use.end()
+        finally:
+            self._end(self._move)
+
+
+class Link:
+    """A :class:`NodeLink` over the node's Unix socket.
+
+    Args:
+        path: the socket.
+        name: what the node calls this engine in its statistics.
+        session: the session to join; empty for a new one.
+        level: at which it logs that the node is away: once an engine is enough.
+    """
+
+    def __init__(
+        self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING
+    ) -> None:
+        """Connect if the node is there; otherwise the background thread goes on trying."""
+        self.path = path
+        self._level = level
+        self.name = name
+        self.session = session
+        self.quota_bytes = 0
+        self._node_minor = 0
+        self.why = "not connected yet"
+        self._refusal = ""
+        self._locks()
+        #: The three below change together, under ``_state``.
+        self._reconnecting = Reconnecting()
+        self._connection: Connection | None = None
+        self._mappings: dict[int, Mapping] = {}
+        #: Mappings that nobody uses, to be closed in the background.
+        self._unused: list[Mapping] = []
+        self._origin = os.urandom(_ORIGIN_BYTES)
+        #: None in a forked child until its first request.
+        self._thread: threading.Thread | None = None
+        try:
+            self._dial()
+        except KVStoreError as error:
+            self.why = self._refusal = str(error)
+            log.log(level, "%s: no node at %s (%s); all misses until there is", name, path, error)
+        self._start()
+        forks.register(self)
+
+    def _locks(self) -> None:
+        #: Protects what is known of connections, moves and mappings; nobody waits under it.
+        self._state = threading.Lock()
+        self._reviving = threading.Lock()
+        self._wake = threading.Event()
+
+    @property
+    def epoch(self) -> int:
+        """See :class:`NodeLink`."""
+        self._revive(CONNECT_TIMEOUT_S)
+        return self._reconnecting.connection
+
+    @property
+    def connected(self) -> bool:
+        """Whether a request may succeed now."""
+        connection = self._connection
+        return connection is not None and not connection.broken
+
+    def request(
+        self, message: wire.Request, timeout_s: float, epoch: int | None = None
+    ) -> wire.Answer:
+        """See :class:`NodeLink`."""
+        deadline = monotonic() + timeout_s
+        self._revive(timeout_s)
+        connection = self._connection
+        if connection is None or self._reconnecting.closing:
+            raise PeerUnreachable(f"{self.path}: {self.why}")
+        if epoch is not None and epoch != connection.number:
+            raise PeerUnreachable(f"{self.path}: connected anew in the middle of a call")
+        try:
+            answer = connection.request(message, deadline)
+        except (OSError, KVStoreError) as error:
+            if connection.broken:
+                self._lost(connection)
+            raise as_transfer_error(error, self.path) from error
+        if isinstance(answer, wire.Failure):
+            raise error_from_code(answer.code, answer.message, answer.field)
+        return answer
+
+    def send(self, message: wire.Request, epoch: int | None = None) -> None:
+        """See :class:`NodeLink`."""
+        connection = self._connection
+        if connection is not None and epoch in (None, connection.number):
+            connection.post(message, now=True)
+
+    def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
+        """See :class:`NodeLink`.
+
+        A node that is woken for it would keep this process from its own work for some 50 µs.
+        """
+        connection = self._connection
+        if connection is not None and epoch in (None, connection.number):
+            connection.post(message, now=False)
+
+    def moving(self) -> Moving:
+        """See :class:`NodeLink`."""
+        self._revive(CONNECT_TIMEOUT_S)
+        return Moving(self._begin, self._ended)
+
+    def unfinished_moves(self) -> dict[int, int]:
+        """Moves and views that go on, by the number of the connection they began on."""
+        with self._state:
+            return self._reconnecting.unfinished()
+
+    def close(self) -> None:
+        """See :class:`NodeLink`.
+
+        While a move or view goes on, the connection stays until that has ended; no request is sent
+        on it any more.
+        """
+        with self._state:
+            self.why = "the store is closed"
+            effects = self._reconnecting.close()
+            connection = self._note(effects)
+        self._hang_up(effects, connection)
+        thread = self._thread
+        if thread is not None and self._reconnecting.closed:
+            thread.join(CONNECT_TIMEOUT_S * 3)
+        if thread is None:
+            self._tidy()
+
+    # ---- connecting -------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        """One attempt to connect and to say Hello.
+
+        Raises:
+            KVStoreError: why not.
+        """
+        with self._state:
+            number = self._reconnecting.dial()
+        connection = Connection(self.path, number)
+        try:
+            hello = wire.Hello(
+                0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session,
+                self._origin, number,
+            )  # fmt: skip
+            answer = connection.request(hello, monotonic() + CONNECT_TIMEOUT_S)
+            if isinstance(answer, wire.Failure):
+                raise error_from_code(answer.code, answer.message, answer.field)
+            if not isinstance(answer, wire.Welcome):
+                raise ProtocolError(f"{type(answer).__name__} is no answer to Hello")
+        except (OSError, KVStoreError) as error:
+            connection.close(str(error))
+            raise as_transfer_error(error, self.path) from error
+        with self._state:
+            effects = self._reconnecting.adopt(number, answer.boot)
+            if effects is not None:
+                self._adopted(connection, answer)
+                self._note(effects)
+        if effects is None:
+            connection.close("it is not wanted any more")
+        else:
+            self._hang_up(effects, connection)
+
+    def _adopted(self, connection: Connection, welcome: wire.Welcome) -> None:
+        """Take over what the node said of itself; the caller holds ``_state``."""
+        self.session = welcome.session
+        self.quota_bytes = welcome.quota_bytes
+        self._node_minor = welcome.minor
+        self._connection = connection
+        memory = self._reconnecting.memory
+        if memory and memory not in self._mappings:
+            session, boot = welcome.session, welcome.boot
+
+            def fetch(
+                numbers: Sequence[int], known: Sequence[int], keep: Callable[[int], None]
+            ) -> list[int]:
+                return fetch_extents(self.path, session, boot, numbers, known, keep)
+
+            self._mappings[memory] = Mapping(boot, fetch)
+
+    def _lost(self, connection: Connection) -> None:
+        """The connection is broken, or the node has closed it."""
+        why = connection.broken or "the node closed the connection"
+        with self._state:
+            if not self._reconnecting.lose(connection.number):
+                return
+            self._connection = None
+            closing = self._reconnecting.closing
+            self.why = self.why if closing else why
+        connection.close(why)
+        self._wake.set()
+        if not closing:
+            log.log(self._level, "%s: lost the node at %s (%s); misses until it is back",
+                    self.name, self.path, why)  # fmt: skip
+
+    # ---- moves ------------------------------------------------------------------------------
+
+    def _begin(self) -> tuple[Move, Use]:
+        with self._state:
+            move = self._reconnecting.begin()
+            if move is None:
+                raise PeerUnreachable(f"{self.path}: {self.why}")
+            return move, self._mappings[move.memory].use()
+
+    def _ended(self, move: Move) -> None:
+        with self._state:
+            effects = self._reconnecting.end(move)
+            connection = self._note(effects)
+        self._hang_up(effects, connection)
+        if self._thread is None:
+            self._tidy()
+
+    def _note(self, effects: Effects) -> Connection | None:
+        """Carry out what a decision leads to, on the connection it was made on; not hanging up.
+
+        The caller holds ``_state``, so that no other decision comes between.
+        """
+        connection = self._connection
+        named = self._node_minor >= wire.SETTLED_MINOR
+        if effects.settle and connection is not None and named:
+            connection.post(wire.Settled(effects.settle), now=True)
+        self._unused += [self._mappings.pop(number) for number in effects.unmap]
+        return connection
+
+    def _hang_up(self, effects: Effects, connection: Connection | None) -> None:
+        if not effects.hang_up or connection is None:
+            return
+        said = connection.close("the store is closed")
+        with self._state:
+            self._reconnecting.hung_up(connection.number, said=said)
+            if self._connection is connection:
+                self._connection = None
+        self._wake.set()
+
+    # ---- in the background ------------------------------------------------------------------
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._maintain, name="kvstore-link", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: the next request tries again
+            log.warning("%s: the connection to %s is not watched: %s", self.name, self.path, error)
+        else:
+            self._thread = thread
+
+    def _maintain(self) -> None:
+        attempt, asked, quiet = 0, monotonic(), 0.0
+        while not self._reconnecting.closed:
+            connection = self._connection
+            if connection is not None:
+                attempt = 0
+                if connection.wait_closed(_TICK_S):
+                    self._lost(connection)
+                else:
+                    connection.flush()
+                if monotonic() - asked > ASK_S:
+                    self._ask()
+                    asked = monotonic()
+            else:
+                self._wake.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                self._wake.clear()
+                attempt += 1
+                self._try_to_connect()
+            self._tidy()
+            if not self._reconnecting.closing or self.unfinished_moves():
+                quiet = 0.0
+            else:
+                quiet = quiet or monotonic()
+                if monotonic() - quiet > SETTLE_WAIT_S:
+                    self._give_up()
+        self._tidy()
+
+    def _try_to_connect(self) -> None:
+        if self._reconnecting.closed:
+            return
+        try:
+            self._dial()
+        except KVStoreError as error:
+            if not self._reconnecting.closing:
+                self.why = str(error)
+            if nobody_listens(error):
+                with self._state:
+                    self._note(self._reconnecting.gone())
+            elif isinstance(error, ProtocolError) and str(error) != self._refusal:
+                self._refusal = str(error)
+                log.log(self._level, "%s: %s; misses until that changes", self.name, error)
+        else:
+            log.info("%s: connected to the node at %s again", self.name, self.path)
+
+    def _ask(self) -> None:
+        """Learn which extents are gone: an idle client would not hear of it."""
+        with self._state:
+            present = self._mappings.get(self._reconnecting.memory)
+        try:
+            if present is not None:
+                present.ask()
+        except KVStoreError as error:
+            log.debug("which extents are gone is not known: %s", error)
+
+    def _tidy(self) -> None:
+        """Unmap what nobody uses."""
+        with self._state:
+            unused, self._unused = self._unused, []
+            present = self._mappings.get(self._reconnecting.memory)
+        for mapping in unused:
+            mapping.close()
+        if present is not None:
+            present.sweep()
+
+    def _give_up(self) -> None:
+        log.warning(
+            "%s: the node at %s did not answer for %s s: what it keeps for us is free when this"
+            " process ends", self.name, self.path, SETTLE_WAIT_S,
+        )  # fmt: skip
+        with self._state:
+            self._note(self._reconnecting.give_up())
+
+    # ---- fork -------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """In a forked child: give up what is the parent's; the next request connects anew."""
+        self._locks()
+        for mapping in list(self._mappings.values()):
+            mapping.forked()
+        self._mappings, self._unused, self._connection = {}, [], None
+        self._reconnecting.fork()
+        self._origin = os.urandom(_ORIGIN_BYTES)
+        self.why = "forked"
+        self._thread = None
+
+    def _revive(self, timeout_s: float) -> None:
+        """Make what a forked child, or a process without threads, does not have."""
+        if self._thread is not None:
+            return
+        if not self._reviving.acquire(timeout=timeout_s):
+            raise TransferTimeout(f"{self.path}: other requests took too long to connect")
+        try:
+            self._begin_anew()
+        finally:
+            self._reviving.release()
+
+    def _begin_anew(self) -> None:
+        if self._thread is not None or self._reconnecting.closing:
+            return  # another thread was faster
+        if self._connection is None:
+            self._try_to_connect()
+        self._start()

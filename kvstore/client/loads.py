@@ -1,0 +1,272 @@
+"""Loads: pages of one space into an engine's memory, from the slab and then from the node."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover, wire
+from kvstore.client.leases import Leases, names
+from kvstore.client.link import NodeLink
+from kvstore.client.mapping import Use
+from kvstore.client.promotion import Promotion
+from kvstore.client.resources import Opened, Services
+from kvstore.client.results import PageViews
+from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.mover.kvpool import KVPool
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
+from kvstore.state.table.slab import PageSet
+
+if TYPE_CHECKING:
+    from kvstore.tier.gpu import Fence
+
+log = logging.getLogger(__name__)
+
+VERIFY = True
+"""A test switches it off, to show that without the check wrong bytes would reach an engine."""
+
+
+class _Leased(NamedTuple):
+    """A run of pages under a lease, mapped here.
+
+    Attributes:
+        sources: shape (n,), uint64: where the pages are.
+        digests: shape (n, 16), uint8: what they must digest to.
+        seeds: shape (n,), uint64.
+    """
+
+    opened: Opened
+    memory: Use
+    answer: wire.Acquired
+    sources: mover.Addresses
+    digests: mover.Digests
+    seeds: npt.NDArray[np.uint64]
+
+
+class _Blocks(NamedTuple):
+    """Where a load to a device goes; see :meth:`kvstore.tier.gpu.DeviceSlab.load_blocks`."""
+
+    pool: KVPool
+    blocks: npt.NDArray[np.int64]
+    fence: "Fence | None"
+
+
+class Loads:
+    """The loads of one space.
+
+    Args:
+        services: the node, and the slab.
+        pages: of each shard of the engine.
+        numbers: what the space is called on a connection.
+    """
+
+    def __init__(
+        self, services: Services, pages: tuple[PageSet, ...],
+        numbers: Callable[[NodeLink], Opened],
+    ) -> None:  # fmt: skip
+        """Load nothing yet."""
+        self._services = services
+        self._pages = pages
+        self._numbers = numbers
+        self.leases = Leases(services, [one.page_bytes for one in pages], numbers)
+
+    def load(
+        self, keys: PrefixKeys, target: mover.Pieces, shard: int,
+        progress: mover.Progress | None, order: mover.Order, at_once: int,
+    ) -> int:  # fmt: skip
+        """Copy and verify the leading run of pages that is there; returns its length.
+
+        Args:
+            keys: consecutive.
+            target: where to, in host memory.
+            shard: whose pages.
+            progress: to cancel it, and to wait for layers.
+            order: what is ready first.
+            at_once: pages leased at a time.
+        """
+        loaded, first, start = 0, 0, perf_counter()
+        disk_waits = self._services.disk_waits
+        at_once = max(1, len(keys) if order == "segment" else at_once)
+        try:
+            if self._services.promotion is not None:
+                loaded, final = self._from_slab(keys, target, shard, progress, order)
+                if final:
+                    return loaded
+                first, start = loaded, perf_counter()
+            while loaded < len(keys):
+                stop = min(loaded + at_once, len(keys))
+                part = target.pages(loaded, stop)
+                count = self._from_node(keys[loaded:stop], part, shard, progress, order)
+                loaded += count
+                if loaded < stop:
+                    break
+        except KVStoreError as error:
+            self._services.note_trouble(error)
+        size = (loaded - first) * self._pages[shard].page_bytes
+        if self._services.disk_waits == disk_waits:
+            self._services.note_load(size, perf_counter() - start)
+        return loaded
+
+    def device_load(
+        self, keys: PrefixKeys, pool: KVPool, blocks: npt.ArrayLike, shard: int,
+        progress: mover.Progress, at_once: int,
+    ) -> Callable[[], int]:  # fmt: skip
+        """A load to blocks on a device: to be called once, in the background.
+
+        Pages go through the slab: whole pages are what a device copies from host memory fastest,
+        and what spreads them over the blocks runs on the device.
+
+        Raises:
+            InvalidArgument: there is no slab on the pool's device.
+        """
+        promotion = self._services.promotion
+        if promotion is None or not promotion.slab.serves(pool):
+            have = "no device slab" if promotion is None else f"one on {promotion.slab.device}"
+            raise InvalidArgument("pool", f"is on {pool.device}; this store has {have}")
+        slab, pages = promotion.slab, self._pages[shard]
+        table = np.array(blocks, dtype=np.int64).reshape(-1)
+        each = pool.blocks_per_page(pages.page_bytes)
+        fence = slab.fence()
+
+        def run() -> int:
+            loaded = 0
+            try:
+                while loaded < len(keys) and not progress.cancelled:
+                    rest = keys[loaded : loaded + at_once]
+                    part = _Blocks(pool, table[loaded * each : (loaded + len(rest)) * each], fence)
+                    count = slab.load_blocks(pages, rest, *part)
+                    count = count or self._through_slab(rest, part, shard, promotion, progress)
+                    if not count:
+                        break
+                    loaded += count
+            except KVStoreError as error:
+                self._services.note_trouble(error)
+            progress.before = loaded
+            return loaded
+
+        return run
+
+    def view(self, keys: PrefixKeys, shard: int) -> PageViews:
+        """Views of the leading run that is there, verified, under a lease."""
+        with ExitStack() as undo:
+            try:
+                leased = self._lease(keys, shard, undo)
+                size = self._pages[shard].page_bytes
+                good = (mover.digest(leased.sources, size, leased.seeds) == leased.digests).all(1)
+                count = self._verified(leased, keys, shard, good)
+                views = leased.memory.views(leased.answer.addresses, size)[:count]
+            except KVStoreError as error:
+                self._services.note_trouble(error)
+                return PageViews([], lambda: None)
+            return PageViews(views, undo.pop_all().close)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _from_slab(
+        self, keys: PrefixKeys, target: mover.Pieces, shard: int,
+        progress: mover.Progress | None, order: mover.Order,
+    ) -> tuple[int, bool]:  # fmt: skip
+        """Load the leading run of the slab; also tells whether nothing may be loaded after it."""
+        assert self._services.promotion is not None
+        slab, pages = self._services.promotion.slab, self._pages[shard]
+        run = slab.run(pages, keys.packed)
+        if not run:
+            return 0, not len(keys)
+        # Layers are announced by whoever copies the last pages. If that is the slab, all has been
+        # announced when it ends: what came later would be taken for there.
+        last = run == len(keys)
+        part = target if last else target.pages(0, run)
+        loaded = slab.load(pages, keys[:run], part, progress, order if last else "page")
+        if last and order == "segment":
+            return loaded, True
+        if progress is not None:
+            progress.before = loaded
+        return loaded, loaded == len(keys)
+
+    def _from_node(
+        self, keys: PrefixKeys, target: mover.Pieces, shard: int,
+        progress: mover.Progress | None, order: mover.Order,
+    ) -> int:  # fmt: skip
+        with ExitStack() as undo:
+            leased = self._lease(keys, shard, undo)
+            count = len(leased.sources)
+            if not count:
+                return 0
+            target = target if count == len(keys) else target.pages(0, count)
+            size = self._pages[shard].page_bytes
+            good = mover.scatter(
+                leased.sources, size, leased.digests, leased.seeds, target, progress, order
+            )
+            count = self._verified(leased, keys, shard, good, progress)
+            promotion = self._services.promotion
+            kept = min(count, leased.answer.lasting)
+            if kept and promotion is not None and promotion.slab.mapped:
+                promotion.promote(
+                    self._pages[shard], keys[:kept], leased.sources, leased.answer.digests,
+                    undo, self._services.link.quota_bytes,
+                )  # fmt: skip
+            return count
+
+    def _through_slab(
+        self, keys: PrefixKeys, target: _Blocks, shard: int, promotion: Promotion,
+        progress: mover.Progress,
+    ) -> int:  # fmt: skip
+        """Bring the leading run from the node to the slab, and on to the blocks; its length."""
+        slab, pages = promotion.slab, self._pages[shard]
+        with ExitStack() as undo:
+            leased = self._lease(keys, shard, undo)
+            there = len(leased.sources)
+            promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
+            count = slab.load_blocks(pages, keys[:there], *target)
+            # What leaves the node by itself does not stay here either.
+            slab.forget(pages, keys[leased.answer.lasting : there].packed)
+            if count < there and not progress.cancelled:
+                source, seed = leased.sources[count : count + 1], leased.seeds[count : count + 1]
+                found = mover.digest(source, pages.page_bytes, seed)
+                if VERIFY and not np.array_equal(found[0], leased.digests[count]):
+                    self._quarantine(leased, keys, shard, count)
+            return count
+
+    def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack) -> _Leased:
+        """Lease what is there of a run; ``undo`` gives it back."""
+        link, lease = self._services.link, next(names)
+        # Before the memory: a request of its epoch is of its memory.
+        opened = self._numbers(link)
+        memory = undo.enter_context(link.moving())
+        undo.callback(link.send_later, wire.Release(lease), opened.epoch)
+        answer = self.leases.acquire(opened, keys, shard, lease)
+        digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        packed = keys.packed[: len(digests) * KEY_BYTES]
+        return _Leased(
+            opened, memory, answer,
+            memory.locate(answer.addresses, self._pages[shard].page_bytes, write=False), digests,
+            page_seeds(packed, self._pages[shard].seed),
+        )  # fmt: skip
+
+    def _verified(
+        self, leased: _Leased, keys: PrefixKeys, shard: int, good: npt.NDArray[np.bool_],
+        progress: mover.Progress | None = None,
+    ) -> int:  # fmt: skip
+        """Length of the verified run; reports the first page that failed (unless cancelled)."""
+        if bool(good.all()) or not VERIFY:
+            return len(good)
+        first = int(np.argmin(good))
+        if progress is None or not progress.cancelled:
+            self._quarantine(leased, keys, shard, first)
+        return first
+
+    def _quarantine(self, leased: _Leased, keys: PrefixKeys, shard: int, index: int) -> None:
+        """The page is a miss from now on: at the node, and in the slab."""
+        opened, link = leased.opened, self._services.link
+        slot = np.frombuffer(leased.answer.addresses, dtype=wire.ADDRESS)[index]
+        number, generation = opened.shards[shard], int(slot["generation"])
+        boot = leased.memory.boot
+        link.send(wire.Corrupt(opened.space, number, keys[index], generation, boot), opened.epoch)
+        if self._services.promotion is not None:
+            self._services.promotion.slab.forget(self._pages[shard], keys[index])
+        self._services.troubles["corrupt"] += 1
+        log.error("page %s failed its digest: quarantined, a miss", keys[index].hex()[:16])

@@ -1,0 +1,289 @@
+"""The client: what engine adapters, tools and tests hold of a store.
+
+Two rules for whoever calls this from inside an engine:
+
+* Reading never raises for a store in trouble: a node that is away, slow, full or wrong is a miss
+  (``troubles`` counts why). Storing says what it could not do by raising a ``KVStoreError``.
+* Nothing waits without a deadline, and bytes move in native calls that hold no interpreter lock.
+"""
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final, Literal, get_args
+
+from kvstore import wire
+from kvstore.client import forks
+from kvstore.client.link import Link, NodeLink
+from kvstore.client.promotion import Promotion
+from kvstore.client.resources import Services
+from kvstore.client.space import Space
+from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
+from kvstore.errors import (
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    TransferError,
+    TransferTimeout,
+)
+from kvstore.page import ShardSpec, SpaceIdentity
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S: Final = 1.0
+SyncName = Literal["none", "interval", "always"]
+_SSD_BYTES_MIN: Final = 1 << 20
+_SEGMENT_BYTES_MAX: Final = 256 << 20
+
+
+class KVStore:
+    """A node as an engine uses it. Make one with :meth:`connect` or :meth:`open`; thread-safe."""
+
+    def __init__(
+        self, link: NodeLink, timeout_s: float = TIMEOUT_S, promotion: Promotion | None = None
+    ) -> None:
+        """Use :meth:`connect` or :meth:`open`."""
+        self._link = link
+        #: Protects the two below. Held while one of them is made, which ends by itself.
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Link] = {}
+        self._closed = False
+        self._timeout_s = timeout_s
+        self._services = Services(link, self._waiting_link, timeout_s, promotion)
+        forks.register(self)
+
+    @property
+    def troubles(self) -> Counter[str]:
+        """Error code → how often a read became a miss because of it."""
+        return self._services.troubles
+
+    @classmethod
+    def connect(
+        cls,
+        address: str = "unix:///run/kvstore/kvstore.sock",
+        *,
+        name: str = "client",
+        session: bytes = b"",
+        timeout_s: float = TIMEOUT_S,
+        device_slab: DeviceSlabConfig | None = None,
+        log_level: int = logging.WARNING,
+    ) -> "KVStore":
+        """Connect to the node at ``address``; with nobody there, everything misses until there is.
+
+        Args:
+            address: ``unix://`` and the socket's path.
+            name: what the node calls this engine in its statistics.
+            session: ``session_token`` of the engine's first process, to join its session.
+            timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
+            device_slab: keep copies of what is loaded in memory of our own; None = no slab.
+            log_level: at which it says that the node is away; lower it in an engine's further
+                processes, so that the engine says it once.
+
+        Raises:
+            InvalidArgument: the address is malformed, or no such device.
+            TierUnavailable: the device, its memory or torch is not there.
+        """
+        scheme, _, path = address.partition("://")
+        if scheme != "unix" or not path.startswith("/"):
+            raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
+        promotion = Promotion.open(device_slab)
+        return cls(Link(path, name, session, log_level), timeout_s, promotion)
+
+    @classmethod
+    def open(
+        cls, capacity_bytes: int = 1 << 30, *, extent_bytes: int = 64 << 20, prefault: bool = False,
+        ssd_directories: Sequence[str | Path] = (), ssd_capacity_bytes: int = 64 << 30,
+        sync: SyncName = "interval", device_slab: DeviceSlabConfig | None = None,
+    ) -> "KVStore":  # fmt: skip
+        """Run a node of ``capacity_bytes`` in this process, for it alone.
+
+        Args:
+            capacity_bytes: of memory.
+            extent_bytes: of one piece of it, a multiple of 4096.
+            prefault: touch all of it in the background.
+            ssd_directories: where pages go that memory has no room for, best one a disk; a store
+                opened on them again finds them. Empty = memory only.
+            ssd_capacity_bytes: of each directory, never exceeded.
+            sync: when what is written there survives a power cut; with ``none``, nothing can be
+                put durably.
+            device_slab: keep copies of what is loaded on the engine's device; None = no slab.
+
+        Raises:
+            InvalidArgument: a value that cannot be; names it.
+            ConfigError, TierUnavailable: a directory or a device cannot be used; names it and why.
+        """
+        for field, size in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
+            if size < 1 << 16:
+                raise InvalidArgument(field, f"{size} is less than {1 << 16}")
+        if extent_bytes % 4096:
+            raise InvalidArgument("extent_bytes", f"{extent_bytes} is no multiple of 4096")
+        from kvstore.client.embedded import Embedded
+
+        host = HostConfig(
+            capacity_bytes=capacity_bytes,
+            extent_bytes=min(extent_bytes, capacity_bytes // 4096 * 4096),
+            prefault=prefault,
+        )
+        ssd = _ssd_config(ssd_directories, ssd_capacity_bytes, sync)
+        promotion = Promotion.open(device_slab)
+        try:
+            return cls(Embedded(host, "embedded", ssd), promotion=promotion)
+        except KVStoreError:
+            if promotion is not None:
+                promotion.close()
+            raise
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node answers, as far as is known."""
+        return self._link.connected
+
+    @property
+    def session_token(self) -> bytes:
+        """What other processes of the same engine pass to :meth:`connect`; empty when embedded."""
+        return self._link.session if isinstance(self._link, Link) else b""
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """How fast loads have been (moving average)."""
+        return self._services.load_bytes_per_s
+
+    def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> "Space":
+        """The pages of one model, as the ranks of one engine hold them.
+
+        Raises:
+            InvalidArgument, LayoutMismatch: the node refuses; names the field. A node that is away
+                is asked when it is back, and a refusal then makes everything miss.
+        """
+        space = Space(self._services, identity, shards)
+        try:
+            space.numbers()
+        except TransferError as error:
+            log.debug("space of %s opens later: %s", identity.model, error)
+        return space
+
+    def report_prefill(self, seconds_per_token: float) -> None:
+        """Tell the node what computing a token costs this engine."""
+        self._link.send(wire.ReportPrefill(seconds_per_token))
+
+    def ping(self) -> float:
+        """Seconds that one round trip to the node takes.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it does not answer.
+        """
+        start = perf_counter()
+        self._link.request(wire.Ping(0), self._timeout_s)
+        return perf_counter() - start
+
+    def stats(self) -> dict[str, Any]:
+        """The node's statistics, and under ``slab`` those of our own device slab, if there is one.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it does not answer.
+        """
+        mine = self.slab_stats()
+        own = {} if mine is None else {"slab": mine}
+        if not isinstance(self._link, Link):
+            return {**self._link.stats(), **own}  # type: ignore[attr-defined]
+        answer = self._link.request(wire.Stats(0), self._timeout_s)
+        assert isinstance(answer, wire.StatsReply)
+        return {**json.loads(answer.json), **own}
+
+    def slab_stats(self) -> dict[str, Any] | None:
+        """Statistics of our own device slab, whether the node is there or not; None without one."""
+        promotion = self._services.promotion
+        return None if promotion is None else promotion.stats()
+
+    def clear_slab(self) -> int:
+        """Empty our own device slab; returns how many pages were there. The node keeps its own."""
+        promotion = self._services.promotion
+        return 0 if promotion is None else promotion.slab.clear()
+
+    def close(self) -> None:
+        """Finish submitted jobs, then leave the node; nothing of it stays mapped.
+
+        While a view is open, or a put of another thread goes on, its memory stays, and the node is
+        left when that has ended. Whatever else is asked of the store is a miss, or refused.
+        """
+        promotion = self._services.promotion
+        with ExitStack() as steps:  # each is done, whatever becomes of the one before
+            steps.callback(self._link.close)
+            steps.callback(self._close_waiting)
+            if promotion is not None:
+                steps.callback(promotion.close)
+            steps.callback(self._services.stores.close)
+            steps.callback(self._services.loads.close)
+
+    def forked(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "KVStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def _waiting_link(self, purpose: str) -> NodeLink:
+        """A connection of its own for requests of one purpose that may wait.
+
+        Raises:
+            TransferTimeout, PeerUnreachable: it cannot be had now.
+        """
+        main = self._link
+        if not isinstance(main, Link):
+            return main
+        link = self._waiting.get(purpose)
+        if link is not None:
+            return link
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise TransferTimeout(f"{main.path}: another connection takes too long")
+        try:
+            link = self._waiting.get(purpose)
+            if link is None:
+                # It joins the session of the main one, which says whatever there is to say.
+                if self._closed or not main.session:
+                    raise PeerUnreachable(f"{main.path}: {main.why}")
+                link = Link(main.path, main.name, main.session, logging.DEBUG)
+                self._waiting[purpose] = link
+        finally:
+            self._lock.release()
+        return link
+
+    def _close_waiting(self) -> None:
+        with self._lock:
+            self._closed = True
+            links = list(self._waiting.values())
+        for link in links:
+            link.close()
+
+
+def _ssd_config(
+    directories: Sequence[str | Path], capacity_bytes: int, sync: SyncName
+) -> SSDConfig:
+    if capacity_bytes < _SSD_BYTES_MIN:
+        raise InvalidArgument("ssd_capacity_bytes", f"{capacity_bytes} < {_SSD_BYTES_MIN}")
+    if sync not in get_args(SyncName):
+        raise InvalidArgument("sync", f"{sync!r} is none of {', '.join(get_args(SyncName))}")
+    if isinstance(directories, (str, Path)):
+        raise InvalidArgument("ssd_directories", "is a sequence of directories, not one")
+    paths = tuple(str(path) for path in directories)
+    if len(set(paths)) < len(paths):
+        raise InvalidArgument("ssd_directories", "names a directory twice")
+    return SSDConfig(
+        directories=paths,
+        capacity_bytes=capacity_bytes,
+        # An eighth, so that room can be given back by the segment in a small directory too.
+        segment_bytes=min(_SEGMENT_BYTES_MAX, max(1 << 18, capacity_bytes // 8 // 4096 * 4096)),
+        sync=sync,
+    )

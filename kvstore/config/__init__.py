@@ -1,0 +1,497 @@
+"""Configuration: one frozen tree, read once at start-up and passed down in sections.
+
+Sources, later ones win: the built-in default, a TOML file, environment variables
+(``KVSTORE__HOST__CAPACITY_BYTES``), ``--set host.capacity_bytes=8GiB``. An unknown key or a value
+that does not fit is refused with the key and the source that named it, and so is a variable that
+is spelt so nearly like one of these that it must be meant.
+"""
+
+import difflib
+import ipaddress
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from kvstore.config.constraints import allowed
+from kvstore.config.machine import Needs
+from kvstore.config.sizes import exact, size_of
+from kvstore.errors import ConfigError, reason
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_NEAR: Final = 0.8
+"""So alike (:mod:`difflib`) are two names of which one is taken for the other misspelt."""
+_ELSEWHERE: Final = re.compile(r"KVSTORE_(URL|TOKEN(_FILE)?|CONDUCTOR_.*)")
+"""Variables of the command ``kvstore`` and of the Conductor."""
+_SERVICE_LINK: Final = re.compile(
+    r".*_(SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)=.*|.*_PORT=(tcp|udp|sctp)://.*"
+)
+"""Variables that Kubernetes sets for a service: ``KVSTORE_PORT=tcp://10.0.0.1:80`` and more."""
+
+EXTENTS_MAX: Final = 1 << 20
+"""Descriptors that Linux lets a process have unless it is told otherwise (fs.nr_open)."""
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, keyword-only, unknown keys refused."""
+
+
+class NodeConfig(Section, frozen=True):
+    """Who this node is.
+
+    Attributes:
+        name: names the node in events, metrics and routing decisions.
+    """
+
+    name: Annotated[
+        str,
+        msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -"),
+    ] = "local"
+
+
+class SocketConfig(Section, frozen=True):
+    """The Unix socket that engines on this machine connect to.
+
+    Attributes:
+        path: where the socket is; its directory is made if need be.
+        group_access: mode 0660 instead of 0600, and peers of the socket's group are let in.
+        connections_max: further connections are refused.
+        tenants: who may use which tenant's pages: ``TENANT=USER`` or ``TENANT=@GROUP`` each, by
+            name or number. Empty = who may connect may use any. With entries any user may connect,
+            and is refused unless an entry is for it; root and the node's own user may use any.
+    """
+
+    path: str = "/run/kvstore/kvstore.sock"
+    group_access: bool = False
+    connections_max: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1024
+    tenants: tuple[str, ...] = ()
+
+
+class HostConfig(Section, frozen=True):
+    """L2: host memory that engines map.
+
+    Attributes:
+        capacity_bytes: all of it; rounded down to whole extents.
+        extent_bytes: memory is shared, moved between models and mapped by clients in these pieces;
+            no page may be larger.
+        session_quota_bytes: what one engine may have pinned, reserved or left behind at a time;
+            0 = half of the capacity.
+        lease_s_max: the longest lease a client may ask for.
+        policy: which pages leave memory first: ``kvstore``, ``lru``, ``lfu``, ``tinylfu`` or
+            ``s3-fifo``.
+        prefault: touch all memory in the background at start (a first touch is 5-40 times as slow
+            as a copy).
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 4 << 30
+    extent_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 32, multiple_of=4096)] = 256 << 20
+    session_quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    lease_s_max: Positive = 300.0
+    policy: Literal["kvstore", "lru", "lfu", "tinylfu", "s3-fifo"] = "lru"
+    prefault: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a capacity that holds no extent, or more than a process can have open."""
+        if self.capacity_bytes < self.extent_bytes:
+            raise ValueError(
+                f"host.capacity_bytes={exact(self.capacity_bytes)} is smaller than"
+                f" host.extent_bytes={exact(self.extent_bytes)}"
+            )
+        if self.capacity_bytes // self.extent_bytes > EXTENTS_MAX:
+            raise ValueError(
+                f"host.capacity_bytes={exact(self.capacity_bytes)} is more than {EXTENTS_MAX} times"
+                f" host.extent_bytes={exact(self.extent_bytes)}: each takes a file descriptor"
+            )
+
+
+class SSDConfig(Section, frozen=True):
+    """L3: an append-only log of pages on SSDs.
+
+    Attributes:
+        directories: where, best one a disk; empty = no SSD tier.
+        capacity_bytes: of each directory, never exceeded; rounded down to whole segments.
+        segment_bytes: of a segment's file; room is given back in these pieces.
+        write: when an ordinary page is written: ``back`` when its memory is needed, ``through`` as
+            soon as it is stored, ``selective`` when it is used again.
+        sync: when what is written survives a power cut: ``always`` at once, ``interval``, ``none``
+            (no put can be durable then).
+        sync_interval_s: between two syncs of ``interval``.
+        admission: which ordinary pages are worth writing: ``all``, ``none``, by the ``evidence``
+            that they will be used again (which only the eviction policy ``kvstore`` gathers), or if
+            it was ``learned`` that pages of their kind return.
+        bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
+            0 = no limit, and ``learned`` then writes a quarter of what leaves memory.
+    """
+
+    directories: tuple[str, ...] = ()
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 64 << 30
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 18, le=1 << 34, multiple_of=4096)] = (
+        256 << 20
+    )
+    write: Literal["back", "through", "selective"] = "back"
+    sync: Literal["none", "interval", "always"] = "interval"
+    sync_interval_s: Positive = 1.0
+    admission: Literal["all", "evidence", "learned", "none"] = "all"
+    bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a capacity that holds too few segments, and a directory given twice."""
+        if self.capacity_bytes < 4 * self.segment_bytes:
+            raise ValueError(
+                f"ssd.capacity_bytes={exact(self.capacity_bytes)} is less than four segments of"
+                f" ssd.segment_bytes={exact(self.segment_bytes)}: raise it or make segments smaller"
+            )
+        if len({os.path.normpath(path) for path in self.directories}) < len(self.directories):
+            raise ValueError(f"ssd.directories={','.join(self.directories)} names one twice")
+
+
+class DeviceSlabConfig(Section, frozen=True):
+    """L1: a cache of whole pages that belongs to one client, on the device of its engine.
+
+    Attributes:
+        capacity_bytes: taken at once, and kept.
+        device: ``cpu``, or ``cuda:0``, …
+    """
+
+    capacity_bytes: Annotated[int, msgspec.Meta(ge=4096)]
+    device: str = "cpu"
+
+
+class HttpConfig(Section, frozen=True):
+    """Health, metrics and the admin API over HTTP.
+
+    Attributes:
+        host: address to listen on; anything but loopback needs a token of the operator's choice.
+        port: 0 = any free port; the ready line says which.
+        socket_path: the Unix socket on which the node's user operates it without a token; empty =
+            beside ``socket.path``. Elsewhere, engines can be given the one directory without it.
+        read_token: who shows it may read; empty = see the file.
+        read_token_file: a file that holds that token; empty = none.
+        operate_token: who shows it may also change things; empty = see the file.
+        operate_token_file: a file that holds that token; empty = none. With no token at all the
+            node makes one at each start, in a file beside ``socket_path``.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 7780
+    socket_path: str = ""
+    read_token: str = ""
+    read_token_file: str = ""
+    operate_token: str = ""
+    operate_token_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse to listen for strangers without a token."""
+        tokens = (
+            self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
+        )  # fmt: skip
+        if not self.is_loopback and not any(tokens):
+            raise ValueError(
+                f"http.host={self.host} is not loopback, so http.read_token or http.operate_token"
+                " (or a _file of it) is needed"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, whatever it begins with
+            return False
+
+
+class AdminConfig(Section, frozen=True):
+    """What operators may hold, and what is remembered for them.
+
+    Attributes:
+        pin_budget_bytes: what operator pins in memory may cover together; 0 = a quarter of the
+            host tier.
+        pin_ssd_budget_bytes: the same of pins on the SSDs; 0 = a quarter of the SSD tier.
+        ghosts_max: pages that left the index and that ``explain`` still knows.
+    """
+
+    pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pin_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
+
+
+class EventsConfig(Section, frozen=True):
+    """KV events, in the frames of ZeroMQ.
+
+    Attributes:
+        endpoint: where to publish: ``ipc`` = a Unix socket beside the node's, for its user and,
+            with ``socket.group_access`` and no ``socket.tenants``, its group; ``ipc:///path``, for
+            the same; ``tcp://address:port``, which needs a token (port ``*`` is any free one);
+            empty = no events.
+        replay_endpoint: where missed events are asked for again, in the same forms; empty =
+            nowhere.
+        tokens: publish the token ids of pages too, for readers that cannot go by prefix keys;
+            whoever follows can read the prompts of every tenant then.
+        follow_token: who shows it may follow over TCP; empty = see the file.
+        follow_token_file: a file that holds that token; empty = none.
+        queue_max: event batches that may wait for the publisher before they are dropped.
+        replay_max: event batches kept for replay.
+    """
+
+    endpoint: str = "ipc"
+    replay_endpoint: str = "ipc"
+    tokens: bool = False
+    follow_token: str = ""
+    follow_token_file: str = ""
+    queue_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    replay_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+
+    def __post_init__(self) -> None:
+        """Refuse to publish for everybody who can open a TCP connection."""
+        for name in ("endpoint", "replay_endpoint"):
+            where = getattr(self, name)
+            if where.startswith("tcp:") and not (self.follow_token or self.follow_token_file):
+                raise ValueError(
+                    f"events.{name}={where}: over TCP, events.follow_token (or"
+                    " events.follow_token_file) is needed; 'ipc' is a Unix socket for this machine"
+                )
+
+
+class ServerConfig(Section, frozen=True):
+    """Everything that ``kvstore-server`` can be told."""
+
+    node: NodeConfig = NodeConfig()
+    socket: SocketConfig = SocketConfig()
+    host: HostConfig = HostConfig()
+    ssd: SSDConfig = SSDConfig()
+    http: HttpConfig = HttpConfig()
+    events: EventsConfig = EventsConfig()
+    admin: AdminConfig = AdminConfig()
+
+    @property
+    def needs(self) -> Needs:
+        """What a node of this configuration takes of its machine."""
+        host = self.host
+        capacity = host.capacity_bytes // host.extent_bytes * host.extent_bytes
+        mapped = capacity if self.ssd.directories else host.extent_bytes
+        return Needs(capacity, host.extent_bytes, mapped)
+
+
+class Loaded(msgspec.Struct, Generic[T], frozen=True):
+    """A configuration and where each value that is no default came from (dotted key → source)."""
+
+    config: T
+    sources: dict[str, str]
+
+
+def load(
+    kind: type[T],
+    path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    overrides: Iterable[str] = (),
+    env_prefix: str = "KVSTORE__",
+) -> Loaded[T]:
+    """Read the tree once, at start-up.
+
+    Args:
+        kind: the tree's root type.
+        path: a TOML file, or None.
+        environ: environment; keys that start with ``env_prefix`` count.
+        overrides: ``section.key=value`` each.
+        env_prefix: what distinguishes this program's environment variables.
+
+    Raises:
+        ConfigError: a key is unknown, or a value does not fit; names the key and its source.
+    """
+    _refuse_near_misses(kind, environ, env_prefix)
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, key, value in _entries(path, environ, overrides, env_prefix):
+        if get_origin(_known(kind, key, source)) is tuple and isinstance(value, str):
+            value = _listed(value, key, source)
+        _put(tree, key, value, source)
+        sources[".".join(key)] = source
+    try:
+        return Loaded(msgspec.convert(tree, kind, strict=False), sources)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_refusal(kind, tree, sources, error)) from error
+
+
+def _refusal(
+    kind: type[Any], tree: dict[str, Any], sources: dict[str, str], error: msgspec.ValidationError
+) -> str:
+    """Which source's value of which key does not fit, and what would."""
+    what, _, path = str(error).partition(" - at `$.")
+    path = path.rstrip("`")
+    key = path.partition("[")[0]
+    at: Any = kind
+    value: Any = tree
+    for step in re.findall(r"\w+", path):
+        if step.isdecimal():
+            at, value = get_args(at)[0], value[int(step)]
+        else:
+            types = {field.name: field.type for field in _fields(at)}
+            at, value = types[step], value[step]
+    name = path.rpartition(".")[2]
+    if words := allowed(at, size=_is_size(name)):
+        what = f"{_masked(name, value)!r} does not fit: it must be {words}"
+    # A section refuses values that do not go together, and names them.
+    said = {s: None for k, s in sources.items() if k == key or f"{k}=" in what} or {
+        s: None for k, s in sources.items() if k.startswith(f"{key}.")
+    }
+    return f"{', '.join(said) or 'configuration'}: {path}: {what}"
+
+
+def show(loaded: Loaded[T]) -> str:
+    """The effective tree as TOML, each value that is no default followed by its source."""
+    lines: list[str] = []
+    for section, values in msgspec.to_builtins(loaded.config).items():
+        if not isinstance(values, dict):
+            lines.insert(0, _line(section, values, loaded.sources.get(section)))
+            continue
+        lines.append(f"\n[{section}]")
+        for name, value in values.items():
+            lines.append(_line(name, value, loaded.sources.get(f"{section}.{name}")))
+    return "\n".join(lines).strip() + "\n"
+
+
+def values(loaded: Loaded[T]) -> list[dict[str, Any]]:
+    """Every value of the tree with its dotted key and its source; secrets are masked."""
+    return [
+        {
+            "key": f"{section}.{name}",
+            "value": _masked(name, value),
+            "source": loaded.sources.get(f"{section}.{name}", "default"),
+        }
+        for section, fields in msgspec.to_builtins(loaded.config).items()
+        for name, value in fields.items()
+    ]
+
+
+def _masked(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_masked(name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _masked(key, one) for key, one in value.items()}
+    return "***" if name.endswith("_token") and value else value
+
+
+def _line(name: str, value: object, source: str | None) -> str:
+    text = msgspec.json.encode(_masked(name, value)).decode()
+    return f"{name} = {text}" + (f"  # {source}" if source else "")
+
+
+def _entries(
+    path: Path | None, environ: Mapping[str, str], overrides: Iterable[str], env_prefix: str
+) -> Iterable[tuple[str, list[str], Any]]:
+    if path is not None:
+        try:
+            content = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: {reason(error)}") from error
+        yield from ((str(path), key, value) for key, value in _leaves(content, []))
+    for name, text in sorted(environ.items()):
+        if name.startswith(env_prefix):
+            yield name, name.removeprefix(env_prefix).lower().split("__"), text
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: expected key=value")
+        yield f"--set {key}", key.strip().split("."), text
+
+
+def _leaves(tree: dict[str, Any], above: list[str]) -> Iterable[tuple[list[str], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and len(above) == 0:
+            yield from _leaves(value, [*above, name])
+        else:
+            yield [*above, name], value
+
+
+def _known(kind: type[Any], key: list[str], source: str) -> Any:
+    """The type of a key's value.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    at: Any = kind
+    for depth, name in enumerate(key):
+        fields = {field.name: field.type for field in _fields(at)}
+        if name not in fields:
+            dotted = ".".join(key[: depth + 1])
+            near = difflib.get_close_matches(name, list(fields), n=1)
+            hint = f"; did you mean {'.'.join([*key[:depth], near[0]])}?" if near else ""
+            raise ConfigError(f"{source}: unknown key {dotted}{hint}")
+        at = fields[name]
+    if _fields(at):
+        raise ConfigError(f"{source}: {'.'.join(key)} is a section, not a value")
+    return at
+
+
+def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    base = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    is_struct = isinstance(base, type) and issubclass(base, msgspec.Struct)
+    return msgspec.structs.fields(base) if is_struct else ()
+
+
+def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
+    *parents, leaf = key
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = _bytes(value, source, key) if _is_size(leaf) else value
+
+
+def _listed(value: str, key: list[str], source: str) -> Any:
+    """A list may be written as ``a,b`` or as in TOML: ``["a", "b"]``."""
+    if not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is not a list: {error}") from error
+
+
+def _bytes(value: Any, source: str, key: list[str]) -> Any:
+    """Sizes may be written with a unit: ``8GiB``."""
+    try:
+        return size_of(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{source}: {'.'.join(key)}: {error}") from error
+
+
+def _is_size(name: str) -> bool:
+    return "bytes" in name.split("_")
+
+
+def _refuse_near_misses(kind: type[Any], environ: Mapping[str, str], env_prefix: str) -> None:
+    """Refuse a variable that is meant for this program and spelt so that nobody reads it.
+
+    What other programs set, as Kubernetes does for a service called kvstore, is warned of.
+
+    Raises:
+        ConfigError: names the variable and the right one.
+    """
+    stem = env_prefix.rstrip("_") + "_"
+    known = {
+        f"{section.name}_{field.name}".upper(): f"{env_prefix}{section.name}__{field.name}".upper()
+        for section in _fields(kind)
+        for field in _fields(section.type)
+    }
+    ignored: list[str] = []
+    for name, text in sorted(environ.items()):
+        plain = re.sub("_+", "_", name.upper())
+        elsewhere = stem == "KVSTORE_" and _ELSEWHERE.fullmatch(plain)
+        if name.startswith(env_prefix) or not plain.startswith(stem) or elsewhere:
+            continue
+        near = difflib.get_close_matches(plain.removeprefix(stem), known, 1, _NEAR)
+        if near and not _SERVICE_LINK.fullmatch(f"{plain}={text}"):
+            raise ConfigError(
+                f"{name}: nothing reads this variable; did you mean {known[near[0]]}?"
+            )
+        ignored.append(name)
+    if ignored:
+        log.warning("these environment variables are no settings: %s", ", ".join(ignored))

@@ -1,0 +1,74 @@
+"""A space that opens when the node lets it: asked for again with back-off, complained of once."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvstore.client.space import Space
+from kvstore.errors import KVStoreError
+from kvstore.page import ShardSpec, SpaceIdentity
+
+log = logging.getLogger("vllm.kvstore")
+
+_BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Spaces(Protocol):
+    """What gives spaces: a :class:`~kvstore.client.store.KVStore`."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node answers, as far as is known."""
+        ...
+
+    def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Space:
+        """See :meth:`kvstore.client.store.KVStore.space`."""
+        ...
+
+
+class Opening:
+    """The space of one side of the connector, or None while the node refuses it."""
+
+    def __init__(
+        self,
+        store: Spaces,
+        identity: SpaceIdentity,
+        shards: Sequence[ShardSpec],
+        clock: Callable[[], float],
+        log_level: int = logging.WARNING,
+    ) -> None:
+        """Open nothing yet; a refusal will be logged at ``log_level``."""
+        self._store = store
+        self._identity = identity
+        self._shards = shards
+        self._clock = clock
+        self._log_level = log_level
+        self._space: Space | None = None
+        self._attempts = 0
+        self._next = 0.0
+        self._said = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the node answers, as far as is known."""
+        return self._store.connected
+
+    def get(self) -> Space | None:
+        """The space; None means that everything misses for now."""
+        if self._space is not None:
+            return self._space
+        now = self._clock()
+        if now < self._next:
+            return None
+        try:
+            self._space = self._store.space(self._identity, self._shards)
+        except KVStoreError as error:
+            self._next = now + _BACKOFF_S[min(self._attempts, len(_BACKOFF_S) - 1)]
+            self._attempts += 1
+            if str(error) != self._said:
+                self._said = str(error)
+                log.log(
+                    self._log_level,
+                    "the node refuses this engine's pages, all of them miss: %s", error,
+                )  # fmt: skip
+        return self._space

@@ -1,0 +1,129 @@
+"""What the scheduler side reads of an engine and its requests. Plain values and protocols."""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from kvstore.engine.identity import Group
+
+_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
+
+
+class Request(Protocol):
+    """What is read of an engine's request."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+    block_hashes: Sequence[bytes]
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output."""
+        ...
+
+
+class Names(NamedTuple):
+    """What, besides tokens, names a request's KV.
+
+    Attributes:
+        parts: kind and value: LoRA adapter, salt.
+        foreign: it has inputs that are no tokens.
+        usable: False: its KV cannot be named, it is neither loaded nor stored.
+    """
+
+    parts: tuple[tuple[str, str], ...] = ()
+    foreign: bool = False
+    usable: bool = True
+
+
+class BlockHolder(Protocol):
+    """Holds references to the engine's blocks."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more reference each."""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less each."""
+        ...
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The engine's prefix cache must give these to nobody any more."""
+        ...
+
+    def free_soon(self, blocks: Iterable[int]) -> bool:
+        """Whether one of these has no other reference."""
+        ...
+
+
+class Progress(NamedTuple):
+    """One scheduled request of a step.
+
+    Attributes:
+        request_id: which.
+        tokens: whose KV is in its blocks after this step.
+        blocks: its block table, by the engine's group index.
+    """
+
+    request_id: str
+    tokens: int
+    blocks: Sequence[Sequence[int]]
+
+
+class Role(NamedTuple):
+    """What the engine's ``kv_role`` allows."""
+
+    loads: bool
+    stores: bool
+
+
+class Setup(NamedTuple):
+    """What the engine is.
+
+    Attributes:
+        groups: what is stored of its KV.
+        page_tokens: tokens in a page.
+        hash_tokens: tokens in a block that the engine hashes.
+        ranks: workers that report each job.
+        role: what may be done.
+    """
+
+    groups: Sequence[Group]
+    page_tokens: int
+    hash_tokens: int
+    ranks: int
+    role: Role
+
+
+def names_of(request: Any, *, strong_hashes: bool) -> Names:
+    """What, besides tokens, names a request's KV.
+
+    Args:
+        request: vLLM's.
+        strong_hashes: whether the engine's block hashes can be trusted to tell inputs apart.
+    """
+    parts: list[tuple[str, str]] = []
+    adapter = request.lora_request
+    if adapter is not None:
+        parts += [("lora", adapter.lora_name), ("lora_path", adapter.lora_path)]
+        folder = Path(adapter.lora_path)
+        parts.append(("lora_files", files_fingerprint(folder) if folder.is_dir() else ""))
+    if request.cache_salt:
+        parts.append(("cache_salt", request.cache_salt))
+    foreign = bool(request.mm_features) or request.prompt_embeds is not None
+    usable = not request.resumable and (strong_hashes or not foreign)
+    return Names(tuple(parts), foreign, usable)
+
+
+@functools.lru_cache(maxsize=1024)
+def files_fingerprint(folder: Path) -> str:
+    """Names, sizes and times of the weights in a folder, as one hash; looked at once."""
+    found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
+    return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]

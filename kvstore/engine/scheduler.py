@@ -1,0 +1,491 @@
+"""The scheduler's half: what to load for a request, and what to store of it. Knows nothing of vLLM.
+
+One call of the engine's step after the other, on one thread:
+
+* :meth:`SchedulerSide.match` when a request is about to get blocks: how far the store has it;
+* :meth:`SchedulerSide.allocated` when it got them: the load is put down for the workers;
+* :meth:`SchedulerSide.build` at the end of scheduling: loads and stores of this step;
+* :meth:`SchedulerSide.reported` after the step: which jobs have ended.
+
+Every job holds its own references to the blocks it reads or writes until all ranks have said that
+it has ended, whatever becomes of its request: preempted, aborted, no longer waiting. So no late
+byte lands in a block of somebody else, and nobody has to wait for a job to get rid of a request.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstore.client.results import MISS, Hit
+from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.engine.counts import Counts
+from kvstore.engine.identity import chain_seed, window_pages
+from kvstore.engine.messages import Blocks, Load, Report, Step, Store
+from kvstore.engine.opening import Opening
+from kvstore.engine.options import LoadOrder, Options
+from kvstore.engine.pace import Pace
+from kvstore.engine.requests import BlockHolder, Names, Progress, Request, Setup
+from kvstore.page import PrefixKeys
+
+log = logging.getLogger("vllm.kvstore")
+
+PENDING_ASK_S: Final = 0.002
+STORES_MAX: Final = 64
+HELD_SHARE_MAX: Final = 0.25
+"""Stores hold at most this share of the engine's blocks; further pages are offered later."""
+REPORT_S: Final = 1.0
+FREES_SOON_S: Final = 0.1
+"""For so long the engine rather waits for the end of a job than take a running request's blocks."""
+
+
+@dataclass(slots=True)
+class _State:
+    """One request.
+
+    Attributes:
+        stored: leading pages that the store has, or that were given to it.
+        hit: pages that the last answer of :meth:`SchedulerSide.match` went up to.
+        wait_until: while it waits for pages that are being written.
+        ask_at: when to look again.
+        loads_over: nothing more is loaded for it.
+        slower: loading was slower than computing when it was first asked about.
+    """
+
+    request: Request
+    names: Names
+    chain: Chain | ForeignChain
+    stored: int = 0
+    hit: int = 0
+    wait_until: float | None = None
+    ask_at: float = 0.0
+    loads_over: bool = False
+    slower: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    """A load or store in flight.
+
+    Attributes:
+        first: index of its first page in the request's chain.
+        wanted: its pages.
+        pages: leading ones that are there on all ranks that have reported.
+        seconds: the longest that one of these ranks took.
+        began: the end of the first step after which it may have begun; infinite until then.
+        held: blocks it holds references to.
+        late: its request does not wait for it any longer.
+    """
+
+    request_id: str
+    first: int
+    wanted: int
+    pages: int
+    held: list[int]
+    is_load: bool
+    ranks_left: int
+    seconds: float = 0.0
+    began: float = float("inf")
+    late: bool = False
+
+
+class SchedulerSide:
+    """Decides; all calls from the engine's scheduler thread."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        setup: Setup,
+        options: Options,
+        clock: Callable[[], float],
+        report_prefill: Callable[[float], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            opening: gives the space.
+            setup: the engine.
+            options: the user's.
+            clock: monotonic seconds.
+            report_prefill: told the measured seconds per token, once a second at most.
+        """
+        self.counts = Counts()
+        self.pace = Pace()
+        self._opening = opening
+        self._setup = setup
+        self._page_tokens = setup.page_tokens
+        self._options = options
+        self._clock = clock
+        self._report_prefill = report_prefill
+        self._holder: BlockHolder | None = None
+        self._held_max = 0
+        self._held = 0
+        self._states: dict[str, _State] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 1
+        self._loads: list[Load] = []
+        #: Of the step under way: layer-wise loads that have not come whole, to their blocks; what
+        #: it computed on them; and its stores, which begin when they have come.
+        self._layered: dict[int, list[int]] = {}
+        self._tables: list[Sequence[int]] = []
+        self._withheld: list[Store] = []
+        self._stores: list[Store] = []
+        self._epoch: tuple[tuple[str, str], ...] = ()
+        self._step_began = 0.0
+        self._step_tokens = 0
+        self._report_at = 0.0
+
+    def bind(self, holder: BlockHolder, blocks: int) -> None:
+        """The engine's blocks exist now, ``blocks`` of them."""
+        self._holder = holder
+        self._held_max = max(1, int(blocks * HELD_SHARE_MAX))
+
+    @property
+    def busy(self) -> bool:
+        """Whether jobs are in flight whose end is to be heard of."""
+        return bool(self._jobs)
+
+    def frees_soon(self) -> bool:
+        """Whether young jobs are all that keeps some block from being free."""
+        assert self._holder is not None
+        since = self._clock() - FREES_SOON_S
+        young = (job for job in self._jobs.values() if job.began > since)
+        return any(self._holder.free_soon(job.held) for job in young)
+
+    def forget_all(self) -> None:
+        """The engine's KV is not what it was (new weights): nothing stored so far may be used."""
+        self._epoch = (("epoch", secrets.token_hex(16)),)
+        self._states.clear()
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def match(self, request: Request, names: Names, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``computed`` to load.
+
+        Returns:
+            their count (None: ask again later), and whether the load is asynchronous.
+        """
+        if not (self._setup.role.loads and names.usable):
+            return 0, False
+        state = self._state(request, names)
+        now = self._clock()
+        if now < state.ask_at:
+            return None, False
+        keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
+        if state.loads_over or len(keys) * self._page_tokens <= computed:
+            return 0, False
+        hit = self._lookup(keys)
+        wanted = min(len(keys), max(hit.pages + hit.pending, self._promised_pages(request)))
+        if self._waits(state, hit.pages, wanted, computed, now):
+            return None, False
+        state.hit = state.stored = hit.pages
+        tokens = hit.pages * self._page_tokens - computed
+        if tokens <= 0 or self._is_slower(state, hit, tokens):
+            return 0, False
+        return tokens, self._options.load is LoadOrder.ASYNC
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """A request got blocks; ``tokens`` of them are to be loaded."""
+        state = self._states.get(request.request_id)
+        if not tokens or state is None:
+            return
+        self.counts.add("hit_tokens", tokens)
+        end = state.hit * self._page_tokens
+        computed = end - tokens
+        first = computed // self._page_tokens
+        load = Load(
+            job=self._next_job,
+            request=request.request_id,
+            keys=self._keys(state)[first : state.hit],
+            blocks=[
+                self._target(place, blocks, computed, first, state.hit)
+                for place in range(len(self._setup.groups))
+            ],
+            wait_s=self._wait_left_s(state, tokens),
+            layerwise=self._options.load is LoadOrder.LAYERWISE,
+        )
+        state.wait_until = None
+        self._begin(request.request_id, load, first, is_load=True)
+        self._loads.append(load)
+
+    def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
+        """Whether computing the last ``tokens`` of a hit takes less than loading them."""
+        load_s = self.pace.load_s(hit, tokens / self._page_tokens)
+        if load_s <= self.pace.recompute_s(tokens):
+            return False
+        if not state.slower:
+            state.slower = True
+            self.counts.add("slower_tokens", tokens)
+            self.pace.doubt_loads()
+        return True
+
+    def _wait_s(self, tokens: int) -> float:
+        shortest = self._options.load_timeout_ms_min / 1000
+        longest = self._options.load_timeout_ms / 1000
+        return min(longest, max(shortest, self.pace.recompute_s(tokens)))
+
+    def _wait_left_s(self, state: _State, tokens: int) -> float:
+        """What is left for the load of a request that perhaps has waited for its pages already."""
+        wait_s = self._wait_s(tokens)
+        if state.wait_until is None:
+            return wait_s
+        left = state.wait_until - self._clock()
+        return min(wait_s, max(left, self._options.load_timeout_ms_min / 1000))
+
+    def _lookup(self, keys: PrefixKeys) -> Hit:
+        space = self._opening.get()
+        if space is None:
+            return MISS
+        began = self._clock()
+        hit = space.lookup(keys)
+        self.counts.add("lookups")
+        self.counts.add("lookup_seconds", self._clock() - began)
+        return hit
+
+    def _promised_pages(self, request: Request) -> int:
+        """Pages that the engine which computed the prompt says it has given to the store."""
+        parameters = request.kv_transfer_params
+        if not (parameters and parameters.get("do_remote_prefill") and self._opening.connected):
+            return 0
+        pages = parameters.get("kvstore_pages")
+        same_size = parameters.get("kvstore_page_tokens") == self._page_tokens
+        return pages if same_size and isinstance(pages, int) else 0
+
+    def _waits(
+        self, state: _State, pages: int, wanted: int, computed: int, now: float
+    ) -> bool:  # fmt: skip
+        """Whether the request shall wait for pages that somebody is writing."""
+        missing = wanted * self._page_tokens - max(computed, pages * self._page_tokens)
+        if missing <= 0:
+            return False
+        if state.wait_until is None:
+            state.wait_until = now + self._wait_s(missing)
+            self.counts.add("waits")
+        state.ask_at = now + PENDING_ASK_S
+        return now < state.wait_until
+
+    def _target(
+        self, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
+    ) -> Blocks:
+        """Where the pages first to end go in one group.
+
+        Blocks that hold computed tokens may be shared with others: what a page has for them goes
+        to the null block. So does what lies before a sliding window, where the engine has put the
+        null block itself; pages of which nothing else is left are not loaded.
+        """
+        group = self._setup.groups[place]
+        each = self._page_tokens // group.block_tokens
+        window = window_pages(group, self._page_tokens)
+        first_here = max(first, end - window) if window else first
+        table = list(blocks[group.index][first_here * each : end * each])
+        computed_blocks = computed // group.block_tokens - first_here * each
+        for index in range(min(len(table), computed_blocks)):
+            table[index] = 0
+        return Blocks(place, first_here - first, table)
+
+    # ---- storing ----------------------------------------------------------------------------
+
+    def build(self, scheduled: Iterable[Progress], tokens: int, decoded: int = 0) -> Step:
+        """Everything the workers are to start in this step.
+
+        Args:
+            scheduled: its requests.
+            tokens: computed in it, in all.
+            decoded: those among them that follow from the token before, with what was guessed.
+        """
+        loads, self._loads = self._loads, []
+        self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
+        # A step that waits for layers says nothing about computing, one that decodes nothing about
+        # prefill, of which a token takes far less.
+        tells = not self._layered and 2 * decoded <= tokens
+        self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
+        step = Step(loads, self._stores, idle=not tokens)
+        self._stores = []
+        for progress in scheduled:
+            if self._layered:
+                self._tables.append(progress.blocks[self._setup.groups[0].index])
+            store = self._store(progress) if self._setup.role.stores else None
+            if store is not None:
+                (self._withheld if self._layered else step.stores).append(store)
+        return step
+
+    def see(self, request: Request, names: Names) -> None:
+        """A request exists; what is stored of it needs its tokens."""
+        if names.usable:
+            self._state(request, names)
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """A request is over.
+
+        Returns:
+            what its answer carries for the engine that goes on with it; None for an ordinary one.
+        """
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        wanted = state.request.kv_transfer_params
+        if not (wanted and wanted.get("do_remote_decode")):
+            return None
+        prompt = state.request.num_prompt_tokens
+        pages = min(state.stored, prompt // self._page_tokens)
+        return {
+            "do_remote_prefill": True,
+            "kvstore_pages": pages,
+            "kvstore_page_tokens": self._page_tokens,
+            "prompt_tokens": prompt,
+        }
+
+    def _store(self, progress: Progress) -> Store | None:
+        state = self._states.get(progress.request_id)
+        if state is None:
+            return None
+        tokens = progress.tokens
+        if not self._options.store_output:
+            tokens = min(tokens, state.request.num_prompt_tokens)
+        end = tokens // self._page_tokens
+        if end <= state.stored:
+            return None
+        keys = self._keys(state)
+        wanted, first = min(end, len(keys)), state.stored
+        end = min(wanted, first + self._room_pages())
+        self.counts.add("skipped_pages", wanted - end)
+        blocks = [
+            part
+            for place in range(len(self._setup.groups))
+            if (part := self._source(place, progress.blocks, first, end)) is not None
+        ]
+        if end <= first or not blocks:
+            return None
+        state.stored = end
+        store = Store(self._next_job, keys[first:end], blocks)
+        self._begin(progress.request_id, store, first, is_load=False)
+        return store
+
+    def _room_pages(self) -> int:
+        """How many pages a store may have now."""
+        if len(self._jobs) >= STORES_MAX:
+            return 0
+        blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
+        return max(0, self._held_max - self._held) // blocks
+
+    def _source(
+        self, place: int, blocks: Sequence[Sequence[int]], first: int, end: int
+    ) -> Blocks | None:
+        """Where the pages first to end lie in one group; only their last run without null blocks.
+
+        Pages that a sliding window has passed are in no block any more.
+        """
+        group = self._setup.groups[place]
+        each = self._page_tokens // group.block_tokens
+        table = list(blocks[group.index][first * each : end * each])
+        if len(table) < (end - first) * each:
+            return None
+        start = max((index + 1 for index, block in enumerate(table) if block == 0), default=0)
+        start = -(-start // each) * each
+        return Blocks(place, start // each, table[start:]) if start < len(table) else None
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def reported(self, report: Report | None) -> None:
+        """The workers have done a step."""
+        now = self._clock()
+        measured = self.pace.note_step(self._step_tokens, now - self._step_began)
+        if measured and now >= self._report_at:
+            self._report_at = now + REPORT_S
+            self._report_prefill(self.pace.seconds_per_token)
+        self._step_tokens = 0
+        self._take(report or Report())
+        self._judge_layers()
+        for job in self._jobs.values():
+            job.began = min(job.began, now)
+
+    def _take(self, report: Report) -> None:
+        """Jobs have ended, or are not waited for any longer."""
+        for number in report.late:
+            job = self._jobs.get(number)
+            if job is None:
+                continue
+            job.late = True
+            state = self._states.get(job.request_id)
+            if state is not None:
+                state.loads_over = True
+        for number, end in report.ended.items():
+            job = self._jobs.get(number)
+            if job is None:
+                continue
+            job.ranks_left -= end.ranks
+            job.pages = min(job.pages, end.pages)
+            job.seconds = max(job.seconds, end.seconds)
+            if job.ranks_left <= 0:
+                del self._jobs[number]
+                self._end(job)
+                if job.pages == job.wanted:
+                    self._layered.pop(number, None)
+
+    def _judge_layers(self) -> None:
+        """The step is done: what it computed on layer-wise loads counts if all ranks had them."""
+        assert self._holder is not None
+        spoilt = {block for held in self._layered.values() for block in held}
+        stores, tables = self._withheld, self._tables
+        self._layered, self._withheld, self._tables = {}, [], []
+        if not spoilt:
+            self._stores += stores
+            return
+        for table in tables:
+            # The engine finds such blocks in its own cache before it has computed them again.
+            first = next((at for at, block in enumerate(table) if block in spoilt), len(table))
+            self._holder.forget(table[first:])
+        for store in stores:
+            job = self._jobs.pop(store.job)
+            self._let_go(job)
+            state = self._states.get(job.request_id)
+            if state is not None:
+                state.stored = min(state.stored, job.first)
+
+    def _let_go(self, job: _Job) -> None:
+        assert self._holder is not None
+        self._holder.release(job.held)
+        self._held -= len(job.held)
+
+    def _end(self, job: _Job) -> None:
+        """Nobody touches its blocks any more."""
+        self._let_go(job)
+        state = self._states.get(job.request_id)
+        if not job.is_load:
+            return
+        self.pace.note_load(job.pages, job.seconds)
+        used = 0 if job.late else job.pages
+        self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        if job.pages < job.wanted and state is not None:
+            # What is missing is computed, and then stored again.
+            state.stored = min(state.stored, job.first + job.pages)
+            state.loads_over = True
+
+    def _begin(self, request_id: str, message: Load | Store, first: int, *, is_load: bool) -> None:
+        assert self._holder is not None, "blocks were allocated before they existed"
+        held = [block for part in message.blocks for block in part.blocks if block]
+        self._holder.hold(held)
+        self._held += len(held)
+        wanted = len(message.keys)
+        self._jobs[message.job] = _Job(
+            request_id, first, wanted, wanted, held, is_load, self._setup.ranks
+        )
+        self._next_job += 1
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def _state(self, request: Request, names: Names) -> _State:
+        state = self._states.get(request.request_id)
+        if state is None or state.request is not request:
+            seed = chain_seed([*self._epoch, *names.parts])
+            chain: Chain | ForeignChain = Chain(self._page_tokens, seed)
+            if names.foreign:
+                chain = ForeignChain(self._page_tokens // self._setup.hash_tokens, seed)
+            state = self._states[request.request_id] = _State(request, names, chain)
+        return state
+
+    def _keys(self, state: _State) -> PrefixKeys:
+        if isinstance(state.chain, ForeignChain):
+            return state.chain.extend(state.request.block_hashes)
+        return state.chain.extend(state.request.all_token_ids)

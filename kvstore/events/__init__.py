@@ -1,0 +1,1 @@
+"""KV events: published, served to followers, and read."""

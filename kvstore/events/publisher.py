@@ -1,0 +1,428 @@
+"""KV events: what appeared in and disappeared from this node's or engine's cache.
+
+The frames are the ones vLLM and SGLang publish, so that whoever understands an engine's events
+understands a node's::
+
+    PUB      topic | sequence, 8 bytes big-endian | msgpack [ts, [event, ...], data_parallel_rank]
+    request  "" | first sequence wanted, 8 bytes big-endian          (DEALER or REQ to our ROUTER)
+    replay   "" | topic | sequence | payload    for each batch that is still kept,
+             "" | topic | -1       | ""         and then the end
+
+An event is a map whose ``type`` is ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``.
+What engines call a block is a page here, and its hash is the 32 bytes of our prefix key.
+
+One :class:`EventPublisher` is one sequence that starts at 0 with the process (the boot id belongs
+in the topic). A batch that finds the queue full is lost *visibly*: its number is used up, so every
+subscriber sees the gap, and replay cannot fill it. The publisher never makes its caller wait.
+
+Threads: :meth:`EventPublisher.publish` may be called from any; one thread owns the sockets and the
+replay buffer (:mod:`kvstore.events.server`). ``_lock`` protects the queue, the sequence and the
+counters, and is never held while anything is sent or encoded.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kvstore.errors import InvalidArgument, TransferTimeout
+from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
+from kvstore.events.server import Bounds, EventServer
+from kvstore.events.zmtp import TOKEN_BYTES_MAX
+from kvstore.process.listeners import Listener, parse_endpoint
+
+BlockHash = bytes | int
+"""32 bytes (ours, and vLLM's long form) or the low 64 bits of them (vLLM's default)."""
+
+_BATCH_BYTES: Final = 512 << 10
+"""About as long as a batch may get; longer ones are published as several."""
+_HASH_BYTES: Final = 34
+_TOKEN_BYTES: Final = 5
+_SEND_BURST: Final = 256
+"""Batches sent before followers are looked at again."""
+_POLL_S: Final = 1.0
+"""Every wait has a deadline; the wake-up descriptor normally ends this one at once."""
+_GATHER_S: Final = 0.002
+"""How long a first batch waits for others: one turn at the interpreter lock sends them all, so that
+a node under load does not share the lock with this thread after every put."""
+_CLOSE_GRACE_S: Final = 1.0
+"""What the thread gets beyond the timeout of ``close`` to give its sockets back."""
+
+_log = logging.getLogger(__name__)
+
+
+class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockStored"):
+    """Pages became readable.
+
+    Attributes:
+        block_hashes: their keys, in chain order.
+        parent_block_hash: key of the page before the first; None when the first starts its chain.
+        token_ids: the tokens of exactly these pages; empty when the writer gave none.
+        block_size: tokens in a page.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they are in, perhaps besides others.
+        lora_id: always None: a LoRA seeds the chain instead. Engines' readers require the field.
+        lora_name: as ``lora_id``.
+        space: hex digest of the space; ours, left out by engines.
+        shard: index of the shard in its space; ours.
+        boot: hex id of this life of the publisher; ours.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Sequence[int]
+    block_size: int
+    medium: str
+    lora_id: int | None = None
+    lora_name: str | None = None
+    space: str | UnsetType = UNSET
+    shard: int | UnsetType = UNSET
+    boot: str | UnsetType = UNSET
+
+
+class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockRemoved"):
+    """Pages are gone from ``medium``; published before their memory is used again.
+
+    Attributes:
+        block_hashes: their keys, in any order.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; they may be in another one.
+        space: hex digest of the space; ours, left out by engines.
+        shard: index of the shard in its space; ours.
+        boot: hex id of this life of the publisher; ours.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    medium: str
+    space: str | UnsetType = UNSET
+    shard: int | UnsetType = UNSET
+    boot: str | UnsetType = UNSET
+
+
+class ClearedEvent(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="AllBlocksCleared"
+):
+    """Nothing of what this publisher announced is there any more.
+
+    Attributes:
+        space: hex digest when only one space was cleared; ours.
+        boot: hex id of this life of the publisher; ours.
+    """
+
+    space: str | UnsetType = UNSET
+    boot: str | UnsetType = UNSET
+
+
+Event = StoredEvent | RemovedEvent | ClearedEvent
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of one message.
+
+    Attributes:
+        ts: seconds since the epoch when the batch was published.
+        events: in the order in which they happened.
+        data_parallel_rank: an engine's rank; None from a node.
+    """
+
+    ts: float
+    events: Sequence[Event]
+    data_parallel_rank: int | None = None
+
+
+class PublisherStats(msgspec.Struct, frozen=True):
+    """One snapshot of a publisher.
+
+    Attributes:
+        sequence_next: number of the next batch; so many were published or dropped.
+        batches_sent: given to whoever follows.
+        batches_dropped: lost to a full queue, to ``close`` or because they could not be encoded.
+        batches_queued: waiting for the thread.
+        batches_lost: that a follower did not get because it does not read, for each follower.
+        followers: connections now, those of replays included.
+        followers_cut: connections that were closed for what they did, or refused.
+        replays_served: requests answered to the end.
+        replays_cut: answers broken off because the client does not read, and malformed requests.
+    """
+
+    sequence_next: int
+    batches_sent: int
+    batches_dropped: int
+    batches_queued: int
+    batches_lost: int
+    followers: int
+    followers_cut: int
+    replays_served: int
+    replays_cut: int
+
+
+class _Queued(NamedTuple):
+    sequence: int
+    batch: EventBatch
+
+
+class Access(NamedTuple):
+    """Who may follow a publisher.
+
+    Attributes:
+        token: password (ZMTP's mechanism PLAIN) that followers over TCP must show; empty for none.
+        mode: of the files of ``ipc`` endpoints.
+    """
+
+    token: bytes = b""
+    mode: int = 0o600
+
+
+OWNER: Final = Access()
+"""The user of this process over Unix sockets, everybody over TCP."""
+
+
+def wall_clock() -> float:
+    """Seconds since the epoch."""
+    return datetime.now(UTC).timestamp()
+
+
+class EventPublisher:
+    """Publishes batches of events from a thread of its own.
+
+    Whoever makes one closes it: its thread keeps the process alive.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: bytes = b"",
+        access: Access = OWNER,
+        queue_max: int = 1_024,
+        replay_max: int = 10_000,
+        replay_bytes_max: int = 64 << 20,
+        clock: Callable[[], float] = wall_clock,
+    ) -> None:
+        """Bind the sockets and start the thread.
+
+        Args:
+            endpoint: where batches are published: ``ipc:///path`` or ``tcp://127.0.0.1:*``; a
+                wildcard or port 0 is resolved, see :attr:`bound_endpoint`. The socket of a dead
+                process is replaced.
+            replay_endpoint: where missed batches are asked for again; None for nowhere.
+            topic: first frame of every message.
+            access: who may follow.
+            queue_max: batches that may wait for the thread, at least 1; and batches that may wait
+                for one slow subscriber.
+            replay_max: batches kept for replay.
+            replay_bytes_max: bytes of payload kept for replay; the oldest batches go first.
+            clock: seconds since the epoch, stamped on every batch.
+
+        Raises:
+            InvalidArgument: an endpoint cannot be bound or a bound is not positive; names it.
+        """
+        bounds = {"queue_max": queue_max, "replay_max": replay_max}
+        for field, bound in (bounds | {"replay_bytes_max": replay_bytes_max}).items():
+            if bound < 1:
+                raise InvalidArgument(field, f"{bound} is not positive")
+        if len(access.token) > TOKEN_BYTES_MAX:
+            raise InvalidArgument("access", f"a token has {TOKEN_BYTES_MAX} bytes at most")
+        self._queue_max = queue_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._queue: deque[_Queued] = deque()
+        self._sequence_next = 0
+        self._closing = False
+        self._close_deadline = 0.0
+        self._counts = dict.fromkeys(("sent", "dropped"), 0)
+        listeners: list[Listener] = []
+        try:
+            for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+                if where is not None:
+                    listeners.append(Listener(field, parse_endpoint(field, where), access.mode))
+        except InvalidArgument:
+            for listener in listeners:
+                listener.close()
+            raise
+        live, *replay = listeners
+        self.bound_endpoint = str(live.endpoint)
+        self.bound_replay_endpoint = str(replay[0].endpoint) if replay else None
+        self._server = EventServer(
+            live,
+            replay[0] if replay else None,
+            topic=topic,
+            token=access.token,
+            waiting_max=queue_max,
+            kept=Bounds(replay_max, replay_bytes_max),
+        )
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._server.watch(self._wake_fd)
+        self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=False)
+        self._thread.start()
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Queue what happened; never blocks, never fails.
+
+        Much at once becomes several batches. A full queue, or a publisher that is closed, costs a
+        batch and its sequence number.
+
+        Args:
+            events: in the order in which they happened; not changed afterwards. None: no batch.
+        """
+        for batch in _batches(events):
+            self._enqueue(EventBatch(self._clock(), batch))
+
+    def _enqueue(self, batch: EventBatch) -> None:
+        with self._lock:
+            sequence = self._sequence_next
+            self._sequence_next += 1
+            if self._closing or len(self._queue) >= self._queue_max:
+                self._counts["dropped"] += 1
+                return
+            self._queue.append(_Queued(sequence, batch))
+            if len(self._queue) == 1:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def stats(self) -> PublisherStats:
+        """One consistent snapshot."""
+        with self._lock:
+            return PublisherStats(
+                sequence_next=self._sequence_next,
+                batches_sent=self._counts["sent"],
+                batches_dropped=self._counts["dropped"],
+                batches_queued=len(self._queue),
+                batches_lost=self._server.counts["lost"],
+                followers=len(self._server),
+                followers_cut=self._server.faults.counts.total(),
+                replays_served=self._server.counts["served"],
+                replays_cut=self._server.counts["cut"],
+            )
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what is queued, close the sockets, end the thread; a second call only waits.
+
+        Args:
+            timeout_s: bound for all of it; what a slow subscriber has not taken by then is lost.
+
+        Raises:
+            TransferTimeout: the thread has not ended in time.
+        """
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._close_deadline = time.monotonic() + timeout_s
+                os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout_s + _CLOSE_GRACE_S)
+        if self._thread.is_alive():
+            raise TransferTimeout(f"the event publisher did not end within {timeout_s} s")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        busy = False
+        try:
+            while True:
+                woken = self._server.turn(0.0 if busy else _POLL_S)
+                if woken:
+                    os.eventfd_read(self._wake_fd)
+                    if not self._closing:
+                        time.sleep(_GATHER_S)
+                busy = self._send_burst()
+                waiting = self._server.flush()
+                if self._closing:
+                    left_s = self._close_deadline - time.monotonic()
+                    if left_s <= 0 or not (busy or waiting):
+                        return
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Give everything back; ``_closing`` is set first so that nobody writes to the wake-up."""
+        with self._lock:
+            self._closing = True
+            self._counts["dropped"] += len(self._queue)
+            self._queue.clear()
+            os.close(self._wake_fd)
+        self._server.close()
+
+    def _send_burst(self) -> bool:
+        """Send up to ``_SEND_BURST`` batches; True when there are more."""
+        for _ in range(_SEND_BURST):
+            with self._lock:
+                if not self._queue:
+                    return False
+                queued = self._queue.popleft()
+            payload = _encode(queued.batch)
+            if payload is not None:
+                self._server.send(queued.sequence, payload)
+            with self._lock:
+                self._counts["sent" if payload is not None else "dropped"] += 1
+        return True
+
+
+def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    """The events in pieces of which none is much longer than it should be."""
+    batch: list[Event] = []
+    size = 0
+    for event in events:
+        for piece in _pieces(event):
+            if batch and size + _size(piece) > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += _size(piece)
+    if batch:
+        yield batch
+
+
+def _size(event: Event) -> int:
+    """About how many bytes an event takes."""
+    if isinstance(event, ClearedEvent):
+        return _HASH_BYTES
+    tokens = len(event.token_ids) if isinstance(event, StoredEvent) else 0
+    return (len(event.block_hashes) + 4) * _HASH_BYTES + tokens * _TOKEN_BYTES
+
+
+def _pieces(event: Event) -> Iterator[Event]:
+    """One event as several, when it is long."""
+    if isinstance(event, ClearedEvent) or _size(event) <= _BATCH_BYTES:
+        yield event
+        return
+    hashes = event.block_hashes
+    step = max(1, len(hashes) * (_BATCH_BYTES // 2) // _size(event))
+    for start in range(0, len(hashes), step):
+        some = hashes[start : start + step]
+        if isinstance(event, RemovedEvent):
+            yield msgspec.structs.replace(event, block_hashes=some)
+            continue
+        size = event.block_size if event.token_ids else 0
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=some,
+            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
+            token_ids=event.token_ids[start * size : (start + step) * size],
+        )
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def _encode(batch: EventBatch) -> bytes | None:
+    """The payload; None (a gap, and a log line) when a publisher put in what msgpack cannot say."""
+    try:
+        return _ENCODER.encode(batch)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError):
+        _log.exception("a batch of %d events cannot be encoded", len(batch.events))
+        return None

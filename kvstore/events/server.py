@@ -1,0 +1,417 @@
+"""Serves a publisher's batches to whoever follows them: live, and again from the last ones kept.
+
+One thread owns all of it and never waits longer than it is told. What one follower does costs that
+follower alone: a message that is none of the protocol, or one that nobody should send, ends its
+connection; a follower that does not read loses batches (and sees the gap), and is cut off after a
+while. Connections, what waits for each of them, and what is kept are bounded.
+"""
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final, NamedTuple
+
+from kvstore.events import zmtp
+from kvstore.process.faults import Faults
+from kvstore.process.listeners import Listener
+
+END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
+"""The sequence frame that ends a replay."""
+
+PEERS_MAX: Final = 128
+"""Connections of followers at a time, replays included."""
+_HANDSHAKE_S: Final = 5.0
+_DEAF_S: Final = 120.0
+"""A connection that takes nothing for so long while something waits for it is closed."""
+_CHECK_S: Final = 0.5
+"""Between two looks at the deadlines."""
+_ACCEPT_PAUSE_S: Final = 0.1
+"""Without descriptors nobody is let in for so long."""
+_ACCEPTS: Final = 16
+"""Connections taken in one turn."""
+_READ_BYTES: Final = 4 << 10
+_HEARD_MAX: Final = 64 << 10
+"""What a follower may say in a burst: bytes, and so many more for each message. Followers say
+little; serving one that does not would take the interpreter lock from the node."""
+_HEARD_PER_MESSAGE: Final = 256
+_HEARD_PER_CHECK: Final = 4 << 10
+"""What it may say more at each look at the deadlines."""
+_WRITE_BYTES: Final = 1 << 20
+"""Written to one follower before the others get their turn."""
+_BUFFERS: Final = 64
+_LIVE_BYTES_MAX: Final = 4 << 20
+"""Live batches that wait for one slow follower."""
+_REPLAY_BYTES: Final = 256 << 10
+"""Of a replay that wait for one follower; the rest stays where it is kept."""
+_REQUESTS_MAX: Final = 8
+"""Replays that one follower may ask for before it has read the first."""
+_LIMITS: Final = zmtp.Limits(message_bytes=1_024, frames=8)
+"""Followers say nothing long."""
+_TOPICS_MAX: Final = 16
+_FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+_log = logging.getLogger(__name__)
+
+
+class Kept(NamedTuple):
+    """One batch that can be asked for again."""
+
+    sequence: int
+    payload: bytes
+
+
+class Bounds(NamedTuple):
+    """Of what is kept.
+
+    Attributes:
+        batches: at most; the oldest go first.
+        payload_bytes: of all of them together.
+    """
+
+    batches: int
+    payload_bytes: int
+
+
+class _Follower:
+    """One connection."""
+
+    def __init__(self, raw: socket.socket, side: zmtp.Side, token: bytes, now: float) -> None:
+        self.raw = raw
+        self.side = side
+        self.peer = zmtp.Peer(side, _LIMITS, token=token, server=True)
+        self.waiting: deque[bytes] = deque()
+        self.waiting_bytes = 0
+        self.sent_of_first = 0
+        self.topics: set[bytes] = set()
+        self.replays: deque[int] = deque()  # where each replay asked for goes on
+        self.came = now
+        self.since = now  # when something began to wait, or was taken last
+        self.mask = 0
+        self.heard = 0  # see _HEARD_MAX
+
+    def queue(self, data: bytes) -> None:
+        if not self.waiting:
+            self.since = time.monotonic()
+        self.waiting.append(data)
+        self.waiting_bytes += len(data)
+
+    def overdue(self, now: float) -> str:
+        """Why it must go; empty when it may stay."""
+        if not self.peer.ready:
+            return "handshake" if now - self.came > _HANDSHAKE_S else ""
+        return "deaf" if self.waiting and now - self.since > _DEAF_S else ""
+
+    def write(self, now: float) -> None:
+        """Send what the connection takes.
+
+        Raises:
+            OSError: it is broken.
+        """
+        left = _WRITE_BYTES
+        while self.waiting and left > 0:
+            first = memoryview(self.waiting[0])[self.sent_of_first :]
+            try:
+                sent = self.raw.sendmsg([first, *islice(self.waiting, 1, _BUFFERS)])
+            except BlockingIOError:
+                return
+            self.since = now
+            left -= sent
+            self.waiting_bytes -= sent
+            sent += self.sent_of_first
+            while self.waiting and sent >= len(self.waiting[0]):
+                sent -= len(self.waiting.popleft())
+            self.sent_of_first = sent
+
+
+class EventServer:
+    """Listens for followers, and serves them.
+
+    Attributes:
+        counts: replays ``served`` to the end and ``cut``, and batches ``lost`` by followers that
+            did not read.
+        faults: connections that were closed, by what they did.
+    """
+
+    def __init__(
+        self,
+        live: Listener,
+        replay: Listener | None,
+        *,
+        topic: bytes,
+        token: bytes,
+        waiting_max: int,
+        kept: Bounds,
+    ) -> None:
+        """Take the listeners over.
+
+        Args:
+            live: where batches are sent as they come.
+            replay: where they can be asked for again, or None.
+            topic: first frame of every batch.
+            token: what followers over TCP must show; empty for nothing.
+            waiting_max: batches that may wait for one slow follower.
+            kept: bounds of what can be asked for again.
+        """
+        self.counts: Counter[str] = Counter()
+        self.faults = Faults(_log, "a follower of events is cut off")
+        self._topic = topic
+        self._token = token
+        self._waiting_max = waiting_max
+        self._bounds = kept
+        self._kept: deque[Kept] = deque()
+        self._kept_bytes = 0
+        self._dropped_kept = 0  # batches that were kept before the first one that still is
+        self._listeners = {live.socket: (live, zmtp.PUB)}
+        if replay is not None:
+            self._listeners[replay.socket] = (replay, zmtp.ROUTER)
+        self._keeps = replay is not None
+        self._followers: dict[socket.socket, _Follower] = {}
+        self._selector = selectors.DefaultSelector()
+        self._accept_at: float | None = None  # while nobody is let in
+        self._checked_at = time.monotonic()
+        self._listen()
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def watch(self, descriptor: int) -> None:
+        """Let :meth:`turn` end when this descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def turn(self, timeout_s: float) -> bool:
+        """Serve whoever has something to say or can take something, or wait for it.
+
+        Returns:
+            whether the descriptor of :meth:`watch` can be read.
+        """
+        woken = False
+        due_s = self._checked_at + _CHECK_S - time.monotonic()
+        for key, mask in self._selector.select(max(0.0, min(timeout_s, due_s))):
+            found = key.fileobj
+            if not isinstance(found, socket.socket):
+                woken = True
+            elif found in self._listeners:
+                self._accept(found)
+            elif follower := self._followers.get(found):
+                self._serve(follower, mask)
+        if time.monotonic() - self._checked_at >= _CHECK_S:
+            self._check()
+        return woken
+
+    def send(self, sequence: int, payload: bytes) -> None:
+        """Send a batch to every follower that listens, and keep it; see :meth:`flush`."""
+        data = b""
+        for follower in self._followers.values():
+            if not any(self._topic.startswith(topic) for topic in follower.topics):
+                continue
+            data = data or zmtp.encode((self._topic, sequence.to_bytes(8, "big"), payload))
+            room = follower.waiting_bytes + len(data) <= _LIVE_BYTES_MAX or not follower.waiting
+            if room and len(follower.waiting) < self._waiting_max:
+                follower.queue(data)
+            else:
+                self.counts["lost"] += 1
+        if self._keeps:
+            self._kept.append(Kept(sequence, payload))
+            self._kept_bytes += len(payload)
+            most = self._bounds
+            while len(self._kept) > most.batches or self._kept_bytes > most.payload_bytes:
+                self._kept_bytes -= len(self._kept.popleft().payload)
+                self._dropped_kept += 1
+
+    def flush(self) -> bool:
+        """Write as much as followers take; True when live batches still wait."""
+        for follower in [f for f in self._followers.values() if f.waiting]:
+            self._push(follower)
+        return any(f.waiting for f in self._followers.values() if f.side is zmtp.PUB)
+
+    def close(self) -> None:
+        """Cut everybody off and listen no longer."""
+        for follower in list(self._followers.values()):
+            self._drop(follower, "")
+        for listener, _ in self._listeners.values():
+            listener.close()
+        self._selector.close()
+
+    def _listen(self) -> None:
+        for listening in self._listeners:
+            self._selector.register(listening, selectors.EVENT_READ)
+        self._accept_at = None
+
+    def _accept(self, listening: socket.socket) -> None:
+        side = self._listeners[listening][1]
+        for _ in range(_ACCEPTS):
+            if self._accept_at is not None:
+                return
+            try:
+                raw, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._pause(str(error))
+                return
+            if len(self._followers) >= PEERS_MAX and not self._make_room():
+                self.faults.note("full", f"{PEERS_MAX} are here already")
+                raw.close()
+                continue
+            raw.setblocking(False)  # noqa: FBT003
+            token = b""
+            if raw.family != socket.AF_UNIX:
+                token = self._token
+                with contextlib.suppress(OSError):  # it has gone already
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            follower = self._followers[raw] = _Follower(raw, side, token, time.monotonic())
+            self._selector.register(raw, selectors.EVENT_READ)
+            follower.mask = selectors.EVENT_READ
+            follower.queue(follower.peer.outgoing())
+            self._push(follower)
+
+    def _pause(self, why: str) -> None:
+        """Let nobody in for a while."""
+        self.faults.note("no_descriptor", why)
+        for listening in self._listeners:
+            self._selector.unregister(listening)
+        self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+
+    def _make_room(self) -> bool:
+        """Send away the one that has been longest at its handshake; False without such a one."""
+        for follower in self._followers.values():
+            if not follower.peer.ready:
+                self._drop(follower, "full", "others want its place, and its handshake is not over")
+                return True
+        return False
+
+    def _check(self) -> None:
+        """Look at the deadlines."""
+        now = self._checked_at = time.monotonic()
+        for follower in list(self._followers.values()):
+            follower.heard = max(0, follower.heard - _HEARD_PER_CHECK)
+            if cause := follower.overdue(now):
+                self._drop(follower, cause, "it was silent, or took nothing, for too long")
+        if self._accept_at is not None and now >= self._accept_at:
+            self._listen()
+
+    def _serve(self, follower: _Follower, mask: int) -> None:
+        if mask & selectors.EVENT_READ:
+            try:
+                data = follower.raw.recv(_READ_BYTES)
+                if not data:
+                    self._drop(follower, "")
+                    return
+                messages = follower.peer.feed(data)
+            except BlockingIOError:
+                data, messages = b"", []
+            except OSError:
+                self._drop(follower, "")
+                return
+            except zmtp.PeerError as error:
+                self._say(follower)
+                self._drop(follower, error.cause, str(error))
+                return
+            self._say(follower)
+            follower.heard += len(data) + _HEARD_PER_MESSAGE * len(messages)
+            if follower.heard > _HEARD_MAX:
+                self._drop(follower, "flood", "it says more than a follower has to say")
+                return
+            for message in messages:
+                if not self._hear(follower, message):
+                    return
+        self._push(follower)
+
+    def _say(self, follower: _Follower) -> None:
+        """What the protocol itself wants to be said, the reason of an end included."""
+        said = follower.peer.outgoing()
+        if said:
+            follower.queue(said)
+        try:
+            follower.write(time.monotonic())
+        except OSError:  # it is gone; the next turn finds that out
+            return
+
+    def _hear(self, follower: _Follower, message: zmtp.Message) -> bool:
+        """One message; False when it was the last one of this connection."""
+        if follower.side is zmtp.PUB:
+            topic = message[0][1:]
+            if message[0][:1] == b"\x01" and len(message) == 1:
+                follower.topics.add(topic)
+            elif message[0][:1] == b"\x00" and len(message) == 1:
+                follower.topics.discard(topic)
+            else:
+                self._drop(follower, "request", "no subscription")
+                return False
+            if len(follower.topics) > _TOPICS_MAX:
+                self._drop(follower, "request", "too many subscriptions")
+                return False
+            return True
+        wellformed = len(message) == 2 and message[0] == b"" and len(message[1]) == 8
+        if not wellformed:
+            self.counts["cut"] += 1
+            follower.queue(self._replayed(END_OF_REPLAY, b""))
+        elif len(follower.replays) >= _REQUESTS_MAX:
+            self.counts["cut"] += len(follower.replays)
+            self._drop(follower, "request", "it asks for replays without reading them")
+            return False
+        else:
+            first = int.from_bytes(message[1], "big")
+            at = bisect_left(self._kept, first, key=lambda kept: kept.sequence)
+            follower.replays.append(self._dropped_kept + at)
+        return self._bounded(follower)
+
+    def _bounded(self, follower: _Follower) -> bool:
+        """Whether what waits for a follower is within bounds; one that goes beyond is cut off."""
+        if follower.waiting_bytes <= _LIVE_BYTES_MAX:
+            return True
+        self._drop(follower, "deaf", "it asks without reading the answers")
+        return False
+
+    def _push(self, follower: _Follower) -> None:
+        """Write what the connection takes, and see to it that the rest follows."""
+        try:
+            for data in self._replay(follower):
+                follower.queue(data)
+            follower.write(time.monotonic())
+        except OSError:
+            self._drop(follower, "")
+            return
+        if not self._bounded(follower):
+            return
+        mask = selectors.EVENT_READ
+        if follower.waiting or follower.replays:
+            mask |= selectors.EVENT_WRITE
+        if mask != follower.mask:
+            self._selector.modify(follower.raw, mask)
+            follower.mask = mask
+
+    def _replay(self, follower: _Follower) -> Iterator[bytes]:
+        """The next messages of the replays it asked for, as long as not much waits for it."""
+        while follower.replays and follower.waiting_bytes < _REPLAY_BYTES:
+            at = max(follower.replays[0], self._dropped_kept)
+            if at - self._dropped_kept < len(self._kept):
+                kept = self._kept[at - self._dropped_kept]
+                follower.replays[0] = at + 1
+                yield self._replayed(kept.sequence.to_bytes(8, "big"), kept.payload)
+            else:
+                follower.replays.popleft()
+                self.counts["served"] += 1
+                yield self._replayed(END_OF_REPLAY, b"")
+
+    def _replayed(self, sequence: bytes, payload: bytes) -> bytes:
+        return zmtp.encode((b"", self._topic, sequence, payload))
+
+    def _drop(self, follower: _Follower, cause: str, said: str = "") -> None:
+        """End a connection; without a cause it ended itself."""
+        if cause:
+            self.faults.note(cause, said)
+        self.counts["cut"] += len(follower.replays)
+        follower.replays.clear()
+        del self._followers[follower.raw]
+        self._selector.unregister(follower.raw)
+        follower.raw.close()

@@ -1,0 +1,1 @@
+"""Which engine or node has which prefix, and the followers that feed it."""

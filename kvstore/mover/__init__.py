@@ -1,0 +1,208 @@
+"""The mover: copies and digests whole jobs of pages in one call, without the GIL.
+
+A job has two sides: **pages**, each contiguous (in shared memory), and **pieces**, scattered
+through an engine's pool. ``gather`` makes pages of pieces, ``scatter`` verifies pages and copies
+them into pieces, ``digest`` only looks. A digest is xxh3_128 of the page's bytes under the page's
+own seed, as ``xxhash.xxh3_128_digest`` writes it.
+
+What is read is read once: the bytes that are handed on are those that were digested, whoever else
+writes to the memory meanwhile.
+
+Two implementations do the same: :class:`~kvstore.mover.native.Native` (``_mover.c`` through ctypes)
+and, where it was not built, :class:`~kvstore.mover.fallback.Fallback`. Memory is passed as
+addresses: the caller keeps it alive and mapped until the call returns, and nothing is written after
+that.
+"""
+
+import time
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument
+from kvstore.mover.fallback import Fallback
+from kvstore.mover.jobs import Addresses, Digests, Job, Mode, Pieces, Word, Words
+from kvstore.mover.native import LIBRARY, Native, load
+from kvstore.page import DIGEST_BYTES
+
+__all__ = [
+    "Addresses", "Digests", "Fallback", "Job", "Mode", "Native", "Order", "Pieces", "Progress",
+    "Word", "digest", "gather", "populate", "scatter",
+]  # fmt: skip
+
+Order = Literal["page", "segment"]
+"""What a scatter makes ready first."""
+
+WAIT_MAX_S: Final = 3600.0
+
+
+class Progress(Words):
+    """What a job and those who wait for it share; made for one job, usable from any thread.
+
+    The mover counts segments up; whoever owns the job calls :meth:`finish` when it has ended, so
+    that nobody waits for what will not come.
+    """
+
+    __slots__ = ()
+
+    def finish(self) -> None:
+        """Say that the job has ended, however it went: every waiter wakes up."""
+        _chosen.publish(self, Word.FINISHED, 1)
+
+    def wait(self, segment_count: int, timeout_s: float) -> bool:
+        """Wait until so many segments of every verified page are in place.
+
+        Args:
+            segment_count: i + 1 for layer i. Only a scatter in segment order counts them.
+            timeout_s: seconds; at most an hour.
+
+        Returns:
+            whether they are; False when time was up or the job finished without them.
+        """
+        deadline = time.monotonic() + min(timeout_s, WAIT_MAX_S)
+        while True:
+            remaining_s = deadline - time.monotonic()
+            answer = _chosen.wait(self, segment_count, max(remaining_s, 0.0))
+            if answer is not None:
+                return answer
+            if remaining_s <= 0:
+                return False
+
+
+def gather(
+    target_pages: Addresses,
+    page_bytes: int,
+    source: Pieces,
+    seeds: npt.NDArray[np.uint64],
+    progress: Progress | None = None,
+) -> Digests:
+    """Copy pieces into pages and digest these.
+
+    Args:
+        target_pages: shape (n,), uint64: where each page begins.
+        page_bytes: bytes of each page.
+        source: pieces that fill the pages exactly.
+        seeds: shape (n,), uint64: seed of each page's digest.
+        progress: to cancel it.
+
+    Returns:
+        shape (n, 16), uint8. A cancelled call leaves zeros for the pages it did not finish.
+
+    Raises:
+        InvalidArgument: the arrays do not fit each other; nothing was written.
+    """
+    count = len(target_pages)
+    digests = np.zeros((count, DIGEST_BYTES), dtype=np.uint8)
+    _run(Mode.GATHER, target_pages, page_bytes, seeds, digests, source, None, progress)
+    return digests
+
+
+def scatter(
+    source_pages: Addresses,
+    page_bytes: int,
+    digests: Digests,
+    seeds: npt.NDArray[np.uint64],
+    target: Pieces,
+    progress: Progress | None = None,
+    order: Order = "page",
+) -> npt.NDArray[np.bool_]:
+    """Verify pages and copy them into pieces.
+
+    In page order this is one pass: the pieces of a page that is not ok then hold garbage. In
+    segment order all pages are verified first and the others are not copied at all; then segment
+    after segment of all pages is copied, verified once more, and counted in ``progress``.
+
+    Args:
+        source_pages: shape (n,), uint64: where each page begins.
+        page_bytes: bytes of each page.
+        digests: shape (n, 16), uint8: what the pages must digest to.
+        seeds: as for :func:`gather`.
+        target: pieces that the pages fill exactly.
+        progress: to cancel it and to wait for segments.
+        order: what is ready first.
+
+    Returns:
+        shape (n,), bool: this page verified and all of it was copied.
+
+    Raises:
+        InvalidArgument: the arrays do not fit each other; nothing was written.
+    """
+    digests = np.asarray(digests, dtype=np.uint8)
+    count = len(source_pages)
+    if digests.shape != (count, DIGEST_BYTES):
+        raise InvalidArgument("digests", f"{digests.shape} is not ({count}, {DIGEST_BYTES})")
+    ok = np.zeros(count, dtype=np.bool_)
+    mode = Mode.SCATTER if order == "page" else Mode.SCATTER_SEGMENTS
+    _run(mode, source_pages, page_bytes, seeds, digests, target, ok, progress)
+    return ok
+
+
+def digest(pages: Addresses, page_bytes: int, seeds: npt.NDArray[np.uint64]) -> Digests:
+    """Digest pages; shapes as for :func:`gather`."""
+    digests = np.zeros((len(pages), DIGEST_BYTES), dtype=np.uint8)
+    _run(Mode.DIGEST, pages, page_bytes, seeds, digests, None, None, None)
+    return digests
+
+
+def populate(address: int, length: int, write: bool) -> None:  # noqa: FBT001
+    """Fault in mapped memory, so that the first copy does not pay for it; its bytes stay.
+
+    Args:
+        address: anywhere in the first memory page.
+        length: bytes.
+        write: make the pages writable now, else only readable.
+
+    Raises:
+        TierUnavailable: the memory is not mapped so, or there is none left.
+    """
+    if length > 0:
+        _chosen.populate(address, length, write=write)
+
+
+def _run(
+    mode: Mode,
+    pages: Addresses,
+    page_bytes: int,
+    seeds: npt.NDArray[np.uint64],
+    digests: Digests,
+    pieces: Pieces | None,
+    ok: npt.NDArray[np.bool_] | None,
+    progress: Progress | None,
+) -> None:
+    """Check what is cheap to check and do the job."""
+    count = len(digests)
+    if not 0 < page_bytes < 1 << 62:
+        raise InvalidArgument("page_bytes", f"{page_bytes} is outside 1..2**62-1")
+    pages = np.asarray(pages, dtype=np.uint64)
+    seeds = np.asarray(seeds, dtype=np.uint64)
+    if pages.shape != (count,) or seeds.shape != (count,):
+        raise InvalidArgument("seeds", f"pages {pages.shape}, seeds {seeds.shape}, not ({count},)")
+    if pieces is not None:
+        _check_shapes(pieces, count)
+    if not count:
+        return
+    finished = _chosen.move(Job(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
+    if finished < 0:
+        why = "is nowhere, or not filled exactly by its own"
+        raise InvalidArgument("pieces", f"page {-1 - finished} {why}")
+
+
+def _check_shapes(pieces: Pieces, pages: int) -> None:
+    addresses, lengths, ends = len(pieces.address), len(pieces.length), len(pieces.end)
+    if pieces.segments < 1 or ends != pages * pieces.segments:
+        raise InvalidArgument("end", f"{ends} for {pages} pages of {pieces.segments} segments")
+    count = int(pieces.end[-1]) if pages else 0
+    if not addresses == lengths == count:
+        raise InvalidArgument(
+            "pieces", f"{addresses} addresses, {lengths} lengths, the last end {count}"
+        )
+
+
+_library = load(LIBRARY)
+_chosen: Native | Fallback = Fallback() if _library is None else Native(_library)
+
+native: Final = _library is not None
+"""Whether ``_mover.c`` runs."""
+description: Final = _chosen.description
+"""Which implementation runs, for statistics and diagnosis."""

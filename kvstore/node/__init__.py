@@ -1,0 +1,1 @@
+"""One node: what it decides, message by message, and where that is carried out."""

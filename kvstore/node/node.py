@@ -1,0 +1,449 @@
+"""The node: what a ``kvstore-server`` decides, message by message.
+
+This is the main path. A request of an engine's process comes in with the time; the node checks it,
+asks the page table, and leaves answers in ``outbox`` and what else must happen in ``actions``. It
+does no I/O and reads no clock, so the socket server, the embedded store and a simulation drive the
+same object:
+
+1. ``connected`` / Hello: a process joins its engine's session.
+2. OpenSpace: names what the KV is of; the layout is compared.
+3. Lookup: how long is the prefix? HIT, MISS, or PENDING (the answer waits, with a deadline).
+4. BeginPut → bytes are copied by the client → CommitPut: pages become READY and are announced.
+5. Acquire → the client copies or views, checking digests → Release.
+6. ``disconnected``, ``process_ended``, ``advance``: what engines leave behind is taken back, but no
+   slot is used again while anyone may still touch it.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Final, TypeVar
+
+from kvstore import wire
+from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
+from kvstore.node.waiting import Waiter, WaitingRoom
+from kvstore.page import KEY_BYTES
+from kvstore.state.ask.describe import describe
+from kvstore.state.disk.jobs import Durable
+from kvstore.state.metering import Histogram
+from kvstore.state.table.pages import PageTable
+from kvstore.state.table.retirement import Retirement
+from kvstore.state.tree.actions import Abandoned, Action
+from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
+from kvstore.state.tree.slots import SlotTable
+
+T = TypeVar("T")
+
+TOKEN_BYTES: Final = 16
+ORIGIN_BYTES_MAX: Final = 64
+LOST_MAX: Final = 256
+"""Connections of one process that are gone and whose leases and puts it has not settled."""
+WAIT_MS_MAX: Final = 60_000
+_NS_PER_MS: Final = 1_000_000
+_PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
+"""Requests that may wait for a better answer."""
+
+
+class Node:
+    """One node's decisions.
+
+    Args:
+        name: names the node.
+        boot: 16 bytes that differ at every start.
+        slots: the slots of the host tier.
+        limits: what one engine may hold.
+        new_token: makes an unguessable session token.
+        policy: which pages leave memory first.
+
+    Attributes:
+        outbox: answers to send, (connection, answer), in order.
+        actions: what became READY or left the index, in order; to be published.
+        closing: connections to cut off: their client has given them up.
+        latencies: how long requests of these types took; of those that :meth:`receive` answers at
+            once whoever has a clock measures it.
+        unfinished: there is more to do than one turn does; :meth:`go_on` is to be called soon.
+    """
+
+    def __init__(
+        self, name: str, boot: bytes, slots: SlotTable, limits: NodeLimits,
+        new_token: Callable[[], bytes], policy: str = "lru",
+    ) -> None:  # fmt: skip
+        """Start with no pages and no sessions."""
+        self.name = name
+        self.boot = boot
+        self.limits = limits
+        self.pages = PageTable(slots, policy)
+        self.pages.ghosts.policy = policy
+        self.sessions: dict[bytes, Session] = {}
+        self.processes: dict[int, Process] = {}
+        self.outbox: list[tuple[int, wire.Answer]] = []
+        self.actions: list[Action] = []
+        self.closing: list[int] = []
+        self.unfinished = False
+        self._new_token = new_token
+        self._peers: dict[int, Peer] = {}
+        self.waiting = WaitingRoom()
+        #: More deadlines have passed than one turn applied.
+        self._overdue = False
+        #: Something happened since those who wait for room last asked in vain.
+        self._room_may_be = False
+        #: Processes that ended and hold more than one turn gives back.
+        self._ending: dict[Process, None] = {}
+        self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
+        meter = self.pages.meter
+        self.latencies: dict[type, Histogram] = {
+            wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
+        }  # fmt: skip
+        self._requests = asked = Requests(self.pages, limits, boot)
+        self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
+            **dict.fromkeys(_PATIENT, self._answer_or_wait),
+            wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
+            wire.Release: lambda process, request, _: asked.release(process, request),
+            wire.CommitPut: asked.commit_put,
+            wire.AbortPut: lambda process, request, _: asked.abort_put(process, request),
+            wire.Corrupt: lambda process, request, _: asked.corrupt(process, request),
+            wire.Settled: self._settled,
+            wire.ReportPrefill: lambda process, request, _: asked.report_prefill(process, request),
+            wire.Ping: lambda _process, request, _: wire.Pong(request.id),
+        }
+
+    # ---- connections ------------------------------------------------------------------------
+
+    def connected(self, connection: int, peer: Peer) -> None:
+        """A process connected; ``peer`` is what the kernel says of it."""
+        self._peers[connection] = peer
+
+    def receive(self, connection: int, request: wire.Request, now_ns: int) -> bool:
+        """Carry out one request; its answer, if it wants one, is added to ``outbox``.
+
+        Returns:
+            whether it was answered at once; else it wants no answer, or waits for a better one.
+        """
+        handler = self._handlers.get(type(request))
+        process = self.processes.get(connection)
+        self.pages.now_ns = now_ns
+        try:
+            if process is not None and process.lost:
+                self.closing.append(connection)
+                raise ProtocolError("this connection was given up: a later one took its place")
+            if handler is not None and process is not None:
+                answer = handler(process, request, now_ns)
+            elif isinstance(request, wire.Hello):
+                answer = self._hello(connection, request)
+            else:
+                raise ProtocolError(f"{type(request).__name__} is not expected here")
+        except KVStoreError as error:
+            answer = self._refuse(request, error)
+        if answer is not None:
+            self.outbox.append((connection, answer))
+        self._after(now_ns)
+        return answer is not None
+
+    def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
+        """A connection is gone; ``ended`` when its process is known to have ended too."""
+        self.pages.now_ns = now_ns
+        self._peers.pop(connection, None)
+        process = self.processes.get(connection)
+        if process is not None:
+            self._stop_waiting(process)
+            if ended or process.idle:
+                self._end(process)
+            elif process not in self._ending:  # else it has settled: what it held is on its way
+                self._lose(process, now_ns)
+        self._after(now_ns)
+
+    def process_ended(self, identity: int, now_ns: int) -> None:
+        """The kernel says that a process is gone: nothing of it touches bytes any more.
+
+        Its connections that are still open (a child of it may hold them) are in :attr:`closing`,
+        those too that have said no Hello, or one that was refused: a later one would be accepted.
+        """
+        self.pages.now_ns = now_ns
+        ended = [one for one in self.processes.values() if one.peer.identity == identity]
+        self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
+        for process in ended:
+            self._end(process)
+        self._after(now_ns)
+
+    def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
+        """The SSD tier has ended a job; ``error`` None = all of it was done."""
+        assert self.pages.disk is not None
+        self.pages.now_ns = now_ns
+        self.pages.disk.completed(job, error)
+        self._room_may_be = True
+        self._after(now_ns)
+
+    def advance(self, now_ns: int) -> None:
+        """Apply every deadline up to ``now_ns``: leases, pages with a TTL, requests that wait."""
+        self.pages.now_ns = now_ns
+        self._overdue = self.pages.expire(now_ns)
+        if self.pages.disk is not None:
+            self.pages.disk.advance(now_ns)
+        self.retirement.advance(now_ns)
+        self.waiting.wake_due(now_ns)
+        self._room_may_be = True
+        self._after(now_ns)
+
+    def go_on(self, now_ns: int) -> None:
+        """Do more of what one turn could not end; see :attr:`unfinished`."""
+        self.pages.now_ns = now_ns
+        self._overdue = self.pages.expire(now_ns)
+        self._after(now_ns)
+
+    def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
+        """Carry out what an operator wants of the page table; its effects are handed on."""
+        self.pages.now_ns = now_ns
+        try:
+            return change(self.pages)
+        finally:
+            self._after(now_ns)
+
+    def waits_for(self, identity: int) -> bool:
+        """Whether anything here depends, or may come to depend, on seeing that process end."""
+        held = (process.peer for process in self.processes.values())
+        return any(peer.identity == identity for peer in (*self._peers.values(), *held))
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def _hello(self, connection: int, request: wire.Hello) -> wire.Answer:
+        if request.major != wire.PROTOCOL_MAJOR:
+            raise ProtocolError(
+                f"client speaks protocol {request.major}.{request.minor},"
+                f" this node {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
+            )
+        if connection in self.processes:
+            raise ProtocolError("a connection says Hello once")
+        if len(request.origin) > ORIGIN_BYTES_MAX:
+            raise InvalidArgument("origin", f"{len(request.origin)} bytes, {ORIGIN_BYTES_MAX} do")
+        peer = self._peers[connection]
+        self._refuse_forgetful(peer)
+        session = self.sessions.get(request.session)
+        if session is None:
+            # Kept over a restart of the node, so that an engine's processes meet again.
+            token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
+            session = Session(token, request.name[:128], self.limits.session_quota_bytes)
+            self.sessions[token] = session
+        own = session.of(request.origin)
+        if request.number and any(one.number >= request.number for one in own):
+            raise ProtocolError(f"connection {request.number} was given up for a later one")
+        for older in own:
+            if not older.lost:
+                # Whoever connects anew has given its old connection up.
+                self._stop_waiting(older)
+                self._lose(older, self.pages.now_ns)
+                self.closing.append(older.connection)
+        process = Process(connection, peer, session, request.origin, request.number)
+        session.processes[connection] = process
+        self.processes[connection] = process
+        return wire.Welcome(
+            request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
+            session.token, self.pages.slots.extent_bytes, session.quota_bytes,
+        )  # fmt: skip
+
+    def _refuse_forgetful(self, peer: Peer) -> None:
+        """Nothing bounds what a process that lives keeps, if it may always connect anew.
+
+        Raises:
+            CapacityError: it has lost too many connections that it has not settled.
+        """
+        mine = (one for one in self.processes.values() if one.peer.identity == peer.identity)
+        lost = sum(one.lost for one in mine)
+        if lost >= LOST_MAX:
+            raise CapacityError(f"{lost} earlier connections of this process still hold pages")
+
+    def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
+        if request.before > process.number:
+            raise ProtocolError(f"{process.number} cannot settle what came before {request.before}")
+        for other in process.session.of(process.origin):
+            if other.lost and 0 < other.number < request.before:
+                self._end(other)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _lose(self, process: Process, now_ns: int) -> None:
+        """The connection of a process is gone, and it may still touch bytes."""
+        self.pages.lose(process)
+        if not process.peer.watched:
+            self.retirement.add(process, now_ns)
+
+    def _end(self, process: Process) -> None:
+        """The process touches no bytes any more: :meth:`_after` gives back what it held."""
+        self.retirement.remove(process)
+        if process not in self._ending:
+            self._stop_waiting(process)
+            process.lost = True
+            self._ending[process] = None
+
+    def _end_some(self) -> None:
+        """Give back what ended processes held, as much as one turn does."""
+        left = self.limits.turn_pages
+        while self._ending and left > 0:
+            process = next(iter(self._ending))
+            left -= 1 + self.pages.end(process, left)
+            if process.idle:
+                del self._ending[process]
+                self._forget(process)
+
+    def _forget(self, process: Process) -> None:
+        """Nothing of an ended process is left."""
+        session = process.session
+        del self.processes[process.connection]
+        del session.processes[process.connection]
+        if not session.processes:
+            assert session.used_bytes == 0
+            self.pages.spaces.left(session)
+            del self.sessions[session.token]
+
+    def _refuse(self, request: wire.Request, error: KVStoreError) -> wire.Failure | None:
+        self.pages.counts[f"refused_{error.code}"] += 1
+        number = getattr(request, "id", 0)
+        field = getattr(error, "field", "")
+        return wire.Failure(number, error.code, str(error), field) if number else None
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    def _answer_or_wait(self, process: Process, request: Any, now_ns: int) -> wire.Answer | None:
+        """Answer, unless there is something to wait for and the request wants to."""
+        if not 0 <= request.wait_ms <= WAIT_MS_MAX:
+            raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
+        waits = request.wait_ms > 0 and self._may_wait(process, request)
+        answer, awaited = self._ask(process, request, now_ns, waits=waits)
+        if awaited is None or not waits:
+            self._count_found(process, request, answer)
+            return answer
+        deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
+        token, size = process.session.token, _size_bytes(request)
+        self.waiting.add(
+            Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
+        )
+        return None
+
+    def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
+        """An answer, and what a better one could wait for."""
+        match request:
+            case wire.Lookup():
+                return self._requests.lookup(process, request)
+            case wire.Acquire():
+                return self._requests.acquire(process, request, now_ns, waits=waits)
+            case wire.BeginPut():
+                return self._requests.begin_put(process, request)
+            case _:
+                return self._requests.persist(process, request, waits=waits)
+
+    def _may_wait(self, process: Process, request: Any) -> bool:
+        """Whether the shares of its session and of all allow one more request to wait."""
+        return self.waiting.admits(process.session.token, _size_bytes(request))
+
+    def _resume(self, waiter: Waiter, now_ns: int) -> None:
+        """What a request waited for has come, or its time is up."""
+        process, request = self.processes[waiter.connection], waiter.request
+        answer: wire.Answer | None
+        awaited: Hashable = None
+        try:
+            if isinstance(request, wire.Acquire):
+                waits = now_ns < waiter.deadline_ns
+                fetch = waiter.awaited if isinstance(waiter.awaited, Fetch) else None
+                answer, awaited = self._requests.acquire_again(
+                    process, request, now_ns, fetch, waits=waits
+                )
+            elif isinstance(waiter.awaited, Durable):
+                answer = acknowledge(request, waiter.awaited)
+            else:
+                answer, awaited = self._ask(process, request, now_ns, waits=True)
+        except KVStoreError as error:
+            answer = self._refuse(request, error)
+        if awaited is not None and now_ns < waiter.deadline_ns:
+            waiter.awaited = awaited
+            self.waiting.add(waiter)
+            self._room_may_be &= awaited is not ROOM  # in vain, and so it is for those behind it
+        elif answer is not None:
+            if awaited is not None and isinstance(answer, wire.Failure):
+                self.pages.counts[f"refused_{answer.code}"] += 1
+            self._count_found(process, request, answer)
+            for latency in (self.pages.meter.wait, self.latencies.get(type(request))):
+                if latency is not None:
+                    latency.observe(now_ns - waiter.since_ns)
+            self.outbox.append((waiter.connection, answer))
+
+    def _count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
+        """A lookup is being answered, once: count its keys by where they were found."""
+        if not isinstance(answer, wire.Found):
+            return
+        pages, asked = self.pages, len(request.keys) // KEY_BYTES
+        pages.counts["lookup_pages"] += asked
+        pages.counts["hit_pages"] += answer.pages
+        model = pages.spaces.get(request.space, process.session).identity.model
+        host = answer.pages - answer.on_disk
+        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
+
+    def _stop_waiting(self, process: Process) -> None:
+        for waiter in self.waiting.of(process.connection):
+            self.waiting.remove(waiter)
+            if isinstance(waiter.awaited, Fetch):
+                self.pages.end_fetch(process, waiter.awaited)
+
+    def _after(self, now_ns: int) -> None:
+        """Hand on what the page table did; resume who waited for it, as far as one turn goes."""
+        self._end_some()
+        keys_left = self.limits.turn_pages
+        while keys_left > 0 and (waiter := self._next_waiter()) is not None:
+            keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
+            self._resume(waiter, now_ns)
+        self._wake()
+        room = self._room_may_be and self.waiting.first_on(ROOM) is not None
+        self.unfinished = bool(self.waiting.ready or room or self._ending or self._overdue)
+
+    def _next_waiter(self) -> Waiter | None:
+        """Whose turn it is: what it waited for has happened, or there may be room for it."""
+        self._wake()
+        waiter = self.waiting.take()
+        if waiter is None and self._room_may_be:
+            waiter = self.waiting.first_on(ROOM)
+            if waiter is not None:
+                self.waiting.remove(waiter)
+        return waiter
+
+    def _wake(self) -> None:
+        """Whoever waited for what has happened since the last call is ready."""
+        for thing in self._happened():
+            self.waiting.wake(thing)
+
+    def _happened(self) -> list[Hashable]:
+        """What somebody may have waited for, since the last call."""
+        actions, self.pages.actions = self.pages.actions, []
+        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        things: dict[Hashable, None] = {}
+        if len(self.waiting):
+            things = {(at.space.number, key): None for at in actions for key in at.keys}
+        disk = self.pages.disk
+        if disk is not None:
+            things |= dict.fromkeys([*disk.fetched, *disk.acknowledged])
+            disk.fetched.clear()
+            disk.acknowledged.clear()
+        return list(things)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` should be called next; 0 = no deadline stands."""
+        disk = self.pages.disk
+        deadlines = (
+            self.waiting.next_deadline_ns(),
+            self.pages.next_deadline_ns(),
+            self.retirement.next_deadline_ns(),
+            disk.next_deadline_ns() if disk is not None else 0,
+        )
+        return min((at for at in deadlines if at), default=0)
+
+    def stats(self) -> dict[str, Any]:
+        """One snapshot of everything that can be counted here, as plain values."""
+        return {
+            "node": self.name,
+            "boot": self.boot.hex(),
+            **describe(self.pages, list(self.sessions.values())),
+            "waiting_requests": len(self.waiting),
+            "waiting_bytes": self.waiting.size_bytes,
+            "unwatched_processes": sum(not one.peer.watched for one in self.processes.values()),
+        }
+
+
+def _size_bytes(request: Any) -> int:
+    """What a request that waits keeps in memory, about."""
+    return len(request.keys) + len(getattr(request, "tokens", b""))

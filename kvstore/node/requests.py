@@ -1,0 +1,268 @@
+"""What each message of a session asks of the page table: checked, then carried out.
+
+Whatever comes in is checked here, before the state is touched: a message that cannot be right is
+refused by the field that is wrong, and a failed assertion behind this is a mistake of our own. No
+message makes the node work for long: what asks for more than one message may is answered in part.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore import wire
+from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.disk.jobs import Durable, SyncPolicy
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.match import awaited_key
+from kvstore.state.tree.prefix_tree import Node as TreeNode
+from kvstore.state.tree.prefix_tree import Retention, Space
+from kvstore.state.tree.sessions import Fetch, Process
+
+PUT_PAGES_MAX: Final = 512
+"""Pages that one BeginPut grants, for each may cost an eviction; the rest is to be asked again."""
+LEASE_PAGES_MAX: Final = 4096
+"""Pages that one Acquire leases: the leading ones of a longer run."""
+PERSIST_PAGES_MAX: Final = 4096
+TTL_MS_MAX: Final = 10 * 366 * 86_400_000
+PREFILL_S_MAX: Final = 3600.0
+ROOM: Final = "room"
+"""What puts wait for while pages are being written to disk to make room."""
+_NS_PER_MS: Final = 1_000_000
+
+Outcome = tuple[wire.Answer, Hashable]
+"""An answer, and what a better one could wait for; None = nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """What one engine may ask of this node.
+
+    Attributes:
+        session_quota_bytes: what it may have pinned, reserved or left behind at a time.
+        lease_ms_max: the longest lease.
+        turn_pages: keys that one turn looks at for requests that have waited, and pages that it
+            lets go of; the rest is done in further turns.
+        unwatched_ns: how long what a process held is kept after its connection broke, if nobody
+            can tell when it ends.
+    """
+
+    session_quota_bytes: int
+    lease_ms_max: int
+    turn_pages: int = 4096
+    unwatched_ns: int = 60_000_000_000
+
+
+class Requests:
+    """The messages of sessions, carried out on one page table.
+
+    Every method raises :class:`~kvstore.errors.KVStoreError` when the node refuses; then nothing
+    was changed. ``waits`` says whether the request may wait for a better answer.
+
+    Args:
+        pages: what they ask about.
+        limits: what one engine may ask for.
+        boot: names this life of the node.
+    """
+
+    def __init__(self, pages: PageTable, limits: NodeLimits, boot: bytes) -> None:
+        """Carry out nothing yet."""
+        self._pages = pages
+        self._limits = limits
+        self._boot = boot
+
+    def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
+        """Name what the KV is of; its layout is compared with what is known."""
+        _refuse_others(process, request.identity.tenant)
+        space, shards = self._pages.open_space(process.session, request.identity, request.shards)
+        return wire.SpaceOpened(request.id, space.number, shards)
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def lookup(self, process: Process, request: wire.Lookup) -> Outcome:
+        """How long is the prefix? What could be awaited is the page it lacks."""
+        space = self._space(process, request.space, request.shards)
+        wire.count_keys(request.keys)
+        pages, pending = self._pages.lookup(space, request.shards, request.keys)
+        on_disk = self._pages.on_disk(space, request.shards, request.keys, pages)
+        awaited: Hashable = None
+        if pending:
+            key = awaited_key(space, request.shards, request.keys, pages + pending)
+            awaited = (space.number, key)
+        return wire.Found(request.id, pages, pending, on_disk), awaited
+
+    def acquire(
+        self, process: Process, request: wire.Acquire, now_ns: int, *, waits: bool,
+        earlier: Fetch | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Lease what of the run is in memory; one that may wait has the rest loaded first."""
+        space = self._space(process, request.space, [request.shard])
+        wire.count_keys(request.keys)
+        request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
+        if request.lease_ms < 1:
+            raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
+        disk, shard, run = self._pages.disk, request.shard, list[TreeNode]()
+        if disk is not None:
+            run = self._pages.ready_run(space, shard, request.keys)
+        if waits and any(shard not in at.slots for at in run):
+            fetch = self._pages.fetch(process, run, shard, earlier)
+            if fetch.outstanding:
+                return wire.Acquired(request.id, b"", b""), fetch
+            self._pages.end_fetch(process, fetch)
+            if disk is not None and disk.busy:
+                return wire.Acquired(request.id, b"", b"", len(run)), ROOM
+        return self._lease(process, request, now_ns, len(run)), None
+
+    def acquire_again(
+        self, process: Process, request: wire.Acquire, now_ns: int, fetch: Fetch | None, *,
+        waits: bool,
+    ) -> Outcome:  # fmt: skip
+        """Go on loading what is still missing; what was loaded stays in memory meanwhile."""
+        try:
+            return self.acquire(process, request, now_ns, waits=waits, earlier=fetch)
+        finally:
+            if fetch is not None:
+                self._pages.end_fetch(process, fetch)
+
+    def release(self, process: Process, request: wire.Release) -> None:
+        """The reader of a lease is done."""
+        self._pages.release(process, request.lease)
+
+    def corrupt(self, process: Process, request: wire.Corrupt) -> None:
+        """A reader found other bytes than the page's; of another life's pages it says nothing."""
+        space = self._space(process, request.space, [request.shard])
+        node = space.nodes.get(PrefixKey(request.key))
+        if request.boot not in (b"", self._boot) or node is None:
+            return
+        if not node.ready >> request.shard & 1 or request.shard not in node.slots:
+            return  # what was read has left memory; what is on disk is verified when it is loaded
+        _, generation, _ = self._pages.slots.address(node.slots[request.shard])
+        if generation & 0xFFFFFFFF == request.generation:
+            self._pages.drop(node, request.shard, "corrupt")
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def begin_put(self, process: Process, request: wire.BeginPut) -> Outcome:
+        """Grant slots for the pages that are not there."""
+        space = self._space(process, request.space, [request.shard])
+        count = wire.count_keys(request.keys)
+        if len(request.parent) not in (0, KEY_BYTES):
+            raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
+        wire.refuse_all_keys("parent", request.parent)
+        token_bytes = space.identity.page_tokens * 4
+        if request.tokens and len(request.tokens) != count * token_bytes:
+            wanted = count * token_bytes
+            raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {wanted}")
+        asked = min(count, PUT_PAGES_MAX)
+        statuses, put = self._pages.begin_put(
+            process, request.put, space, request.shard, request.keys[: asked * KEY_BYTES],
+            PrefixKey(request.parent), request.tokens[: asked * token_bytes],
+        )  # fmt: skip
+        disk, last = self._pages.disk, statuses[-1]
+        coming = self._pages.emptying or (disk is not None and disk.busy)
+        busy = last is PageStatus.NO_ROOM and coming
+        if asked < count:
+            ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
+            statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
+            busy = busy or not ended
+        addresses = [wire.pack_address(*self._pages.slots.address(slot)) for slot in put.slots]
+        answer = wire.PutGranted(request.id, bytes(statuses), b"".join(addresses), busy)
+        return answer, ROOM if busy and not addresses else None
+
+    def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
+        """The bytes are there."""
+        if not 0 <= request.ttl_ms <= TTL_MS_MAX:
+            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{TTL_MS_MAX}")
+        expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
+        keep = Retention(expires_ns, request.read_once, request.memory_only)
+        statuses = self._pages.commit_put(process, request.put, request.digests, keep)
+        return wire.Committed(request.id, bytes(statuses))
+
+    def abort_put(self, process: Process, request: wire.AbortPut) -> None:
+        """The writer has stopped, and takes its put back."""
+        self._pages.abort_put(process, request.put)
+
+    def persist(self, process: Process, request: wire.Persist, *, waits: bool) -> Outcome:
+        """Make pages durable; what is awaited is their sync, or room for them."""
+        space = self._space(process, request.space, [request.shard])
+        count = wire.count_keys(request.keys)
+        if count > PERSIST_PAGES_MAX:
+            raise InvalidArgument("keys", f"{count} at once, {PERSIST_PAGES_MAX} may be")
+        disk = self._pages.disk
+        if disk is None or disk.rules.sync is SyncPolicy.NONE:
+            raise DurabilityUnavailable(
+                "no page of this node is ever synced: give it ssd.directories and a sync policy"
+                " other than none, or put without durable"
+            )
+        run = self._pages.ready_run(space, request.shard, request.keys)
+        if len(run) < count:
+            raise CapacityError(f"{count - len(run)} of {count} pages are not stored; put again")
+        if not waits:
+            raise CapacityError(
+                "there was no room in time, or too much waits for a sync; try later"
+            )
+        try:
+            not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
+            return not_yet, disk.make_durable(run, request.shard)
+        except CapacityError as error:
+            if not disk.busy:
+                raise
+            return wire.Failure(request.id, error.code, str(error)), ROOM  # it is being made
+
+    # ---- the rest ---------------------------------------------------------------------------
+
+    def report_prefill(self, process: Process, request: wire.ReportPrefill) -> None:
+        """What computing a token costs the engine."""
+        if 0 < request.seconds_per_token < PREFILL_S_MAX:
+            process.session.prefill_s_per_token = request.seconds_per_token
+
+    def _space(self, process: Process, number: int, shards: list[int]) -> Space:
+        space = self._pages.spaces.get(number, process.session)
+        _refuse_others(process, space.identity.tenant)  # another process of the session opened it
+        if not 1 <= len(shards) <= len(space.shards):
+            what = f"{len(shards)} of them; space {number} has {len(space.shards)}"
+            raise InvalidArgument("shards", what)
+        if min(shards) < 0 or max(shards) >= len(space.shards):
+            raise InvalidArgument("shards", f"they are not all open in space {number}")
+        return space
+
+    def _lease(
+        self, process: Process, request: wire.Acquire, now_ns: int, ready: int
+    ) -> wire.Answer:
+        """Lease what of ``ready`` pages is in memory."""
+        lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
+        shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
+        space = self._space(process, request.space, [shard])
+        lease = self._pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
+        return wire.Acquired(
+            request.id,
+            b"".join(wire.pack_address(*self._pages.slots.address(at)) for at in lease.slots),
+            b"".join(node.digests[shard] for node, shard, _ in lease.pages),
+            max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
+        )  # fmt: skip
+
+
+def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
+    """The answer to a Persist whose pages are synced, or whose time is up.
+
+    Raises:
+        KVStoreError: they are not; it may be that they will be later.
+    """
+    if durable.error is not None:
+        raise durable.error
+    if not durable.ended:
+        raise TransferTimeout("the pages are not synced yet; they may be later")
+    return wire.Persisted(request.id)
+
+
+def _refuse_others(process: Process, tenant: str) -> None:
+    """Refuse a tenant that is not for the process.
+
+    Raises:
+        InvalidArgument: so says ``socket.tenants``.
+    """
+    tenants = process.peer.tenants
+    if tenants is not None and tenant not in tenants:
+        may = ", ".join(sorted(tenants))
+        raise InvalidArgument("tenant", f"{tenant!r}; socket.tenants lets this user be {may}")

@@ -1,0 +1,236 @@
+"""The SSD tier of one node: what its state decides becomes jobs of the log, and back.
+
+The state says which page goes where in terms of slots and places; the tier moves bytes between
+addresses and files. This is the one object that knows both, and what a start found on disk.
+"""
+
+import ctypes
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+from kvstore.config import SSDConfig
+from kvstore.errors import KVStoreError
+from kvstore.node.node import Node
+from kvstore.process.logs import event
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import (
+    DiskCheck,
+    DiskCopy,
+    DiskDrop,
+    DiskJob,
+    DiskRead,
+    DiskRules,
+    DiskSeal,
+    DiskSync,
+    DiskTombstone,
+    DiskWrite,
+    PageName,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.adopt import FoundSegment, adopt
+from kvstore.state.tree.places import HEADER_BYTES, record_bytes
+from kvstore.state.tree.slots import Slot
+from kvstore.tier.base import (
+    CopyPage,
+    DropSegment,
+    Job,
+    PageRecord,
+    ReadPage,
+    SealSegment,
+    SyncAll,
+    WritePage,
+    WriteTombstone,
+)
+from kvstore.tier.directories import Directory
+from kvstore.tier.disk import Disk
+from kvstore.tier.host import HostMemory
+from kvstore.tier.ssd import SSDLog
+from kvstore.tier.vectored import aligned
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT_BYTES_MAX: Final = 128 << 20
+_NS: Final = 1_000_000_000
+
+
+class DiskTier:
+    """The pages of one node on SSDs.
+
+    Args:
+        config: where, how much, and when pages are written.
+        node: its page table gets a disk side.
+        memory: where slots are.
+        wake: called from another thread when :meth:`poll` has something to do.
+        device: the disk that the directories are on; None = of this machine.
+        tier: the log, not recovered yet; None = that of ``config``'s directories.
+
+    Raises:
+        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+    """
+
+    def __init__(
+        self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
+        tier: SSDLog | None = None, device: Disk | None = None,
+    ) -> None:  # fmt: skip
+        """Take the directories, and take over what is in them."""
+        self._node = node
+        self._memory = memory
+        self._jobs: dict[int, DiskJob] = {}
+        #: Check's job → where its page is read to, for as long as the disk may write there.
+        self._scratch: dict[int, memoryview] = {}
+        places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
+        self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake, disk=device)
+        count = config.capacity_bytes // config.segment_bytes * len(places)
+        segments = SegmentLog(count, config.segment_bytes)
+        rules = DiskRules(
+            WritePolicy(config.write), SyncPolicy(config.sync),
+            int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
+        )  # fmt: skip
+        admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
+        self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
+        self.recovery_s = 0.0
+        self._recover()
+
+    def _recover(self) -> None:
+        start = monotonic()
+        try:
+            found = self._log.recover()
+        except KVStoreError:
+            self._log.close()
+            raise
+        segments = [
+            FoundSegment(
+                one.number,
+                one.size_bytes,
+                one.sealed,
+                one.end,
+                one.records,
+                one.entries["key"].tolist(),
+                one.entries["parent"].tolist(),
+                one.entries["digest"].tolist(),
+                one.entries["offset"].tolist(),
+                one.entries["pair"].tolist(),
+                one.first_page,
+                one.last_tombstone,
+            )
+            for one in found.segments
+        ]
+        self.pages.log.capacity_bytes = self._log.capacity_bytes
+        collecting = gc.isenabled()
+        gc.disable()  # it would walk over all the nodes again and again
+        try:
+            pages = adopt(self._node.pages, segments, list(found.pairs), found.next_segment)
+        finally:
+            if collecting:
+                gc.enable()
+        self.recovery_s = monotonic() - start
+        if found.segments:
+            event(log, logging.INFO, "pages recovered", pages=pages,
+                  segments=len(found.segments), took_s=self.recovery_s)  # fmt: skip
+
+    # ---- jobs -------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand the tier what the node decided, as far as it takes more now."""
+        self.pages.go_on()
+        if not self.pages.jobs:
+            return
+        held = [job for job in self.pages.jobs if self._waits(job)]
+        if held:
+            self.pages.jobs[:] = [job for job in self.pages.jobs if not self._waits(job)]
+        jobs = self.pages.jobs[: self._log.room]
+        self.pages.jobs[: len(jobs)] = held
+        made: list[Job] = []
+        for job in jobs:
+            self._jobs[job.job] = job
+            try:
+                made.append(self._translate(job))
+            except KVStoreError as error:  # of its memory: of no other job
+                self._end(job.job, error, self._node.pages.now_ns)
+        try:
+            self._log.submit(made)
+        except KVStoreError as error:
+            for one in made:
+                self._end(one.job, error, self._node.pages.now_ns)
+
+    def poll(self, now_ns: int) -> None:
+        """Tell the node what the tier has done."""
+        for completion in self._log.poll():
+            self._end(completion.job, completion.error, now_ns)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the tier has nothing to do; False when the time was not enough."""
+        return self._log.drain(timeout_s)
+
+    def close(self) -> None:
+        """End what is under way, within a bounded time, and give the directories back."""
+        self._log.close()
+
+    def forked(self) -> None:
+        """In a forked child: the tier is the parent's."""
+        self._log.forked()
+
+    def stats(self) -> dict[str, Any]:
+        """What is on disk and what was moved, as plain values."""
+        return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
+
+    def _end(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
+        del self._jobs[job]
+        self._scratch.pop(job, None)
+        if error is not None:  # said once while it lasts; every one is counted
+            level = logging.DEBUG if self.pages.degraded else logging.WARNING
+            log.log(level, "the SSD tier: %s: %s", error.code, error)
+        self._node.disk_completed(job, error, now_ns)
+
+    def _waits(self, job: DiskJob) -> bool:
+        """Whether the memory that a page is to be read to is still being made."""
+        if not self._memory.missing_bytes() or not isinstance(job, DiskRead):
+            return False
+        extent, _, _ = self._node.pages.slots.address(job.slot)
+        return self._memory.pending(extent)
+
+    def _translate(self, job: DiskJob) -> Job:
+        made: Job
+        match job:
+            case DiskWrite(number, place, page, slot):
+                made = WritePage(number, place, _record(page), self._address(slot))
+            case DiskRead(number, place, page) | DiskCheck(number, place, page):
+                made = ReadPage(number, place, _record(page), self._target(job))
+            case DiskCopy(number, source, place, page):
+                made = CopyPage(number, source, place, _record(page))
+            case DiskTombstone(number, place, space, shard, keys):
+                made = WriteTombstone(number, place, space, shard, keys)
+            case DiskSync(number):
+                made = SyncAll(number)
+            case DiskSeal(number, segment):
+                made = SealSegment(number, segment)
+            case DiskDrop(number, segment):
+                made = DropSegment(number, segment)
+        return made
+
+    def _target(self, job: DiskRead | DiskCheck) -> int:
+        """The address to read a page to; one that nobody wants goes to memory of its own."""
+        if isinstance(job, DiskRead):
+            return self._address(job.slot)
+        page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+        memory = self._scratch[job.job] = aligned(record_bytes(page_bytes) - HEADER_BYTES)
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def _address(self, slot: Slot) -> int:
+        extent, _, offset = self._node.pages.slots.address(slot)
+        return self._memory.address(extent) + offset
+
+
+def _record(page: PageName) -> PageRecord:
+    space = page.node.space
+    of = space.shards[page.shard]
+    return PageRecord(
+        page.node.key, page.parent, space.identity, of.spec, of.page_bytes, page.digest
+    )

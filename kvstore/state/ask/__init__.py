@@ -1,0 +1,1 @@
+"""Questions to the state, and walks over it in steps."""

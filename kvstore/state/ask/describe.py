@@ -1,0 +1,57 @@
+"""Everything that can be counted in a page table, as plain values. Pure."""
+
+from itertools import islice
+from typing import Any, Final
+
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.sessions import Session
+
+LISTED_MAX: Final = 100
+"""Spaces and sessions that a snapshot names, so that it never holds the state for long."""
+
+
+def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
+    """One snapshot; of spaces and sessions the first :data:`LISTED_MAX`, and how many there are."""
+    slots = pages.slots.stats()
+    spaces = list(pages.spaces)
+    processes = [process for session in sessions for process in session.processes.values()]
+    return {
+        "host": {name: getattr(slots, name) for name in slots.__slots__},
+        "pages": sum(len(space.nodes) for space in spaces),
+        "spaces_total": len(spaces),
+        "spaces": [
+            {
+                **_identity(space),
+                "pages": len(space.nodes),
+                "shards": len(space.shards),
+                "host_bytes": space.host_bytes,
+                "ssd_bytes": space.disk_bytes,
+            }
+            for space in islice(spaces, LISTED_MAX)
+        ],
+        "sessions_total": len(sessions),
+        "sessions": [
+            {
+                "name": session.name,
+                "tenant": session.domain,
+                "processes": len(session.processes),
+                "lost_processes": sum(p.lost for p in session.processes.values()),
+                "used_bytes": session.used_bytes,
+                "quota_bytes": session.quota_bytes,
+                "prefill_s_per_token": session.prefill_s_per_token,
+            }
+            for session in islice(sessions, LISTED_MAX)
+        ],
+        "session_bytes": sum(session.used_bytes for session in sessions),
+        "leases": sum(len(process.leases) for process in processes),
+        "puts": sum(len(process.puts) for process in processes),
+        "counts": dict(pages.counts),
+        **pages.meter.stats(),
+    }
+
+
+def _identity(space: Space) -> dict[str, Any]:
+    identity = space.identity
+    fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
+    return {"space": space.label, **fields}

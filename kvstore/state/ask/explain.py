@@ -1,0 +1,334 @@
+"""Why a page is, or is not, a hit: a question to the state that changes nothing. Pure.
+
+The answer is looked for where the page should be, then among what left (the ghosts), then under the
+same key in other spaces. When nothing is known the answer says whether something may have been
+forgotten.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypedDict
+
+import msgspec
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.ask.traversal import Steps, ended
+from kvstore.state.choice.ghosts import Ghost
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Node, Space
+
+VERDICTS: Final = (
+    "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
+    "operator", "cleared", "head_missing", "other_space", "never_stored", "unknown",
+)  # fmt: skip
+"""All that can be the answer, the best first."""
+_VERDICT_OF: Final = {
+    "corrupt": "quarantined",
+    "head_lost": "head_missing",
+    "reclaimed": "evicted",
+    "quota": "evicted",
+    "retired": "evicted",
+}
+_NS_PER_S: Final = 1_000_000_000
+
+
+HEADS_MAX: Final = 8
+"""Pages before a page that are explained with it: each may have left because of the one before."""
+RUNS_MAX: Final = 64
+"""Spaces that are told of when many hold equally much of a prompt."""
+_STEP_SPACES: Final = 32
+_STEP_KEYS: Final = 256
+
+
+class Difference(TypedDict):
+    """A field in which a stored page is not the one that was asked for."""
+
+    field: str
+    asked: Any
+    there: Any
+
+
+class Departure(TypedDict):
+    """What is remembered of a page that left; ages in seconds, None = not known.
+
+    ``head``: the page whose leaving took this one along. ``wanted_by``: label of the space that
+    needed its room, a slot of ``wanted_bytes``; 0 bytes = that space was over its quota.
+    """
+
+    cause: str
+    policy: str
+    shard: int
+    head: str
+    hits: int
+    wanted_by: str
+    wanted_bytes: int
+    left_s_ago: float | None
+    stored_s_ago: float | None
+    used_s_ago: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer for one key.
+
+    Attributes:
+        verdict: one of :data:`VERDICTS`.
+        text: the same as a sentence.
+        key: hex.
+        space: label of the space that the answer is about; empty when it is about none.
+        shards: shard number → tiers in which that page is READY, or ``["writing"]``.
+        differs: what keeps a stored page from being this one: field, what was asked, what is there.
+        head: why the page before it is missing, when that is the reason.
+        left: what is remembered of its leaving, ages in seconds.
+        hit_pages: of a token list: how many leading pages are a hit; None for a single key.
+        asked_pages: of a token list: how many full pages it has.
+    """
+
+    verdict: str
+    text: str
+    key: str
+    space: str = ""
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    differs: list[Difference] = field(default_factory=list)
+    head: "Explanation | None" = None
+    left: Departure | None = None
+    hit_pages: int | None = None
+    asked_pages: int | None = None
+
+
+class Explainer:
+    """Answers from one page table, at one moment.
+
+    Args:
+        pages: asked, never changed.
+        now_ns: the moment, on the node's clock.
+    """
+
+    def __init__(self, pages: PageTable, now_ns: int) -> None:
+        """Ask nothing yet."""
+        self._pages = pages
+        self._now_ns = now_ns
+
+    def key(self, key: PrefixKey, space: Space | None, shard: int | None = None) -> Explanation:
+        """:meth:`steps` at once."""
+        return ended(self.steps(key, space, shard))
+
+    def steps(
+        self, key: PrefixKey, space: Space | None, shard: int | None = None, heads: int = HEADS_MAX
+    ) -> Steps[Explanation]:
+        """Why the page of ``key`` is a hit or not.
+
+        Args:
+            key: what is asked for.
+            space: where; None = wherever it is known best.
+            shard: number of the shard in ``space``; None = any.
+            heads: how many pages before it are explained, each because the one after it asks.
+        """
+        if space is not None:
+            found = yield from self._in_space(space, key, shard, heads)
+            return found or (yield from self._elsewhere(space, key))
+        best: tuple[int, Space] | None = None
+        for count, one in enumerate(list(self._pages.spaces), start=1):
+            found = yield from self._in_space(one, key, None, 0)
+            if found is not None:
+                rank = VERDICTS.index(found.verdict)
+                best = (rank, one) if best is None or rank < best[0] else best
+            if count % _STEP_SPACES == 0:
+                yield
+        if best is not None:
+            found = yield from self._in_space(best[1], key, None, heads)
+            if found is not None:
+                return found
+        return self._nothing(None, key)
+
+    def other(self, space: Space, other: Space, key: PrefixKey) -> Explanation:
+        """What keeps a page that another space has from being one of ``space``."""
+        node = other.nodes.get(key)
+        if node is None or not node.present:
+            return self._nothing(space, key)
+        return self._of_other(space, other, node)
+
+    def _in_space(
+        self, space: Space, key: PrefixKey, shard: int | None, heads: int
+    ) -> Steps[Explanation | None]:
+        """The answer that this space alone can give."""
+        node = space.nodes.get(key)
+        if node is not None and node.present:
+            found = self._present(node, shard)
+            if found is not None:
+                return found
+        ghost = self._pages.ghosts.find(space, key)
+        if ghost is not None and (shard is None or node is None or ghost.shard == shard):
+            return (yield from self._left(space, ghost, heads))
+        if node is not None and node.present and shard is not None:
+            return self._other_shard(node, shard)
+        return None
+
+    def _present(self, node: Node, shard: int | None) -> Explanation | None:
+        shards = where(node)
+        label, key = node.space.label, node.key.hex()
+        mask = node.ready if shard is None else node.ready & 1 << shard
+        if mask:
+            tiers = sorted({tier for one in _bits(mask) for tier in shards[str(one)]})
+            text = f"READY in {', '.join(tiers)}"
+            return Explanation("hit", text, key, label, shards)
+        if node.present & ~node.ready and (shard is None or node.present >> shard & 1):
+            text = "being written now: a lookup that waits will get it"
+            return Explanation("pending", text, key, label, shards)
+        return None
+
+    def _other_shard(self, node: Node, shard: int) -> Explanation:
+        space = node.space
+        stored = _bits(node.present)[0]
+        if shard >= len(space.shards):
+            text = f"shard {shard} is not open in this space; it has 0..{len(space.shards) - 1}"
+            return Explanation("other_shard", text, node.key.hex(), space.label, where(node))
+        differs = _differences(space.shards[shard].spec, space.shards[stored].spec)
+        names = ", ".join(one["field"] for one in differs)
+        text = f"stored for shard {stored}, not for {shard}: they differ in {names}"
+        return Explanation("other_shard", text, node.key.hex(), space.label, where(node), differs)
+
+    def _elsewhere(self, space: Space, key: PrefixKey) -> Steps[Explanation]:
+        """The same key in another space, or nothing."""
+        for count, other in enumerate(list(self._pages.spaces), start=1):
+            node = other.nodes.get(key) if other is not space else None
+            if node is not None and node.present:
+                return self._of_other(space, other, node)
+            if count % (_STEP_SPACES * 8) == 0:
+                yield
+        return self._nothing(space, key)
+
+    def _of_other(self, space: Space, other: Space, node: Node) -> Explanation:
+        differs = _differences(space.identity, other.identity)
+        names = ", ".join(one["field"] for one in differs)
+        text = f"stored in another space ({other.label[:12]}): it differs in {names}"
+        return Explanation("other_space", text, node.key.hex(), other.label, where(node), differs)
+
+    def _left(self, space: Space, ghost: Ghost, heads: int) -> Steps[Explanation]:
+        left = self._remembered(ghost)
+        verdict = _VERDICT_OF.get(ghost.cause, ghost.cause)
+        head = None
+        ago = f"{left['left_s_ago']:.1f} s ago"
+        if ghost.head or ghost.cause == "head_lost":
+            verdict = "head_missing"
+            text = f"unreachable since {ago}: a page before it left"
+            if ghost.head:
+                if heads:
+                    head = yield from self.steps(ghost.head, space, None, heads - 1)
+                text = f"unreachable since {ago}: page {ghost.head.hex()[:12]} before it left"
+        elif ghost.cause == "evicted":
+            text = f"evicted {ago} by policy {ghost.policy}"
+            if left["wanted_bytes"]:
+                text += f" to make room for a slot of {left['wanted_bytes']} bytes"
+                text += f" of space {left['wanted_by'][:12]}" if left["wanted_by"] else ""
+            elif left["wanted_by"]:
+                text += " because its space was over its quota"
+        elif ghost.cause == "corrupt":
+            text = f"quarantined {ago}: its bytes were not those that were stored"
+        else:
+            text = f"{_SENTENCES.get(ghost.cause, ghost.cause)} {ago}"
+        return Explanation(
+            verdict if verdict in VERDICTS else "unknown", text, ghost.key.hex(), space.label,
+            head=head, left=left,
+        )  # fmt: skip
+
+    def _remembered(self, ghost: Ghost) -> Departure:
+        wanting = (one.label for one in self._pages.spaces if one.number == ghost.wanted_by)
+        by = next(wanting, "") if ghost.wanted_by is not None else ""
+        return {
+            "cause": ghost.cause,
+            "policy": ghost.policy,
+            "shard": ghost.shard,
+            "head": ghost.head.hex(),
+            "hits": ghost.hits,
+            "wanted_by": by,
+            "wanted_bytes": ghost.wanted_bytes,
+            "left_s_ago": self._ago(ghost.left_ns),
+            "stored_s_ago": self._ago(ghost.stored_ns),
+            "used_s_ago": self._ago(ghost.used_ns),
+        }
+
+    def _nothing(self, space: Space | None, key: PrefixKey) -> Explanation:
+        ghosts = self._pages.ghosts
+        label = space.label if space is not None else ""
+        if ghosts.forgotten:
+            text = "not known: never stored, or it left before the oldest page still remembered"
+            if oldest := self._ago(ghosts.oldest_ns()):
+                text += f" ({oldest:.1f} s ago; {ghosts.forgotten} are forgotten)"
+            return Explanation("unknown", text, key.hex(), label)
+        text = "never stored since this node started"
+        return Explanation("never_stored", text, key.hex(), label)
+
+    def _ago(self, then_ns: int) -> float | None:
+        return (self._now_ns - then_ns) / _NS_PER_S if then_ns else None
+
+
+_SENTENCES: Final = {
+    "expired": "its time to live ran out",
+    "read_once": "a page to be read once; its reader was done",
+    "unreadable": "the disk failed to read it, and no copy was in memory",
+    "operator": "an operator took it out",
+    "reclaimed": "evicted from the SSD: its segment was reclaimed",
+    "quota": "evicted from the SSD: its space was at its quota there",
+    "cleared": "an operator cleared its space",
+    "retired": "its memory was given up: a process that nobody can watch may still touch it",
+}
+
+
+def where(node: Node) -> dict[str, list[str]]:
+    """Shard number → tiers in which the page is READY, or ``["writing"]``."""
+    found: dict[str, list[str]] = {}
+    for shard in _bits(node.present):
+        tiers = ["host"] if shard in node.slots else []
+        tiers += ["ssd"] if shard in node.disk else []
+        found[str(shard)] = tiers if node.ready >> shard & 1 else ["writing"]
+    return found
+
+
+def _bits(mask: int) -> list[int]:
+    return [at for at in range(mask.bit_length()) if mask >> at & 1]
+
+
+def leading_runs(
+    spaces: Sequence[Space], packed: bytes, shard: int | None
+) -> Steps[list[tuple[Space, int]]]:
+    """Which spaces hold most of the leading pages of a chain, and how many pages that is.
+
+    Args:
+        spaces: where.
+        packed: consecutive keys of one chain.
+        shard: whose pages; None = of any shard.
+
+    Returns:
+        those that hold the most, :data:`RUNS_MAX` at most; none when no space holds the first.
+    """
+    best: list[tuple[Space, int]] = []
+    looked = 0
+    for space in spaces:
+        count = 0
+        for at in range(0, len(packed), KEY_BYTES):
+            looked += 1
+            if looked % _STEP_KEYS == 0:
+                yield
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            ready = node.ready if node is not None else 0
+            if not (ready if shard is None else ready >> shard & 1):
+                break
+            count += 1
+        most = best[0][1] if best else 0
+        if count > most:
+            best = [(space, count)]
+        elif count == most > 0 and len(best) < RUNS_MAX:
+            best.append((space, count))
+        looked += 1
+    return best
+
+
+def _differences(asked: msgspec.Struct, there: msgspec.Struct) -> list[Difference]:
+    """The fields in which two names differ."""
+    mine, theirs = msgspec.to_builtins(asked), msgspec.to_builtins(there)
+    return [
+        {"field": name, "asked": mine[name], "there": theirs[name]}
+        for name in mine
+        if mine[name] != theirs[name]
+    ]

@@ -1,0 +1,1 @@
+"""What is chosen: which page leaves, which is written, who has how much."""

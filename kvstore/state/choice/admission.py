@@ -1,0 +1,222 @@
+"""What may be written to the SSD when it leaves memory, within a budget of bytes a day.
+
+A flash device wears by what is written, and most pages are never asked for again. The decision is
+taken for a chain, ancestors first: a leading part of it is admitted, so that no tail is on disk
+without its head. Pages are decided when they leave memory: until then their uses are observed.
+
+``evidence`` admits what was used, or leads to what was, or follows from turns that did. ``learned``
+knows for each page what share of its like came back (:mod:`kvstore.state.choice.returns`) and
+writes where that is worth the **price** of a write. A token bucket sets the price: what is written,
+carried over included, empties it, and the less it holds the more is asked for. It fills with the
+clock, so that the budget is used for what returns most; without a budget ``learned`` fills it with
+a share of what is offered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.errors import InvalidArgument
+from kvstore.state.choice.returns import Returns
+from kvstore.state.tree.prefix_tree import Node
+
+DAY_NS: Final = 86_400 * 10**9
+BURST_SHARE: Final = 24
+"""The bucket holds at most this part of a day's budget: an hour."""
+EVIDENCE_MAX: Final = 4
+"""Uses and turns that are asked for at most, when the bucket is nearly empty."""
+WRITE_SHARE: Final = 0.25
+"""What ``learned`` writes without a budget, carried over included: this part of what is offered."""
+LEARNED_CARRY_FROM: Final = 0.5
+"""``learned`` carries over what was used in the later half of its time on disk: where little is
+written that time is long, and a use at its beginning says little of what comes next."""
+BUCKET_DISK_SHARE: Final = 4
+"""The bucket of ``learned`` holds at most this part of the disk: a quarter."""
+NAMES: Final = ("all", "none", "evidence", "learned")
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """What was admitted so far.
+
+    Attributes:
+        admitted: pages.
+        refused: pages whose memory was needed; a page before them is asked about in its turn.
+        today_bytes: admitted since the day began that ``now_ns`` // a day counts.
+        forecast_bytes: of a whole day, at the mean rate since the first decision.
+        budget_bytes: of a day; 0 = no limit.
+    """
+
+    admitted: int
+    refused: int
+    today_bytes: int
+    forecast_bytes: int
+    budget_bytes: int
+
+
+class Admission:
+    """Decides which leading pages of a chain are written.
+
+    Args:
+        name: one of :data:`NAMES`; all but ``none`` keep to the budget.
+        budget_bytes_per_day: bytes a day, positive; 0 = no limit: ``evidence`` then asks for one
+            use or turn, and ``learned`` writes :data:`WRITE_SHARE` of what is offered.
+        capacity_bytes: of the disk, positive.
+    """
+
+    def __init__(self, name: str, budget_bytes_per_day: int, capacity_bytes: int) -> None:
+        """Start with a full bucket.
+
+        Raises:
+            InvalidArgument: the name is unknown, or the budget negative.
+        """
+        if name not in NAMES:
+            raise InvalidArgument("admission", f"{name!r} is none of {', '.join(NAMES)}")
+        if budget_bytes_per_day < 0:
+            raise InvalidArgument("budget_bytes_per_day", f"{budget_bytes_per_day} is negative")
+        self.name = name
+        self.budget_bytes_per_day = budget_bytes_per_day
+        self.returns = Returns()
+        self._share = WRITE_SHARE if name == "learned" and not budget_bytes_per_day else 0.0
+        self._bucket_max = budget_bytes_per_day / BURST_SHARE
+        if name == "learned":
+            most = capacity_bytes / BUCKET_DISK_SHARE
+            self._bucket_max = min(self._bucket_max or most, most)
+        self._bucket = self._bucket_max
+        self._first_ns: int | None = None
+        self._now_ns = 0
+        self._day = 0
+        self._today_bytes = 0
+        self._total_bytes = 0
+        self._admitted = 0
+        self._refused = 0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether what is written is charged to a bucket."""
+        return self._bucket_max > 0
+
+    def admit(
+        self, chain: Sequence[tuple[Node, int]], size_bytes: int, now_ns: int, tick: int
+    ) -> int:
+        """Decide for the pages of a chain that are not on disk, all before them being there.
+
+        Args:
+            chain: (node, shard) of each page, ancestors first.
+            size_bytes: of each record, positive.
+            now_ns: a clock that never goes back.
+            tick: the present one.
+
+        Returns:
+            how many leading pages to write; they are charged to the budget.
+        """
+        self._advance(now_ns)
+        if chain and not chain[-1][0].children_in_memory:
+            end = chain[-1][0]
+            self.leaves(end, len(chain) * size_bytes * len(end.slots), tick)
+        wanted = self._wanted(chain)
+        if self.bounded:
+            wanted = min(wanted, int(max(0, self._bucket) // size_bytes))
+        self.charge(wanted * size_bytes)
+        self._admitted += wanted
+        self._refused += wanted < len(chain)
+        ask_later([node for node, _ in chain[wanted:]])
+        return wanted
+
+    def leaves(self, end: Node, offered_bytes: int, tick: int) -> None:
+        """The prompt that ends here leaves memory: learn from it; saying it twice changes nothing.
+
+        Args:
+            end: nothing that continues it is in memory.
+            offered_bytes: of the prompt's records that are not on disk.
+            tick: the present one.
+        """
+        if self.name == "learned" and self.returns.left(end, tick):
+            self._fill(offered_bytes * self._share)
+
+    def refuse(self) -> None:
+        """A page goes that was refused with what followed it."""
+        self._refused += 1
+
+    def take_back(self, pages: int, size_bytes: int) -> None:
+        """So many admitted pages found no room on the disk."""
+        self._admitted -= pages
+        self.charge(-pages * size_bytes)
+
+    @property
+    def carry_from(self) -> float:
+        """From which part of its time on disk on a page must be used to be carried over, 0 to 1."""
+        return LEARNED_CARRY_FROM if self.name == "learned" else 0.0
+
+    def charge(self, size_bytes: int) -> None:
+        """So much is written, or carried over."""
+        if self.bounded:
+            self._bucket -= size_bytes
+        self._today_bytes += size_bytes
+        self._total_bytes += size_bytes
+
+    def wear(self) -> Wear:
+        """A snapshot, as of the last decision."""
+        forecast = 0
+        if self._first_ns is not None:
+            # Less than an hour says little of a day: take what was written as an hour's.
+            elapsed = max(self._now_ns - self._first_ns, DAY_NS // BURST_SHARE)
+            forecast = self._total_bytes * DAY_NS // elapsed
+        return Wear(
+            self._admitted, self._refused, self._today_bytes, forecast, self.budget_bytes_per_day
+        )
+
+    def _wanted(self, chain: Sequence[tuple[Node, int]]) -> int:
+        if self.name == "none":
+            return 0
+        if self.name == "all":
+            return len(chain)
+        if self.name == "learned":
+            return self._learned(chain)
+        needed = 1 + self._shortage() * (EVIDENCE_MAX - 1)
+        wanted, below = 0, 0
+        for at in range(len(chain) - 1, -1, -1):
+            node = chain[at][0]
+            below += node.uses  # who used a descendant used this page too
+            if below + node.turns >= needed:
+                wanted = at + 1
+                break
+        return wanted
+
+    def _learned(self, chain: Sequence[tuple[Node, int]]) -> int:
+        """The leading part that is worth most beyond the price of writing it."""
+        price = self._shortage()
+        worth = most = 0.0
+        wanted = 0
+        for at, (node, _) in enumerate(chain, 1):
+            worth += self.returns.rate(node) - price
+            if worth >= most:
+                most, wanted = worth, at
+        return wanted
+
+    def _shortage(self) -> float:
+        """0 while the bucket is at least half full, 1 when it is empty."""
+        if not self.bounded:
+            return 0.0
+        return min(1.0, max(0.0, 1 - 2 * self._bucket / self._bucket_max))
+
+    def _fill(self, size_bytes: float) -> None:
+        self._bucket = min(self._bucket_max, self._bucket + size_bytes)
+
+    def _advance(self, now_ns: int) -> None:
+        if self._first_ns is None:
+            self._first_ns = self._now_ns = now_ns
+        elapsed = max(0, now_ns - self._now_ns)
+        self._now_ns += elapsed
+        self._fill(self.budget_bytes_per_day * elapsed / DAY_NS)
+        if self._now_ns // DAY_NS != self._day:
+            self._day = self._now_ns // DAY_NS
+            self._today_bytes = 0
+
+
+def ask_later(refused: Sequence[Node]) -> None:
+    """Ask about the pages of a chain again when half of them are gone, not for each that goes."""
+    if refused:
+        depth = (refused[0].depth + refused[-1].depth) // 2
+        for node in refused:
+            node.ask_depth = depth

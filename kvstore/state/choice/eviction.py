@@ -1,0 +1,177 @@
+"""Which page goes when room is needed: leaves in order, by slot size and by who must pay. Pure.
+
+Pages of one tenant and one slot size share a queue; a space with a quota or a reservation has
+queues of its own, so that its leaves can be found, or left alone, without looking at the others'.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvstore.state.choice.policy import EvictionPolicy, new_policy
+from kvstore.state.choice.quotas import Quotas
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.slots import SlotTable
+
+GRACE_NS: Final = 10_000_000_000
+"""A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
+just stored is read by a decode engine in a moment, whatever its chances are later."""
+GRACE_LOOKS: Final = 32
+"""Leaves within their grace that are passed over at one choice."""
+TAKE_OVER_MAX: Final = 64
+"""Leaves that change over to a new policy at each choice, so that no request waits for all."""
+
+
+class Eviction:
+    """The choice of pages to evict.
+
+    Args:
+        slots: the slots of the host tier.
+        policy: what goes first, one of :data:`kvstore.state.choice.policy.POLICIES`.
+    """
+
+    def __init__(self, slots: SlotTable, policy: str) -> None:
+        """Start with nothing to choose from.
+
+        Raises:
+            InvalidArgument: no policy has that name.
+        """
+        new_policy(policy, 0)
+        self.policy = policy
+        self.quotas = Quotas(lambda space: space.host_bytes)
+        self._slots = slots
+        self._queues: dict[tuple[str, int], EvictionPolicy] = {}
+        #: Queues of the policy before, as far as they are not taken over yet.
+        self._before: dict[tuple[str, int], EvictionPolicy] = {}
+        self._tick = 0
+        #: The time of the message that is being carried out.
+        self.now_ns = 0
+
+    def change_policy(self, policy: str) -> None:
+        """Choose by another policy from now on; leaves move over as victims are asked for.
+
+        Raises:
+            InvalidArgument: no policy has that name; nothing changed.
+        """
+        new_policy(policy, 0)
+        while not self.settle(TAKE_OVER_MAX):
+            pass
+        self.policy = policy
+        self._before, self._queues = self._queues, {}
+
+    def settle(self, most: int) -> bool:
+        """Move up to ``most`` leaves over to the present policy; True when none is left behind."""
+        for name, queue in list(self._before.items()):
+            if self._take_over(name, queue, most):
+                return False
+            del self._before[name]
+        return True
+
+    def stored(self, node: Node, slot_bytes: int, tick: int) -> None:
+        """A page of ``node`` came in."""
+        self._tick = tick
+        self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
+
+    def used(self, node: Node, tick: int) -> None:
+        """A request used the prefix that ends at ``node``; said once a request."""
+        self._tick = tick
+        node.uses += 1
+        node.ask_depth = 0
+        name = self.quotas.queue_name(node.space)
+        for slot_bytes in classes(node):
+            self._queue(name, slot_bytes).used(node, tick)
+
+    def offer(self, node: Node) -> None:
+        """Tell that ``node`` may have become evictable."""
+        if self.evictable(node):
+            name = self.quotas.queue_name(node.space)
+            for slot_bytes in classes(node):
+                self._queue(name, slot_bytes).offer(node, self._tick)
+
+    def offer_all(self, nodes: Iterable[Node], *, anew: bool = False) -> None:
+        """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
+        for node in nodes:
+            if is_live(node):
+                node.queued = () if anew else node.queued
+                self.offer(node)
+
+    def victim(self, space: Space, slot_bytes: int) -> Node | None:
+        """The leaf of the class that may go for ``space``."""
+        names = self.quotas.payers(space, slot_bytes)
+        return self._oldest([(name, slot_bytes) for name in names])
+
+    def own_victim(self, space: Space) -> Node | None:
+        """The leaf of a space with limits that may go."""
+        name = self.quotas.queue_name(space)
+        return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
+
+    def evictable(self, node: Node) -> bool:
+        """Whether nothing forbids that the node's pages leave memory."""
+        return not node.children_in_memory and self.releasable(node)
+
+    def releasable(self, node: Node) -> bool:
+        """Whether nobody needs the node's pages where they are, whatever follows them."""
+        return (
+            bool(node.slots)
+            and not is_held(node)
+            and is_live(node)
+            and all(node.ready >> shard & 1 for shard in node.slots)
+            and not any(self._slots.pinned(slot) for slot in node.slots.values())
+        )
+
+    def _oldest(self, queues: list[tuple[str, int]]) -> Node | None:
+        found = [node for name in queues if (node := self._pop(*name)) is not None]
+        chosen = min(found, key=lambda node: node.access, default=None)
+        if len(found) > 1:
+            for node in found:
+                if node is not chosen:
+                    self.offer(node)
+        return chosen
+
+    def _pop(self, name: str, slot_bytes: int) -> Node | None:
+        queue = self._queue(name, slot_bytes)
+        before = self._before.get((name, slot_bytes))
+        if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
+            del self._before[name, slot_bytes]
+        spared: list[Node] = []
+        while (node := queue.pop(self._tick)) is not None:
+            if self.quotas.queue_name(node.space) != name:
+                self.offer(node)  # its space got limits since, and with them queues of its own
+            elif slot_bytes in classes(node) and self.evictable(node):
+                if len(spared) == GRACE_LOOKS or not self._has_grace(node):
+                    break
+                spared.append(node)
+        if node is None and spared:
+            node = spared.pop(0)
+        for young in spared:
+            self.offer(young)
+        return node
+
+    def _has_grace(self, node: Node) -> bool:
+        return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS
+
+    def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
+        """Move leaves to the present policy's queue; False when none was left."""
+        for _ in range(most):
+            node = before.pop(self._tick)
+            if node is None:
+                return False
+            self._queue(*name).offer(node, self._tick)
+        return True
+
+    def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:
+        queue = self._queues.get((name, slot_bytes))
+        if queue is None:
+            queue = self._queues[name, slot_bytes] = new_policy(self.policy, slot_bytes)
+        return queue
+
+
+def is_held(node: Node) -> bool:
+    """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
+    return node.memory_pins > 0 or (
+        node.disk_pins > 0 and not node.slots.keys() <= node.disk.keys()
+    )
+
+
+def classes(node: Node) -> set[int]:
+    """The slot sizes of the node's pages."""
+    return {node.space.shards[shard].slot_bytes for shard in node.slots}

@@ -1,0 +1,117 @@
+"""What share of the pages that left memory came back? Learnt from the prompts that leave. Pure.
+
+When a prompt leaves memory, every page of it is remembered, with its **kind**: a page that was seen
+once, by whether the prompt went on from an earlier one, whether it is the last page, and how many
+pages were new (in octaves); one that was seen more often, by how often, and how far it was before
+the prompt's end. When a later prompt leaves that has the page again, the page has returned, and is
+of another kind. Nothing depends on whether it was written, so a refused page teaches as much as an
+admitted one.
+
+The rate of a kind is the share of its pages that returned. A kind with few pages borrows from the
+more general one.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from kvstore.state.tree.prefix_tree import Node
+
+Kind = tuple[int, ...]
+
+REMEMBERED_MAX: Final = 1 << 16
+"""Pages that are remembered at most; the one that left longest ago is forgotten first."""
+WALK_MAX: Final = 1024
+"""Pages before the end of a prompt that are looked at."""
+BELIEF: Final = 30.0
+"""Pages after which a kind's own rate counts as much as the more general kind's."""
+RATE_UNKNOWN: Final = 0.5
+HALVE_EVERY: Final = 1 << 18
+"""Pages after which all counts are halved, so that the past fades."""
+SIGHTS_MAX: Final = 4
+"""From so many prompts on, a page is shared; more make no difference."""
+FAR_OCTAVES: Final = 4
+"""Pages farther from the end than this power of two are alike."""
+ADDED_OCTAVES: Final = 8
+"""Prompts that added more than this power of two are alike."""
+
+
+class Returns:
+    """What share of the pages of each kind came back."""
+
+    def __init__(self) -> None:
+        """Start knowing nothing."""
+        #: Page → its kind, how many prompts had it, and the tick when the last of them left.
+        self._remembered: OrderedDict[int, tuple[Kind, int, int]] = OrderedDict()
+        self._seen: dict[Kind, float] = {}
+        self._returned: dict[Kind, float] = {}
+        self._pages = 0
+
+    def __len__(self) -> int:
+        """How many pages are remembered."""
+        return len(self._remembered)
+
+    def left(self, end: Node, tick: int) -> bool:
+        """The prompt that ends at ``end`` leaves memory; False if that was known."""
+        last = self._remembered.get(_name(end))
+        if last is not None and last[2] >= end.access:
+            return False
+        path: list[Node] = []
+        at: Node | None = end
+        while at is not None and at is not end.space.root and len(path) < WALK_MAX:
+            path.append(at)
+            at = at.parent
+        known = [self._remembered.get(_name(node)) for node in path]
+        sights_before, added = 0, len(path)
+        for distance, one in enumerate(known):
+            if one is not None:
+                sights_before, added = min(one[1], SIGHTS_MAX), distance
+                break
+        first = min(added.bit_length(), ADDED_OCTAVES)
+        for distance, (node, one) in enumerate(zip(path, known, strict=True)):
+            if one is None:
+                sights = 1
+                kind: Kind = (1, sights_before, int(not distance), first)
+            else:
+                sights = min(one[1] + 1, SIGHTS_MAX)
+                kind = (sights, min(distance.bit_length(), FAR_OCTAVES))
+                if end.access > one[2]:
+                    _count(self._returned, one[0], 1)
+                else:
+                    _count(self._seen, one[0], -1)  # the same stay in memory
+            _count(self._seen, kind, 1)
+            self._remember(node, kind, sights, tick)
+        return True
+
+    def rate(self, node: Node) -> float:
+        """What share of the pages like this one came back, 0 to 1."""
+        known = self._remembered.get(_name(node))
+        kind = known[0] if known is not None else ()
+        rate = RATE_UNKNOWN
+        for depth in range(len(kind) + 1):
+            general = kind[:depth]
+            seen, returned = self._seen.get(general, 0.0), self._returned.get(general, 0.0)
+            rate = (returned + BELIEF * rate) / (max(seen, 0.0) + BELIEF)
+        return min(rate, 1.0)
+
+    def _remember(self, node: Node, kind: Kind, sights: int, tick: int) -> None:
+        name = _name(node)
+        self._remembered[name] = kind, sights, tick
+        self._remembered.move_to_end(name)
+        if len(self._remembered) > REMEMBERED_MAX:
+            self._remembered.popitem(last=False)
+        self._pages += 1
+        if self._pages % HALVE_EVERY == 0:
+            for counts in (self._seen, self._returned):
+                for one in counts:
+                    counts[one] /= 2
+
+
+def _count(counts: dict[Kind, float], kind: Kind, change: float) -> None:
+    for depth in range(len(kind) + 1):
+        general = kind[:depth]
+        counts[general] = counts.get(general, 0.0) + change
+
+
+def _name(node: Node) -> int:
+    """Keys are digests: a part of one is enough, and that two pages are mistaken costs little."""
+    return node.space.number << 64 | int.from_bytes(node.key[:8], "little")

@@ -1,0 +1,357 @@
+"""How probably, and how soon, a cached prompt is continued: learnt from the requests themselves.
+
+A prompt of a conversation either never comes back or comes back after a think time. Both depend on
+the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
+within it or is left by many branches (a shared system prompt); how many turns led to it; and three
+traits: how deep it is, the shortest pause between its turns, and how many pages the last turn
+added. So each prompt's end, the page before it, and what was used are **observed** until they are
+used again, whether or not they stay in memory; of one conversation only what is newest. For each
+class of observations and bin of age (half octaves of ticks) two counts result: how many were still
+unused when the bin ended, and how many were used again in it.
+
+Their ratio is the hazard of reuse. A class with few observations borrows from the more general one
+(with the same turns from the same place, that from all): first the level, for which few
+observations do, then the shape. Each trait then multiplies the hazard by what it makes of it, as if
+the traits were independent, since no combination of them is seen often. The **rank** of (kind, age)
+is the most reuse to expect for each tick in memory, over all times one could keep the page from now
+on (the Gittins index): a prompt is worth its room just before it probably returns, not only just
+after.
+
+Counts are halved now and then, so that the past fades. The numbers below bound memory and say how
+fast to believe; which ones, and what they were chosen on, is in docs/internals/policies.md.
+"""
+
+from collections import deque
+from operator import mul
+from typing import ClassVar, Final
+
+from kvstore.state.tree.prefix_tree import Node
+
+Kind = tuple[int, ...]
+
+OBSERVED_MAX: Final = 1 << 16
+"""Prompts under observation at most; the oldest is given up first."""
+BELIEF: Final = 60.0
+"""Observations after which a kind's own hazard counts as much as the more general kind's."""
+HAZARD_UNKNOWN: Final = 0.05
+"""Reuse in each bin of age before anything is known: in every octave alike, hence LRU's order."""
+HALVE_EVERY: Final = 1 << 14
+"""Prompts after which all counts are halved."""
+BRANCHES_SHARED: Final = 4
+"""So many continuations make a prefix shared: what follows is a new conversation's first turn."""
+LEVEL_BELIEF: Final = 5.0
+"""Uses foreseen after which a kind's own level counts as much as the more general kind's."""
+NEVER: Final = 1 << 60
+"""Longer than any pause."""
+ADVANCE_MAX: Final = 128
+"""Observations that one call moves to their next bin of age at most."""
+PARTS: Final = 16
+"""Parts of the table of observations: a table that grows is copied as a whole, in one call."""
+HAZARD_MAX: Final = 0.95
+"""Several traits together never make a reuse certain."""
+TURNS_APART: Final = 3
+"""From so many turns on, what a trait tells is learnt for all turns together."""
+PAUSE_MIN: Final = 4
+PAUSE_MAX: Final = 12
+"""Pauses below and above these powers of two are alike."""
+
+
+class Counts:
+    """What became of one class of observations: by bin of age, how many entered and were used."""
+
+    __slots__ = ("reused", "seen")
+
+    def __init__(self, bins: int) -> None:
+        """Start with nothing counted."""
+        self.reused = [0.0] * bins
+        self.seen = [0.0] * bins
+
+    def hazards(self, before: list[float]) -> list[float]:
+        """Reuse in each bin, where ``before`` is what to expect without observations.
+
+        It has as many bins as can have been reached by now; nothing is counted in later ones.
+        """
+        foreseen = sum(map(mul, self.seen, before))
+        level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
+        return [
+            hazard
+            if (hazard := (uses + level * expected) / (count + BELIEF)) < HAZARD_MAX
+            else HAZARD_MAX
+            for uses, count, expected in zip(self.reused, self.seen, before, strict=False)
+        ]
+
+    def halve(self) -> None:
+        """Let the past fade."""
+        self.reused = [count / 2 for count in self.reused]
+        self.seen = [count / 2 for count in self.seen]
+
+
+class Observation:
+    """A prefix that is watched until it is used again; ``key`` is None when that is over."""
+
+    __slots__ = ("counts", "key", "pause", "since", "turns", "uses")
+
+    def __init__(self, node: Node, counts: tuple[Counts, ...], since: int) -> None:
+        """Watch ``node``'s key from tick ``since`` on."""
+        self.key: bytes | None = node.key
+        self.counts = counts
+        self.since = since
+        self.turns = node.turns
+        self.pause = node.pause
+        self.uses = node.uses
+
+
+class LearnedReuse:
+    """Observes prefixes, and ranks kinds and ages of pages by what came of them."""
+
+    BINS: ClassVar[int] = 44
+
+    def __init__(self) -> None:
+        """Start knowing nothing."""
+        self._observed: list[dict[bytes, Observation]] = [{} for _ in range(PARTS)]
+        self._in_order: deque[Observation] = deque()
+        self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
+        self._table: dict[Kind, Counts] = {}
+        self._tables: list[Counts] = []
+        self._counted: dict[Kind, tuple[Counts, ...]] = {}
+        self._ranks: dict[Kind, list[float]] = {}
+        self._stale: deque[Kind] = deque()
+        #: The page stored last and the one before it, which may be gone when the prompt ends.
+        self._end: Node | None = None
+        self._before_end: Node | None = None
+        self._end_tick = 0
+        self._prompts = 0
+        #: Whether more observations wait to be moved than one call may.
+        self._behind = False
+
+    # ---- events -----------------------------------------------------------------------------
+
+    def used(self, node: Node, tick: int) -> None:
+        """A request used the prefix that ends at ``node``."""
+        watched = self._close(node, tick)
+        if watched is not None:
+            node.pause = min(tick - watched.since, node.pause or NEVER)
+        self._observe(node, tick)
+
+    def stored(self, node: Node, tick: int) -> Kind | None:
+        """A page came in.
+
+        Returns:
+            the kind whose ranks this changed, if any.
+        """
+        parent = node.parent
+        assert parent is not None
+        if parent is not node.space.root and parent.branches < BRANCHES_SHARED:
+            node.turns = parent.turns + (parent.uses > 0)
+            node.pause = parent.pause
+        node.added = parent.added + 1 if parent is self._end else 1
+        before = self._close(node, tick)
+        if before is not None:
+            node.turns = max(node.turns, before.turns)
+            node.uses = max(node.uses, before.uses + 1)
+            node.branches = max(node.branches, 1)
+            node.pause = min(tick - before.since, before.pause or NEVER)
+            node.added = 0
+        changed = None
+        if self._end is not None and parent is not self._end:
+            changed = self._finish_prompt(tick)
+        elif self._behind:
+            self._behind = self._advance(tick)
+        if parent.branches < BRANCHES_SHARED:
+            self._replace(parent)
+        self._end, self._before_end, self._end_tick = node, parent, tick
+        return changed
+
+    def evicted(self, node: Node) -> None:
+        """What is known of the conversation is handed to the page before, the next to go."""
+        parent = node.parent
+        assert parent is not None
+        if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
+            parent.turns, parent.pause = node.turns, node.pause
+            parent.added, parent.reach = node.added, node.reach
+
+    def _finish_prompt(self, tick: int) -> Kind | None:
+        """The pages stored last end a prompt: watch it, and refresh what was learnt."""
+        for node in (self._end, self._before_end):
+            if node is not None and node is not node.space.root:
+                self._observe(node, self._end_tick)
+        self._behind = self._advance(tick)
+        self._prompts += 1
+        turn = self._prompts % HALVE_EVERY
+        if turn < len(self._tables) and self._prompts >= HALVE_EVERY:
+            self._tables[turn].halve()
+        if not self._stale:
+            return None
+        kind = self._stale.popleft()
+        self._stale.append(kind)
+        self._ranks[kind] = self._index(kind)
+        return kind
+
+    def _observe(self, node: Node, tick: int) -> None:
+        observed = self._part(node.key)
+        old = observed.get(node.key)
+        if old is not None:
+            if old.since >= tick:
+                return
+            old.key = None
+        watched = Observation(node, self._counts_of(self.kind(node)), tick)
+        observed[node.key] = watched
+        self._in_order.append(watched)
+        self._by_age[0].append(watched)
+        if len(self._by_age[0]) > OBSERVED_MAX:  # nothing was stored for long, only used
+            self._behind = self._advance(tick)
+        while len(self._in_order) > OBSERVED_MAX:
+            oldest = self._in_order.popleft()
+            if oldest.key is not None:
+                del self._part(oldest.key)[oldest.key]
+                oldest.key = None
+
+    def _replace(self, node: Node) -> None:
+        """What now continues ``node`` is watched in its stead: uses will be told of that."""
+        watched = self._part(node.key).pop(node.key, None)
+        if watched is not None:
+            watched.key = None
+
+    def _close(self, node: Node, tick: int) -> Observation | None:
+        watched = self._part(node.key).pop(node.key, None)
+        if watched is not None:
+            watched.key = None
+            age_bin = self.bin_of(tick - watched.since)
+            for counts in watched.counts:
+                counts.reused[age_bin] += 1
+                counts.seen[age_bin] += 1
+        return watched
+
+    def _part(self, key: bytes) -> dict[bytes, Observation]:
+        return self._observed[key[0] % PARTS if key else 0]  # the root has no key
+
+    def _advance(self, tick: int) -> bool:
+        """Count what outlived its bin of age unused; each observation passes each bin once.
+
+        Returns:
+            whether more is left to do than one call may.
+        """
+        left = ADVANCE_MAX
+        for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
+            waiting, older = self._by_age[age_bin], self._by_age[age_bin + 1]
+            limit = tick - self.upper_edge(age_bin)
+            while waiting and waiting[0].since <= limit and left:
+                watched = waiting.popleft()
+                left -= 1
+                if watched.key is not None:
+                    for counts in watched.counts:
+                        counts.seen[age_bin] += 1
+                    older.append(watched)
+            if not left:
+                return True
+        return False
+
+    # ---- what was learnt --------------------------------------------------------------------
+
+    @staticmethod
+    def kind(node: Node) -> Kind:
+        """What the node's reuse is expected to depend on: place, turns, and then the traits."""
+        if not node.branches:
+            place = 0
+        elif node.branches < BRANCHES_SHARED:
+            place = 1
+        else:
+            place = 2 + min(node.uses.bit_length(), 8)
+        turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
+        depth = min((node.reach.bit_length() + 1) // 2, 4)
+        if place > 1 or not turns:
+            return place, turns, depth, 0, 0
+        pause = min(max(node.pause.bit_length(), PAUSE_MIN), PAUSE_MAX)
+        added = min(node.added.bit_length(), 4)
+        return place, turns, depth, pause, added
+
+    def rank(self, kind: Kind, age_bin: int) -> float:
+        """Expected uses a tick of a page of this kind and age; higher is to be kept."""
+        ranks = self._ranks.get(kind)
+        if ranks is None:
+            ranks = self._ranks[kind] = self._index(kind)
+            self._stale.append(kind)
+        return ranks[age_bin]
+
+    @classmethod
+    def bin_of(cls, age: int) -> int:
+        """The bin of an age in ticks."""
+        if age < 2:
+            return 0
+        octave = age.bit_length() - 1
+        return min(2 * octave + (age >> (octave - 1) & 1), cls.BINS - 1)
+
+    @staticmethod
+    def upper_edge(age_bin: int) -> int:
+        """The age at which a bin ends."""
+        return _edge(age_bin + 1)
+
+    def _counts_of(self, kind: Kind) -> tuple[Counts, ...]:
+        """The tables that an observation of this kind enters."""
+        counted = self._counted.get(kind)
+        if counted is None:
+            rows: list[Counts] = []
+            for general in _general(kind):
+                row = self._table.get(general)
+                if row is None:
+                    row = self._table[general] = Counts(self.BINS)
+                    self._tables.append(row)
+                rows.append(row)
+            counted = self._counted[kind] = tuple(rows)
+        return counted
+
+    def _hazards(self, kind: Kind) -> list[float]:
+        everything, place, turns, some_turns, *traits = self._counts_of(kind)
+        # No page is older than the clock: later bins are all alike, and need no work.
+        bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
+        placed = place.hazards(everything.hazards([HAZARD_UNKNOWN] * bins))
+        hazards = turns.hazards(placed)
+        usual = some_turns.hazards(placed)
+        for trait in traits:
+            hazards = [
+                product if (product := hazard * with_trait / without) < HAZARD_MAX else HAZARD_MAX
+                for hazard, with_trait, without in zip(
+                    hazards, trait.hazards(usual), usual, strict=True
+                )
+            ]
+        return hazards
+
+    def _index(self, kind: Kind) -> list[float]:
+        """The Gittins index at the start of each bin, from the last bin to the first.
+
+        A later stretch of bins is worth waiting for as long as it gives more a tick.
+        """
+        hazards = self._hazards(kind)
+        bins = len(hazards)
+        ranks = [0.0] * bins
+        stretches: list[tuple[float, float, float, float]] = []
+        for at in range(bins - 1, -1, -1):
+            hazard = hazards[at]
+            uses, ticks, alive = hazard, (1 - hazard / 2) * _WIDTHS[at], 1 - hazard
+            while stretches and stretches[-1][0] * ticks > uses:
+                _, more, longer, left = stretches.pop()
+                uses, ticks, alive = uses + alive * more, ticks + alive * longer, alive * left
+            ranks[at] = uses / ticks
+            stretches.append((ranks[at], uses, ticks, alive))
+        return ranks + ranks[-1:] * (self.BINS - bins)
+
+
+def _general(kind: Kind) -> list[Kind]:
+    """The names of the tables of ``kind``: all, its place, its turns, and each of its traits."""
+    place, turns, *traits = kind
+    some = place, min(turns, TURNS_APART)
+    return [(), (place,), (place, turns), (*some, 0, 0)] + [
+        (*some, 1 + at, trait) for at, trait in enumerate(traits)
+    ]
+
+
+def _edge(age_bin: int) -> int:
+    if age_bin < 3:
+        return 0 if age_bin == 0 else 2
+    octave = age_bin // 2
+    return 3 << octave - 1 if age_bin % 2 else 1 << octave
+
+
+_WIDTHS: Final = tuple(
+    max(1, _edge(age_bin + 1) - _edge(age_bin)) for age_bin in range(LearnedReuse.BINS)
+)

@@ -1,0 +1,1 @@
+"""The disk side of the page table: the log, and every page on its way to it and back."""

@@ -1,0 +1,141 @@
+"""Pages that are read again where they lie on disk, to see whether they are whole. Pure.
+
+Loads go first: little is read at a time, and next to nothing while somebody waits for a page.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.state.disk.jobs import DiskCheck, DiskJob, page_name
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.tree.places import record_bytes
+from kvstore.state.tree.prefix_tree import Node, is_live
+
+CHECKS_MAX: Final = 8
+"""Records that are read again at a time; one while anything is loaded."""
+CHECK_BYTES_MAX: Final = 16 << 20
+"""No further one begins while so many bytes are: they lie in memory until they are compared."""
+
+
+@dataclass(slots=True, eq=False)
+class CheckRun:
+    """Pages to read again.
+
+    Attributes:
+        waiting: (node, shard) not begun yet.
+        under_way: being read.
+        checked: were read and compared.
+        corrupt: of those, what was not what had been written; quarantined.
+        unreadable: the disk failed; they stay, and the next load decides.
+        skipped: were on disk no longer, or moved, when their turn came or their read ended.
+    """
+
+    waiting: deque[tuple[Node, int]]
+    under_way: int = 0
+    checked: int = 0
+    corrupt: int = 0
+    unreadable: int = 0
+    skipped: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it waits or is being read."""
+        return not self.waiting and not self.under_way
+
+    @property
+    def ended(self) -> int:
+        """Pages that are done."""
+        return self.checked + self.unreadable + self.skipped
+
+    def cancel(self) -> None:
+        """Begin nothing more."""
+        self.waiting.clear()
+
+
+class DiskChecks:
+    """All runs of one node, which take turns.
+
+    Args:
+        log: which record lies where.
+        number: numbers a job.
+        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        quarantine: takes a bad record out: ``quarantine(node, shard, cause)``.
+        counts: what is counted.
+        loading: how many loads are under way.
+    """
+
+    def __init__(
+        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
+        quarantine: Callable[[Node, int, str], None], counts: Counter[str],
+        loading: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """Start with nothing under way."""
+        self._log = log
+        self._number = number
+        self._submit = submit
+        self._quarantine = quarantine
+        self._counts = counts
+        self._loading = loading
+        self._runs: deque[CheckRun] = deque()
+        #: Job number → whose it is; all and only those under way.
+        self._jobs: dict[int, CheckRun] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def begin(self, run: CheckRun) -> None:
+        """Take a run on."""
+        self._runs.append(run)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Read as much as may be read now."""
+        while self._runs and self._may_begin:
+            run = self._runs.popleft()
+            if run.waiting:
+                self._begin(run, *run.waiting.popleft())
+                self._runs.append(run)
+
+    @property
+    def _may_begin(self) -> bool:
+        most = 1 if self._loading() else CHECKS_MAX
+        return len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX
+
+    def _begin(self, run: CheckRun, node: Node, shard: int) -> None:
+        place = node.disk.get(shard) if is_live(node) else None
+        if place is None:
+            run.skipped += 1
+            return
+        job = DiskCheck(self._number(), place, page_name(node, shard))
+        self._log.pin_segment(place.segment)
+        self._jobs[job.job] = run
+        self._bytes += _size(node, shard)
+        run.under_way += 1
+        self._submit(job)
+
+    def completed(self, job: DiskCheck, error: KVStoreError | None) -> None:
+        """One has been read."""
+        node, shard, _, digest = job.page
+        run = self._jobs.pop(job.job)
+        self._bytes -= _size(node, shard)
+        self._log.unpin_segment(job.place.segment)
+        run.under_way -= 1
+        if not is_live(node) or node.disk.get(shard) != job.place or node.digests[shard] != digest:
+            run.skipped += 1
+        elif error is None or isinstance(error, PageCorrupt):
+            run.checked += 1
+            self._counts["disk_checked_records"] += 1
+            if error is not None:
+                run.corrupt += 1
+                self._counts["disk_corrupt_records"] += 1
+                self._quarantine(node, shard, "corrupt")
+        else:
+            run.unreadable += 1
+
+
+def _size(node: Node, shard: int) -> int:
+    return record_bytes(node.space.shards[shard].page_bytes)

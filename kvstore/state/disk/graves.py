@@ -1,0 +1,201 @@
+"""Pages that were taken out on purpose, until the log says so too. Pure.
+
+Their records stay in the segment files until those are reclaimed; a tombstone keeps a start from
+finding them. It counts against every older record of its keys, so a page that is stored again must
+not be written before it: :meth:`Graves.holds` says which pages have to wait.
+
+At most one tombstone of a (space, shard) is being written at a time; what is taken out meanwhile
+shares the next one.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.errors import CapacityError, KVStoreError
+from kvstore.page import ALL_KEYS
+from kvstore.state.disk.jobs import DiskJob, DiskTombstone, Durable
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.syncs import Syncs
+from kvstore.state.tree.prefix_tree import Node, Space
+
+BURIED: Final = frozenset({"operator", "cleared", "corrupt"})
+"""Causes of a removal that a restart must not undo."""
+RECORD_KEYS_MAX: Final = 1024
+"""Keys in one tombstone: 36 KiB on disk."""
+KEYS_MAX: Final = 65_536
+"""Keys that may wait; while the disk takes no tombstone further removals are not written."""
+ATTEMPTS_MAX: Final = 8
+"""A tombstone that could not be written so often is given up."""
+
+_Pair = tuple[int, int]
+"""Space and shard number."""
+
+
+@dataclass(slots=True, eq=False)
+class _Grave:
+    """What is to be written of one pair: its keys in the order in which they came."""
+
+    space: Space
+    shard: int
+    keys: dict[bytes, None] = field(default_factory=dict)
+    waiters: list[Durable] = field(default_factory=list)
+    attempts: int = 0
+
+
+class Graves:
+    """The tombstones of one log that are not written yet.
+
+    Args:
+        log: which record lies where.
+        number: numbers a job.
+        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        syncs: make durable what is written.
+        counts: what is counted.
+
+    Attributes:
+        waiting_keys: keys whose tombstone is not written.
+        lost_keys: keys that could not wait; only grows.
+    """
+
+    def __init__(
+        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
+        syncs: Syncs, counts: Counter[str],
+    ) -> None:  # fmt: skip
+        """Start with nothing to write."""
+        self.waiting_keys = self.lost_keys = 0
+        self._log = log
+        self._number = number
+        self._submit = submit
+        self._syncs = syncs
+        self._counts = counts
+        #: What gathers, and what is being written; a key is in one of them at most.
+        self._gathering: dict[_Pair, _Grave] = {}
+        self._writing: dict[_Pair, _Grave] = {}
+        self._jobs: dict[int, _Pair] = {}
+
+    def holds(self, node: Node, shard: int) -> bool:
+        """Whether a page must not be written yet: the tombstone of its key comes first."""
+        return self._knows((node.space.number, shard), node.key)
+
+    def waits_for(self, space: Space) -> bool:
+        """Whether a tombstone of a space is still to be written."""
+        return any(
+            grave.space is space
+            for graves in (self._gathering, self._writing)
+            for grave in graves.values()
+        )
+
+    def bury(self, node: Node, shard: int) -> None:
+        """A page was taken out on purpose; what a segment may still hold of it must not return."""
+        assert node.key != ALL_KEYS, "it would bury every page of the space and shard"
+        self._add(node.space, shard, node.key)
+
+    def bury_all(self, space: Space) -> None:
+        """A space was emptied: nothing of it must return, also what had left the index before."""
+        for shard in range(len(space.shards)):
+            self._add(space, shard, ALL_KEYS)
+
+    def await_written(self, lost_keys: int) -> Durable:
+        """What is acknowledged once all that was buried so far is written, and synced if ever.
+
+        Its error is CapacityError when something was buried that could not wait since
+        :attr:`lost_keys` was read.
+        """
+        durable = Durable()
+        for grave in (*self._gathering.values(), *self._writing.values()):
+            grave.waiters.append(durable)
+            durable.outstanding += 1
+        if self.lost_keys != lost_keys:
+            durable.error = CapacityError(
+                f"more than {KEYS_MAX} removals waited for the SSDs: clear the space once they work"
+            )
+        if not durable.outstanding:
+            self._syncs.hurry()
+            self._syncs.wait(durable)
+        return durable
+
+    def write(self) -> None:
+        """Write what gathered, as far as the log has room."""
+        for pair, grave in list(self._gathering.items()):
+            if pair in self._writing:
+                continue
+            keys = list(grave.keys)[:RECORD_KEYS_MAX]
+            place = self._log.place_tombstone(grave.space, grave.shard, len(keys))
+            if place is None:
+                return  # room is being made; it is asked for again when a job has ended
+            del self._gathering[pair]
+            if len(keys) < len(grave.keys):
+                self._split(pair, grave, keys)
+            self._writing[pair] = grave
+            of = grave.space.shards[grave.shard].spec
+            job = DiskTombstone(
+                self._number(), place, grave.space.identity, of, b"".join(grave.keys)
+            )
+            self._jobs[job.job] = pair
+            self._submit(job)
+
+    def completed(self, job: DiskTombstone, error: KVStoreError | None) -> None:
+        """A tombstone is written, or could not be: then it is tried again when time has passed."""
+        self._log.wrote(job.place)
+        pair = self._jobs.pop(job.job)
+        grave = self._writing.pop(pair)
+        if error is not None and grave.attempts + 1 < ATTEMPTS_MAX:
+            self._try_again(pair, grave)
+            return
+        self.waiting_keys -= len(grave.keys)
+        if error is None:
+            self._counts["tombstone_keys"] += len(grave.keys)
+            self._syncs.wrote()
+        else:
+            self._counts["tombstone_keys_lost"] += len(grave.keys)
+        if grave.waiters:
+            self._syncs.hurry()  # somebody waits who does so once in a while
+        for durable in grave.waiters:
+            self._syncs.part_ended(durable, error)
+
+    def _add(self, space: Space, shard: int, key: bytes) -> None:
+        pair = (space.number, shard)
+        if not self._log.segments or self._knows(pair, key):
+            return  # there is no older record, or none that the tombstone on its way leaves
+        if self.waiting_keys >= KEYS_MAX and key != ALL_KEYS:
+            self.lost_keys += 1
+            self._counts["tombstone_keys_lost"] += 1
+            return
+        grave = self._gathering.get(pair)
+        if grave is None:
+            grave = self._gathering[pair] = _Grave(space, shard)
+        if key == ALL_KEYS:
+            self.waiting_keys -= len(grave.keys)
+            grave.keys.clear()
+        grave.keys[key] = None
+        self.waiting_keys += 1
+
+    def _knows(self, pair: _Pair, key: bytes) -> bool:
+        for graves in (self._gathering, self._writing) if self.waiting_keys else ():
+            grave = graves.get(pair)
+            if grave is not None and (key in grave.keys or ALL_KEYS in grave.keys):
+                return True
+        return False
+
+    def _split(self, pair: _Pair, grave: _Grave, keys: list[bytes]) -> None:
+        """Leave what is too much for one tombstone to the next one; who waits, waits for both."""
+        rest = dict.fromkeys(list(grave.keys)[len(keys) :])
+        self._gathering[pair] = _Grave(grave.space, grave.shard, rest, list(grave.waiters))
+        grave.keys = dict.fromkeys(keys)
+        for durable in grave.waiters:
+            durable.outstanding += 1
+
+    def _try_again(self, pair: _Pair, grave: _Grave) -> None:
+        """Put a tombstone back to what gathered meanwhile."""
+        grave.attempts += 1
+        later = self._gathering.get(pair)
+        if later is not None:
+            grave.keys |= later.keys
+            for durable in later.waiters:
+                if durable in grave.waiters:
+                    durable.outstanding -= 1
+                else:
+                    grave.waiters.append(durable)
+        self._gathering[pair] = grave

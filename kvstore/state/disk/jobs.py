@@ -1,0 +1,237 @@
+"""What the disk side of the page table asks its tier to do, and for whom. Pure values."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Final, NamedTuple, Protocol
+
+from kvstore.errors import KVStoreError
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.metering import Meter
+from kvstore.state.tree.actions import TierRemoved, TierStored
+from kvstore.state.tree.places import Place
+from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.sessions import Fetch
+from kvstore.state.tree.slots import Slot, SlotTable
+
+
+class WritePolicy(StrEnum):
+    """When an ordinary page is written to disk."""
+
+    THROUGH = "through"
+    """As soon as it is stored."""
+    SELECTIVE = "selective"
+    """When it is used for the first time after it was stored."""
+    BACK = "back"
+    """When its memory is needed."""
+
+
+class SyncPolicy(StrEnum):
+    """When written pages are made to survive a power cut."""
+
+    NONE = "none"
+    INTERVAL = "interval"
+    ALWAYS = "always"
+
+
+class Verdict(Enum):
+    """What is to become of a page whose memory is needed."""
+
+    EVICT = 0
+    WRITING = 1
+    """It is being written first; its slot is pinned until then."""
+    FULL = 2
+    """It should be written, but too much is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRules:
+    """When pages are written, and when what is written is synced.
+
+    Attributes:
+        write: the policy for ordinary pages.
+        sync: the policy for syncs; ``none`` means that no put can be durable.
+        sync_interval_ns: between two syncs of the policy ``interval``.
+        in_flight_bytes_max: most bytes being written at a time.
+        retry_ns: after a failed write nothing is written for so long.
+    """
+
+    write: WritePolicy
+    sync: SyncPolicy
+    sync_interval_ns: int
+    in_flight_bytes_max: int
+    retry_ns: int = 5_000_000_000
+
+
+class PageName(NamedTuple):
+    """What a job's record says; the node may have left its tree when the job is carried out."""
+
+    node: Node
+    shard: int
+    parent: PrefixKey
+    digest: bytes
+
+
+def page_name(node: Node, shard: int) -> PageName:
+    """The name of a READY page."""
+    assert node.parent is not None
+    return PageName(node, shard, node.parent.key, node.digests[shard])
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWrite:
+    """Write the page in ``slot`` as a record at ``place``."""
+
+    job: int
+    place: Place
+    page: PageName
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """Read the record at ``place`` into ``slot``."""
+
+    job: int
+    place: Place
+    page: PageName
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCheck:
+    """Read the record at ``place`` and compare it with its page; nobody wants the bytes."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCopy:
+    """Copy the record at ``source`` to ``place``."""
+
+    job: int
+    source: Place
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTombstone:
+    """Write at ``place`` that the pages of these packed keys were taken out on purpose."""
+
+    job: int
+    place: Place
+    space: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSync:
+    """Make durable what was written by now."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSeal:
+    """Write the segment's footer."""
+
+    job: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDrop:
+    """Delete the segment."""
+
+    job: int
+    segment: int
+
+
+DiskJob = (
+    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
+)
+
+
+DURABLES_MAX: Final = 1024
+"""Durable puts that may wait for the disk; a disk that hangs lets them pile up."""
+
+
+@dataclass(slots=True, eq=False)
+class Durable:
+    """A durable put, or removal, that has not been acknowledged.
+
+    Attributes:
+        pages: (node, shard, digest) of those of a put.
+        pinned: the pages in memory, pinned until its end.
+        outstanding: pages, or tombstones, still to be written.
+        error: why it failed; None = it did not.
+        ended: it is acknowledged, or failed.
+    """
+
+    pages: list[tuple[Node, int, bytes]] = field(default_factory=list)
+    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    outstanding: int = 0
+    error: KVStoreError | None = None
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A page on its way to disk.
+
+    Attributes:
+        job: what the tier does.
+        size: bytes of its record.
+        waiters: durable puts of it.
+        followers: writes that have ended and count only once this one does.
+        error: why it failed.
+    """
+
+    job: DiskWrite
+    size: int
+    waiters: list[Durable] = field(default_factory=list)
+    followers: "list[Write]" = field(default_factory=list)
+    error: KVStoreError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A page on its way from disk, and who waits for it."""
+
+    job: DiskRead
+    since_ns: int
+    waiters: list[Fetch] = field(default_factory=list)
+
+
+class Memory(Protocol):
+    """What this needs of the page table: the pages in memory and the index."""
+
+    slots: SlotTable
+    counts: Counter[str]
+    meter: Meter
+    now_ns: int
+    tick: int
+
+    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING for a page of ``node``, made room for if need be."""
+        ...
+
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
+        ...
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
+        ...
+
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """The page was loaded to ``slot``, which is still WRITING."""
+        ...
+
+    def drop(self, node: Node, shard: int, cause: str) -> None:
+        """Take the page out of the index, in every tier, with all that it leads to."""
+        ...

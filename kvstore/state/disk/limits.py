@@ -1,0 +1,225 @@
+"""What spaces may and must have on disk: quotas, reservations, pins. Pure.
+
+A record of a space at its quota is written only once as much of the space's own has left: its
+leaves, the coldest first. A leaf on disk is a page that no page on disk continues and, where memory
+does not have it too, no page at all: whatever leaves, nothing becomes unreachable. What leaves is
+dead at once, and its room comes back when its segment is reclaimed.
+
+A reclaim carries over what is pinned, and what its space would miss in its reservation.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
+from kvstore.state.disk.jobs import Memory, Write
+from kvstore.state.disk.log import Segment
+from kvstore.state.tree.nodeheap import Entry, NodeHeap
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+
+WALK_MAX: Final = 1024
+"""Pages below one that are counted to see whether it may go; one that leads to more is kept."""
+
+
+class _Leaves:
+    """The leaves of one space, the one that was not used for longest first."""
+
+    def __init__(self) -> None:
+        #: (access, serial, node); may be out of date, which is found when it comes out.
+        self._heap = NodeHeap(self._stays)
+        self.queued: set[Node] = set()
+
+    def add(self, node: Node) -> None:
+        if node not in self.queued:
+            self.queued.add(node)
+            self._heap.push((node.access, node.serial, node))
+
+    def pop(self, may_go: Callable[[Node], bool]) -> Node | None:
+        node: Node
+        while self._heap:
+            access, _, node = self._heap.pop()
+            self.queued.remove(node)
+            if may_go(node):
+                if node.access == access:
+                    return node
+                self.add(node)
+        return None
+
+    def _stays(self, entry: Entry) -> bool:
+        if not is_live(entry[-1]):
+            self.queued.remove(entry[-1])
+            return False
+        return True
+
+
+class DiskLimits:
+    """The limits of all spaces on disk.
+
+    Args:
+        memory: the memory side.
+        forget: takes a page off the disk that memory has too: ``forget(node, shard)``.
+
+    Attributes:
+        writing: the pages that are being written; :class:`~kvstore.state.disk.writes.Writes` keeps
+            them.
+    """
+
+    def __init__(self, memory: Memory, forget: Callable[[Node, int], None]) -> None:
+        """Start with no limits."""
+        self.writing: dict[tuple[Node, int], Write] = {}
+        self.quotas = Quotas(lambda space: space.disk_bytes)
+        self._memory = memory
+        self._forget = forget
+        #: Space number → leaves, for spaces with a quota.
+        self._leaves: dict[int, _Leaves] = {}
+
+    def limit(
+        self, space: Space, quota_bytes: int, reserved_bytes: int, reservable_bytes: int
+    ) -> None:
+        """Limit a space; with a quota, its nodes are to be offered then, and it is to be shrunk.
+
+        Raises:
+            InvalidArgument, CapacityError: see :meth:`kvstore.state.choice.quotas.Quotas.set`.
+        """
+        self.quotas.set(space, quota_bytes, reserved_bytes, reservable_bytes)
+        if not quota_bytes:
+            self._leaves.pop(space.number, None)
+        elif space.number not in self._leaves:
+            self._leaves[space.number] = _Leaves()
+
+    # ---- quotas -----------------------------------------------------------------------------
+
+    def offer(self, node: Node) -> None:
+        """The node may have become a leaf that may go."""
+        leaves = self._leaves.get(node.space.number) if self._leaves else None
+        if leaves is not None and self._may_go(node):
+            leaves.add(node)
+
+    def make_room(self, node: Node, shard: int) -> bool:
+        """Whether a page may be written; leaves of its space go for it if need be."""
+        space, size = node.space, node.space.shards[shard].record_bytes
+        if not self.quotas.exceeded(space, size):
+            return True
+        if size > self.quotas.get(space).quota_bytes:
+            return False
+        # Of what is before it only its parent can look like a leaf: that one leads to nothing yet.
+        spared = [node, node.parent] if node.parent is not None else [node]
+        return self.shrink(space, SHRINK_MAX, size, spared)
+
+    def shrink(
+        self, space: Space, pages_max: int, more_bytes: int = 0, spared: Collection[Node] = ()
+    ) -> bool:
+        """Take leaves of a space out until so much more fits its quota; True when it does."""
+        leaves = self._leaves.get(space.number)
+        for _ in range(pages_max if leaves is not None else 0):
+            if not self.quotas.exceeded(space, more_bytes):
+                return True
+            assert leaves is not None
+            chosen = leaves.pop(lambda node: node not in spared and self._may_go(node))
+            for node in spared:
+                self.offer(node)
+            if chosen is None:
+                return False
+            self._take_out(chosen)
+        return not self.quotas.exceeded(space, more_bytes)
+
+    def writing_bytes(self, space: Space) -> int:
+        """What is being written of a space."""
+        shards = [shard for node, shard in self.writing if node.space is space]
+        return sum(space.shards[shard].record_bytes for shard in shards)
+
+    def _take_out(self, node: Node) -> None:
+        """Take a leaf off the disk; what is not in memory leaves the index."""
+        for shard in list(node.disk):
+            self._memory.counts["disk_quota_pages"] += 1
+            if shard in node.slots:
+                self._forget(node, shard)
+            else:
+                self._memory.drop(node, shard, "quota")
+
+    def _may_go(self, node: Node) -> bool:
+        slots = self._memory.slots
+        return (
+            bool(node.disk)
+            and self._is_leaf(node)
+            and is_live(node)
+            and node.present == node.ready
+            and not node.pins
+            and not any(slots.pinned(slot) for slot in node.slots.values())
+        )
+
+    def _is_leaf(self, node: Node) -> bool:
+        if not node.disk.keys() <= node.slots.keys():
+            return not node.children
+        return not any(
+            child.disk or any((child, at) in self.writing for at in range(len(child.space.shards)))
+            for child in node.children.values()
+        )
+
+    # ---- reservations and pins --------------------------------------------------------------
+
+    def kept(self, segment: Segment) -> set[tuple[Node, int]]:
+        """The pages of a segment that must not go with it, closed towards heads."""
+        kept: set[tuple[Node, int]] = set()
+        reserved: dict[int, list[tuple[Node, int]]] = {
+            one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
+        }
+        for node, shard in segment.pages:
+            if is_pinned(node, shard):
+                kept.add((node, shard))
+            elif node.space.number in reserved:
+                reserved[node.space.number].append((node, shard))
+        for pages in reserved.values():
+            if pages:
+                kept |= self._beyond_excess(pages)
+        return kept
+
+    def _beyond_excess(self, pages: list[tuple[Node, int]]) -> set[tuple[Node, int]]:
+        """Of pages of one space, those that cannot go without taking it below its reservation."""
+        space = pages[0][0].space
+        there = space.disk_bytes - self.writing_bytes(space)  # what is being written may fail
+        excess = there - self.quotas.get(space).reserved_bytes
+        going: set[tuple[Node, int]] = set()
+        kept: set[tuple[Node, int]] = set()
+        for node, shard in sorted(pages, key=lambda page: -page[0].depth):
+            below = _below(node, shard, going, kept)
+            size = len(below) * space.shards[shard].record_bytes
+            if not below or size > excess:
+                kept.add((node, shard))
+                continue
+            excess -= size
+            going.update(below)
+        return kept
+
+    # ---- checks -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that every leaf that may go can be found, and nothing is over its quota."""
+        for limits in self.quotas.all():
+            leaves = self._leaves.get(limits.space.number)
+            for node in limits.space.nodes.values() if leaves is not None else ():
+                assert leaves is not None
+                assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
+
+
+def is_pinned(node: Node, shard: int) -> bool:
+    """Whether an operator's pin keeps a page on disk."""
+    return node.disk_pins > 0 or (node.memory_pins > 0 and shard not in node.slots)
+
+
+def _below(
+    node: Node, shard: int, going: set[tuple[Node, int]], kept: set[tuple[Node, int]]
+) -> list[tuple[Node, int]]:
+    """A page and those that leave the disk with it, without those that go already.
+
+    Empty when one of them is kept, or they are too many.
+    """
+    found = [(node, shard)]
+    if node.space.shards[shard].window_pages:
+        return found
+    for at, _ in found:
+        below = [(one, shard) for one in at.children.values() if shard in one.disk]
+        if len(found) > WALK_MAX or not kept.isdisjoint(below):
+            return []
+        found += [page for page in below if page not in going]
+    return found

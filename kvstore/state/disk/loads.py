@@ -1,0 +1,115 @@
+"""Pages on their way from the SSD log to memory, and who waits for them. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.state.disk.jobs import DiskJob, DiskRead, Load, Memory, page_name
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.sessions import Fetch
+from kvstore.state.tree.slots import Slot
+
+
+class Loads:
+    """The loads of one node; two who want the same page share one.
+
+    Args:
+        memory: the memory side.
+        log: which record lies where.
+        number: numbers a job.
+        submit: hands a job to the tier; :meth:`loaded` is told of its end.
+        fetched: gets the fetches whose last load has ended.
+    """
+
+    def __init__(
+        self, memory: Memory, log: SegmentLog, number: Callable[[], int],
+        submit: Callable[[DiskJob], None], fetched: list[Fetch],
+    ) -> None:  # fmt: skip
+        """Start with nothing under way."""
+        self._memory = memory
+        self._log = log
+        self._number = number
+        self._submit = submit
+        self._fetched = fetched
+        self._loads: dict[tuple[Node, int], Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def fetch(self, nodes: Sequence[Node], shard: int) -> Fetch:
+        """Load what is on disk only of a run of READY pages, and keep all of it in memory."""
+        fetch = Fetch()
+        for node in nodes:
+            if shard in node.slots:
+                self._keep(fetch, node, node.slots[shard])
+        for node in nodes:
+            if not node.ready >> shard & 1:
+                break  # it went while room was made for another
+            if shard in node.slots:
+                continue
+            load = self._loads.get((node, shard)) or self._begin(node, shard)
+            if load is None:
+                break
+            load.waiters.append(fetch)
+            fetch.outstanding += 1
+        if not fetch.outstanding:
+            self._fetched.append(fetch)
+        return fetch
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Whoever waited has what it wanted, or has given up."""
+        fetch.ended = True
+        self.unpin(fetch.pinned)
+
+    def unpin(self, pinned: list[tuple[Node, Slot]]) -> None:
+        """Let go of pages in memory; empties the list."""
+        for node, slot in pinned:
+            self._memory.slots.unpin([slot])
+            self._memory.offer(node)
+        pinned.clear()
+
+    def loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
+        """A load has ended."""
+        node, shard, slot = job.page.node, job.page.shard, job.slot
+        load = self._loads.pop((node, shard))
+        self._log.unpin_segment(job.place.segment)
+        wanted = (
+            is_live(node)
+            and shard in node.disk
+            and shard not in node.slots  # it left meanwhile, and was stored again
+            and node.digests[shard] == job.page.digest
+        )
+        waiters = [fetch for fetch in load.waiters if not fetch.ended]
+        if wanted and error is None:
+            self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
+            self._memory.promoted(node, shard, slot)
+            for fetch in waiters:
+                self._keep(fetch, node, slot)
+            self._memory.offer(node)
+        else:
+            self._memory.slots.abort([slot])
+            if wanted:
+                cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
+                self._memory.drop(node, shard, cause)
+        for fetch in waiters:
+            fetch.outstanding -= 1
+            if not fetch.outstanding:
+                self._fetched.append(fetch)
+
+    def _keep(self, fetch: Fetch, node: Node, slot: Slot) -> None:
+        self._memory.slots.pin([slot], 0)
+        fetch.pinned.append((node, slot))
+
+    def _begin(self, node: Node, shard: int) -> Load | None:
+        size = node.space.shards[shard].slot_bytes
+        slot = self._memory.allocate(node, size)
+        place = node.disk.get(shard)
+        if slot is None or place is None:  # making room may have cost the page itself
+            if slot is not None:
+                self._memory.slots.abort([slot])
+            return None
+        self._log.pin_segment(place.segment)
+        job = DiskRead(self._number(), place, page_name(node, shard), slot)
+        load = self._loads[node, shard] = Load(job, self._memory.now_ns)
+        self._submit(job)
+        return load

@@ -1,0 +1,414 @@
+"""The SSD log as the node's state sees it: which record lies where. Pure.
+
+Segments are files of equal size, written front to back and given back as a whole. A record is a
+header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
+"""
+
+from collections.abc import Collection, Container, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, NamedTuple
+
+from kvstore.page import KEY_BYTES
+from kvstore.state.tree.places import (
+    Place,
+    footer_bytes,
+    record_bytes,
+)
+from kvstore.state.tree.prefix_tree import Node, Space
+
+SEGMENT_PAIRS_MAX: Final = 64
+SEGMENTS_MIN: Final = 4
+"""Two open ones, one to reclaim and one to carry to."""
+FREE_SEGMENTS_MIN: Final = 3
+"""Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
+CARRY_SHARE: Final = 0.5
+"""Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
+
+
+class Reclaim(NamedTuple):
+    """What becomes of the pages of a segment.
+
+    Attributes:
+        carry: (node, shard) of pages to write again, heads first.
+        drop: pages that leave the disk, tails first.
+    """
+
+    carry: list[tuple[Node, int]]
+    drop: list[tuple[Node, int]]
+
+
+class SegmentState(Enum):
+    """Where a segment is in its life."""
+
+    OPEN = 0
+    FULL = 1
+    """Takes no more records; its footer is to be written."""
+    SEALED = 2
+    DRAINING = 3
+    """Its records are being carried over or given up; then its file is deleted."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One file of the log.
+
+    Attributes:
+        number: names it.
+        size_bytes: of its file.
+        end: the first byte behind its last record.
+        records: how many it has, dead ones included.
+        pairs: (space, shard) pairs that its records belong to.
+        pages: every page whose record of record this is → the tick when it was written.
+        live_bytes: of their records.
+        writing: records being written.
+        readers: reads and copies under way.
+        sealing: its footer is being written.
+        failed: something could not be written or synced there; it is reclaimed first.
+        waits_for: numbers of the segments that may hold records older than its tombstones; it is
+            not reclaimed before them, for without the tombstones those would come back.
+    """
+
+    number: int
+    size_bytes: int
+    state: SegmentState = SegmentState.OPEN
+    end: int = 0
+    records: int = 0
+    pairs: set[tuple[int, int]] = field(default_factory=set)
+    pages: dict[tuple[Node, int], int] = field(default_factory=dict)
+    live_bytes: int = 0
+    writing: int = 0
+    readers: int = 0
+    sealing: bool = False
+    failed: bool = False
+    waits_for: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class LogStats:
+    """One snapshot of a :class:`SegmentLog`."""
+
+    capacity_bytes: int
+    used_bytes: int
+    live_bytes: int
+    dead_bytes: int
+    segments: int
+    written_bytes: int
+    carried_bytes: int
+    reclaimed_segments: int
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written for each byte that was stored."""
+        return 1.0 + self.carried_bytes / self.written_bytes if self.written_bytes else 1.0
+
+
+class SegmentLog:
+    """All segments of one node.
+
+    Records of new pages and of carried ones go to open segments of their own, so that pages that
+    were used again gather. The last free segment is for carrying: reclaiming can always go on.
+
+    Args:
+        segment_count: most segments, :data:`SEGMENTS_MIN` or more.
+        segment_bytes: of each new one.
+    """
+
+    def __init__(self, segment_count: int, segment_bytes: int) -> None:
+        """Start without segments."""
+        self.segment_bytes = segment_bytes
+        #: A larger record fits no segment.
+        self.record_bytes_max = segment_bytes - footer_bytes(1)
+        self.capacity_bytes = segment_count * segment_bytes
+        self.segments: dict[int, Segment] = {}
+        self.next_segment = 1
+        #: All and only the segments in state FULL.
+        self.full: list[Segment] = []
+        self._open: dict[bool, Segment] = {}
+        self._used_bytes = 0
+        self._written_bytes = 0
+        self._carried_bytes = 0
+        self._reclaimed = 0
+        self._failed = 0
+
+    # ---- records ----------------------------------------------------------------------------
+
+    def place(self, node: Node, shard: int, tick: int, *, carried: bool = False) -> Place | None:
+        """Where the record of a page goes; None when no segment is free.
+
+        The caller writes it there and says :meth:`wrote` or :meth:`abandon`.
+        """
+        size = record_bytes(node.space.shards[shard].page_bytes)
+        segment = self._take(size, (node.space.number, shard), carried=carried)
+        if segment is None:
+            return None
+        place = Place(segment.number, segment.end - size)
+        segment.pages[node, shard] = tick
+        segment.live_bytes += size
+        if carried:
+            self._carried_bytes += size
+        else:
+            self._written_bytes += size
+        return place
+
+    def has_room(self, node: Node, shard: int) -> bool:
+        """Whether :meth:`place` would find one for a new page now."""
+        size, segment = node.space.shards[shard].record_bytes, self._open.get(False)
+        fits = segment is not None and _fits(segment, size, (node.space.number, shard))
+        return fits or self._may_begin(size, carried=False)
+
+    def place_tombstone(self, space: Space, shard: int, keys: int) -> Place | None:
+        """Where a tombstone of so many keys goes; None when no segment is free.
+
+        Never among carried pages: what a segment waits for can then always be reclaimed before it.
+        The caller writes it there and says :meth:`wrote`, also when it could not be written.
+        """
+        size = record_bytes(keys * KEY_BYTES)
+        segment = self._take(size, (space.number, shard), carried=False)
+        if segment is None:
+            return None
+        segment.waits_for |= self.segments.keys() - {segment.number}
+        return Place(segment.number, segment.end - size)
+
+    def wrote(self, place: Place) -> None:
+        """The record is there."""
+        self.segments[place.segment].writing -= 1
+
+    def abandon(self, place: Place, node: Node, shard: int) -> None:
+        """The record is not there, or nobody wants it any more."""
+        self.segments[place.segment].writing -= 1
+        self._bury(place, node, shard)
+
+    def remove(self, node: Node, shard: int) -> None:
+        """The page leaves the disk."""
+        self._bury(node.disk[shard], node, shard)
+
+    def moved(self, node: Node, shard: int, source: Place, place: Place) -> None:
+        """The page was carried from ``source`` to ``place``."""
+        self._bury(source, node, shard)
+        self.wrote(place)
+
+    def pin_segment(self, number: int) -> None:
+        """Somebody reads it: its file stays."""
+        self.segments[number].readers += 1
+
+    def unpin_segment(self, number: int) -> None:
+        """One reader is done."""
+        self.segments[number].readers -= 1
+
+    def adopt(
+        self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
+        waits_for: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """Take over a segment that was found; it takes no more records.
+
+        A power cut can leave a file shorter than it was made, without room for its footer: it
+        stays without one, and is scanned at every start until it is reclaimed.
+        """
+        done = sealed or end + footer_bytes(records) > size_bytes
+        state = SegmentState.SEALED if done else SegmentState.FULL
+        segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
+        segment.waits_for.update(waits_for)
+        if not done:
+            self.full.append(segment)
+        self._used_bytes += size_bytes
+
+    def adopt_pages(self, space: Space) -> None:
+        """Take over all pages of a space that were found in such segments."""
+        sizes = [record_bytes(shard.page_bytes) for shard in space.shards]
+        pages = {number: segment.pages for number, segment in self.segments.items()}
+        live = dict.fromkeys(self.segments, 0)
+        for node in space.nodes.values():
+            for shard, (number, _) in node.disk.items():
+                pages[number][node, shard] = 0
+                live[number] += sizes[shard]
+        for number, size in live.items():
+            self.segments[number].live_bytes += size
+        space.disk_bytes = sum(live.values())
+
+    # ---- segments ---------------------------------------------------------------------------
+
+    @property
+    def free_segments(self) -> int:
+        """Segments that can still be made."""
+        return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
+
+    @property
+    def reservable_bytes(self) -> int:
+        """What reservations may add up to: reclaiming must find something else to drop."""
+        return max(0, self.capacity_bytes - SEGMENTS_MIN * self.segment_bytes) // 2
+
+    def victim(self, barren: Container[int] = ()) -> Segment | None:
+        """The segment to reclaim next: a failed one, one without live records, the oldest one.
+
+        Healthy ones only where room is needed, and none before those that its tombstones wait for.
+        Where all wait for an open one, that is closed, to be sealed and reclaimed first. None of
+        ``barren``, unless tombstones wait for it: it is copied then, so that they can go.
+        """
+        short = self.free_segments < FREE_SEGMENTS_MIN
+        sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
+        wanted = [one for one in sealed if short or one.failed]
+        candidates = [one for one in wanted if not one.waits_for]
+        if wanted and not candidates:
+            for carried, segment in list(self._open.items()):
+                if any(segment.number in one.waits_for for one in wanted):
+                    self._close(carried)
+        awaited = {number for one in wanted for number in one.waits_for}
+        candidates = [
+            one for one in candidates if one.number not in barren or one.number in awaited
+        ]
+        return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
+
+    @property
+    def wants_reclaim(self) -> bool:
+        """Whether room is needed, or a failed segment is to be got rid of."""
+        return self.free_segments < FREE_SEGMENTS_MIN or self._failed > 0
+
+    def fail(self, number: int) -> None:
+        """Something could not be written or synced in a segment: no more records go there."""
+        segment = self.segments.get(number)
+        if segment is None or segment.failed:
+            return
+        segment.failed = True
+        self._failed += 1
+        for carried, open_segment in list(self._open.items()):
+            if open_segment is segment:
+                self._close(carried)
+
+    def fail_open(self) -> None:
+        """A sync failed: nobody knows which of the open segments it was."""
+        for segment in list(self._open.values()):
+            self.fail(segment.number)
+
+    def _close(self, carried: bool) -> None:  # noqa: FBT001
+        segment = self._open.pop(carried, None)
+        if segment is not None:
+            segment.state = SegmentState.FULL
+            self.full.append(segment)
+
+    def plan(
+        self, victim: Segment, tick: int, carry_from: float,
+        kept: "Collection[tuple[Node, int]]" = (),
+    ) -> Reclaim:  # fmt: skip
+        """What of a segment is worth carrying over.
+
+        Pages that were used since they were written get another turn, the last used ones first, up
+        to :data:`CARRY_SHARE` of the segment with all of ``kept``; with them what precedes them in
+        the same segment.
+
+        Args:
+            victim: the segment.
+            tick: now.
+            carry_from: from which part of its time on disk on a page must be used, 0 to 1.
+            kept: pages of it that must not go, closed towards heads.
+        """
+        used = [
+            (-node.access, node.depth, at, node, shard)
+            for at, ((node, shard), written) in enumerate(victim.pages.items())
+            if node.access > written + carry_from * (tick - written)
+        ]
+        budget = int(victim.size_bytes * CARRY_SHARE)
+        chosen: dict[tuple[Node, int], None] = dict.fromkeys(kept)
+        budget -= sum(record_bytes(node.space.shards[at].page_bytes) for node, at in kept)
+        for _, _, _, node, shard in sorted(used):
+            if budget <= 0:
+                break
+            for one in _with_heads(node, shard, victim.number):
+                if (one, shard) not in chosen:
+                    chosen[one, shard] = None
+                    budget -= record_bytes(one.space.shards[shard].page_bytes)
+        carry = sorted(chosen, key=lambda page: page[0].depth)
+        drop = [page for page in victim.pages if page not in chosen]
+        drop.sort(key=lambda page: -page[0].depth)
+        return Reclaim(carry, drop)
+
+    def sealed(self, number: int) -> None:
+        """The footer of a full segment is written, or cannot be."""
+        segment = self.segments[number]
+        segment.state = SegmentState.SEALED
+        self.full.remove(segment)
+
+    def free(self, number: int) -> None:
+        """The file of a drained segment is deleted."""
+        segment = self.segments.pop(number)
+        assert not segment.pages
+        for other in self.segments.values():
+            other.waits_for.discard(number)
+        self._used_bytes -= segment.size_bytes
+        self._failed -= segment.failed
+        self._reclaimed += 1
+
+    def stats(self) -> LogStats:
+        """Sizes, all read at one moment."""
+        live = sum(one.live_bytes for one in self.segments.values())
+        ends = sum(one.end for one in self.segments.values())
+        return LogStats(
+            self.capacity_bytes, self._used_bytes, live, ends - live, len(self.segments),
+            self._written_bytes, self._carried_bytes, self._reclaimed,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Assert every invariant that spans segments."""
+        assert self._used_bytes == sum(one.size_bytes for one in self.segments.values())
+        assert self._used_bytes <= self.capacity_bytes or not self._written_bytes
+        for segment in self.segments.values():
+            sizes = [record_bytes(at.space.shards[i].page_bytes) for at, i in segment.pages]
+            assert segment.live_bytes == sum(sizes) <= segment.end
+            assert segment.waits_for <= self.segments.keys() - {segment.number}
+            if segment.state in (SegmentState.OPEN, SegmentState.FULL):
+                assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
+            assert (segment.state is SegmentState.OPEN) == (segment in self._open.values())
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _take(self, size: int, pair: tuple[int, int], *, carried: bool) -> Segment | None:
+        """Give room at the end of an open segment to a record of ``pair``, and count its write."""
+        segment = self._open.get(carried)
+        if segment is None or not _fits(segment, size, pair):
+            segment = self._next(size, carried=carried)
+            if segment is None:
+                return None
+        segment.end += size
+        segment.records += 1
+        segment.pairs.add(pair)
+        segment.writing += 1
+        return segment
+
+    def _next(self, size: int, *, carried: bool) -> Segment | None:
+        """Close the open segment of a kind and begin another."""
+        if not self._may_begin(size, carried=carried):
+            return None
+        self._close(carried)
+        segment = Segment(self.next_segment, self.segment_bytes)
+        self.next_segment += 1
+        self._used_bytes += segment.size_bytes
+        self.segments[segment.number] = self._open[carried] = segment
+        return segment
+
+    def _may_begin(self, size: int, *, carried: bool) -> bool:
+        """Whether another segment can be made, and has room for a record of this size."""
+        enough = self.free_segments >= (1 if carried else 2)
+        return enough and size <= self.record_bytes_max
+
+    def _bury(self, place: Place, node: Node, shard: int) -> None:
+        segment = self.segments[place.segment]
+        del segment.pages[node, shard]
+        segment.live_bytes -= record_bytes(node.space.shards[shard].page_bytes)
+
+
+def _fits(segment: Segment, size: int, pair: tuple[int, int]) -> bool:
+    return segment.end + size + footer_bytes(segment.records + 1) <= segment.size_bytes and (
+        pair in segment.pairs or len(segment.pairs) < SEGMENT_PAIRS_MAX
+    )
+
+
+def _with_heads(node: Node, shard: int, segment: int) -> list[Node]:
+    """A page and all that precede it, as far as they lie in the segment."""
+    found = []
+    at: Node | None = node
+    while at is not None and at.present:
+        place = at.disk.get(shard)
+        if place is not None and place.segment == segment:
+            found.append(at)
+        at = at.parent
+    return found

@@ -1,0 +1,423 @@
+"""Pages on their way to the SSD log and back: what is written, loaded, carried and synced. Pure.
+
+::
+
+    in memory ──write──► in memory and on disk ──evicted──► on disk ──load──► in memory and on disk
+                                                               │
+                                                               └─ its segment is reclaimed: gone
+
+The pages on disk are closed towards the start of their chains: a page counts as being there only
+once the page before it does, so whatever a crash leaves can be reached. While a page is written its
+slot is pinned; while one is loaded its slot belongs to nobody else.
+
+Completions come in any order. A write counts when its bytes are in the file and its head is on
+disk; whoever put it durably is told after the next sync that began later.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import count
+from typing import Any, Final
+
+from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.checks import CheckRun, DiskChecks
+from kvstore.state.disk.graves import Graves
+from kvstore.state.disk.jobs import (
+    DURABLES_MAX,
+    DiskCheck,
+    DiskJob,
+    DiskRead,
+    DiskRules,
+    DiskSync,
+    DiskTombstone,
+    DiskWrite,
+    Durable,
+    Memory,
+    Verdict,
+    WritePolicy,
+)
+from kvstore.state.disk.limits import DiskLimits
+from kvstore.state.disk.loads import Loads
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.segments import SegmentKeeper
+from kvstore.state.disk.syncs import Syncs
+from kvstore.state.disk.writes import Writes
+from kvstore.state.tree.actions import TierRemoved
+from kvstore.state.tree.places import Place
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.sessions import Fetch
+
+BACKLOG_MAX: Final = 65_536
+_FULL: Final = "the disk, or the space's quota of it, is full now; try later"
+
+
+class DiskPages:
+    """The disk side of a page table.
+
+    Args:
+        memory: the memory side.
+        log: which record lies where.
+        admission: which ordinary pages are worth writing.
+        rules: when they are written and synced.
+
+    Attributes:
+        jobs: to be carried out by the tier, in order.
+        acknowledged: durable puts and removals that ended.
+        fetched: fetches whose last load ended.
+        loads: pages on their way from disk.
+        writes: pages on their way to disk.
+    """
+
+    def __init__(
+        self, memory: Memory, log: SegmentLog, admission: Admission, rules: DiskRules
+    ) -> None:
+        """Start with nothing on disk."""
+        self.log = log
+        self.admission = admission
+        self.rules = rules
+        self.jobs: list[DiskJob] = []
+        self.acknowledged: list[Durable] = []
+        self._durables: set[Durable] = set()
+        self.fetched: list[Fetch] = []
+        self._memory = memory
+        self._number = count(1).__next__
+        self._sync_failed = False
+        self._now_ns = self._retry_ns = 0
+        #: Job number → job; all and only those under way.
+        self._under_way: dict[int, DiskJob] = {}
+        self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
+        self._syncs = Syncs(
+            rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
+        )
+        self.loads = Loads(memory, log, self._number, self._submit, self.fetched)
+        self._checks = DiskChecks(
+            log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
+        )
+        #: What spaces may and must have on disk.
+        self.limits = DiskLimits(memory, self.forget)
+        self._keeper = SegmentKeeper(
+            log, admission, self._number, self._submit, self._lose, self.limits.kept,
+            memory.counts, rules.retry_ns,
+        )  # fmt: skip
+        #: Pages that were taken out on purpose, until their tombstones are written.
+        self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
+        self.writes = Writes(
+            memory, log, admission, self.limits, self.graves, self._syncs, self._number,
+            self._submit,
+        )  # fmt: skip
+
+    # ---- towards the disk -------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether memory or disk will be freed without anyone asking for more."""
+        buries = self.graves.waiting_keys and not self.degraded
+        return bool(self.writes or buries) or self._room_is_made
+
+    @property
+    def _room_is_made(self) -> bool:
+        """Whether a segment is on its way to be free: sealed first, then reclaimed."""
+        return self._keeper.reclaiming or bool(self.log.full)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a write failed a moment ago: nothing is written for a while."""
+        return self._now_ns < self._retry_ns
+
+    @property
+    def troubled(self) -> bool:
+        """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
+        return self.degraded or self._sync_failed
+
+    def stored(self, nodes: Iterable[Node], shard: int) -> None:
+        """Pages became READY in memory."""
+        through = self.rules.write is WritePolicy.THROUGH
+        self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
+        self._pump()
+
+    def used(self, node: Node, shard: int) -> None:
+        """Somebody loads the prefix that ends here."""
+        if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
+            self._backlog.append((node, shard))
+            self._pump()
+
+    def before_eviction(self, node: Node) -> Verdict:
+        """The memory of this node is needed."""
+        verdict = Verdict.EVICT
+        refused = node.depth > node.ask_depth > 0
+        if not node.slots.keys() - node.disk.keys():
+            self.admission.leaves(node, 0, self._memory.tick)
+        for shard in list(node.slots):
+            if not self.writes.is_dirty(node, shard):
+                continue
+            if refused:
+                self.admission.refuse()
+                self._memory.counts["not_admitted_pages"] += 1
+                continue
+            if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
+                continue
+            if self.degraded:
+                self._memory.counts["demotions_failed"] += 1
+                continue
+            if self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max:
+                return Verdict.FULL
+            full = self._memory.counts["disk_full_pages"]
+            self._write(node, shard)
+            if (node, shard) in self.writes:
+                verdict = Verdict.WRITING
+            elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
+                return Verdict.FULL  # it waits for its place rather than be dropped
+        return verdict
+
+    def make_durable(self, nodes: Sequence[Node], shard: int) -> Durable:
+        """Write these pages and all before them, whatever admission thinks of them.
+
+        Returns:
+            what ``acknowledged`` will hold once they are synced.
+
+        Raises:
+            CapacityError: there is no room for all of them now, or writes fail at the moment, or
+                :data:`DURABLES_MAX` puts wait already (their callers may have given up).
+            DurabilityUnavailable: one of them must never go to disk.
+        """
+        if len(self._durables) >= DURABLES_MAX:
+            raise CapacityError("too many durable pages wait for the SSD tier now; try later")
+        new = [at for at in nodes if shard not in at.disk and (at, shard) not in self.writes]
+        if new and _never_on_disk(new, shard):
+            raise DurabilityUnavailable(
+                "a page of these was stored with no_store, ttl_s or read_once and never goes to"
+                " disk: evict it and put it again"
+            )
+        if new and (self.degraded or not self.log.has_room(new[0], shard)):
+            raise CapacityError(_FULL)  # in vain, and said before anything is touched
+        durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
+        self._durables.add(durable)
+        for node in nodes:
+            slot = node.slots.get(shard)
+            if slot is not None:
+                self._memory.slots.pin([slot], 0)
+                durable.pinned.append((node, slot))
+            there = shard in node.disk
+            if not there and (self.degraded or not self._write(node, shard, durable)):
+                self._end_durable(durable)
+                self.acknowledged.remove(durable)
+                raise CapacityError(_FULL)
+        if not durable.outstanding:
+            self._syncs.wait(durable)
+            self._syncs.advance(self._now_ns)
+        return durable
+
+    def ensure_written(self, node: Node, shard: int) -> bool:
+        """Whether the page is on disk; if not it is on its way now, whatever admission thinks.
+
+        Raises:
+            CapacityError: it cannot be written now.
+        """
+        if shard in node.disk:
+            return True
+        if (node, shard) not in self.writes and (
+            self.degraded or not self._write(node, shard, Durable())
+        ):
+            raise CapacityError("the SSD tier does not take this page now")
+        return False
+
+    def write_out(self, spaces: Iterable[Space]) -> None:
+        """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
+        for space in spaces:
+            for node in space.nodes.values():
+                if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                    dirty = [at for at in node.slots if self.writes.is_dirty(node, at)]
+                    self._backlog += [(node, at) for at in dirty]
+        self._pump()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be written or synced."""
+        pending = self._backlog or self.graves.waiting_keys
+        if self.writes or (pending and not self.degraded):
+            return False
+        self._syncs.hurry()
+        self._syncs.advance(self._now_ns)
+        return self._syncs.idle or self.degraded
+
+    def limit(self, space: Space, quota_bytes: int, reserved_bytes: int) -> None:
+        """Limit a space on disk; its pages are to be offered then, and shrunk.
+
+        Raises:
+            InvalidArgument, CapacityError: see :meth:`kvstore.state.choice.quotas.Quotas.set`.
+        """
+        self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
+        self._keeper.reconsider()
+
+    def offer(self, node: Node) -> None:
+        """A node may have become a leaf that may go, or lost a pin."""
+        self.limits.offer(node)
+
+    def unpinned(self) -> None:
+        """Less may have to be kept."""
+        self._keeper.reconsider()
+
+    def forget(self, node: Node, shard: int) -> None:
+        """The page leaves the disk, if it is there."""
+        if shard in node.disk:
+            self.log.remove(node, shard)
+            node.forget_disk(shard)
+            if shard in node.slots:
+                self._memory.told(TierRemoved, node, shard, "ssd")
+            if node.parent is not None:
+                self.offer(node.parent)
+
+    def _write(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
+        begun = self.writes.begin(node, shard, self._now_ns, durable)
+        self._keeper.tend(self._memory.tick)
+        return begun
+
+    def _pump(self) -> None:
+        """Write what waits its turn, as far as may be under way at a time."""
+        while (
+            self._backlog
+            and not self.degraded
+            and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
+        ):
+            node, shard = self._backlog[0]
+            if self.graves.holds(node, shard):
+                return  # it was taken out before it was stored again, and that is not written yet
+            self._backlog.popleft()
+            if is_live(node) and self.writes.is_dirty(node, shard):
+                self._write(node, shard, Durable() if node.disk_pins else None)
+
+    def _end_durable(self, durable: Durable) -> None:
+        self.writes.give_up(durable)
+        self.loads.unpin(durable.pinned)
+        self._durables.discard(durable)
+        if durable.error is None and not all(_is_there(*page) for page in durable.pages):
+            durable.error = CapacityError("a page left the store before its sync; put it again")
+        durable.pages.clear()
+        durable.ended = True
+        self.acknowledged.append(durable)
+
+    # ---- from the disk ----------------------------------------------------------------------
+
+    def check(self, pages: Iterable[tuple[Node, int]]) -> CheckRun:
+        """Read pages again where they lie on disk; what fails is quarantined."""
+        run = CheckRun(deque(pages))
+        self._checks.begin(run)
+        return run
+
+    def _quarantine(self, node: Node, shard: int, cause: str) -> None:
+        """The record of a page is not what was written; a copy in memory stays."""
+        if shard in node.slots:
+            self._lose(node, shard, "head_lost")
+        else:
+            self._memory.drop(node, shard, cause)
+
+    # ---- what the tier says -----------------------------------------------------------------
+
+    def completed(self, job: int, error: KVStoreError | None) -> None:
+        """A job has ended; ``error`` None = all of it was done."""
+        ended = self._under_way.pop(job)
+        if isinstance(ended, DiskSync):
+            if error is not None and not self._sync_failed:
+                self.log.fail_open()  # once: until a restart every later sync fails as well
+            self._sync_failed = error is not None
+        match ended:
+            case DiskWrite(page=(node, shard, _, _)):
+                if error is not None and not isinstance(error, PageCorrupt):
+                    self._fail(error, ended.place)
+                unwritten = self.writes.wrote(node, shard, error)
+                self._backlog.extend(page for page in unwritten if page[0].disk_pins)
+                if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
+                    self._memory.drop(node, shard, "corrupt")
+            case DiskRead():
+                self.loads.loaded(ended, error)
+                self._keeper.tend(self._memory.tick)
+            case DiskCheck():
+                self._checks.completed(ended, error)
+                self._keeper.tend(self._memory.tick)
+            case DiskTombstone():
+                if error is not None:
+                    self._fail(error, ended.place)
+                self.graves.completed(ended, error)
+            case DiskSync() if not self._keeper.is_mine(job):
+                if error is not None:
+                    self._fail(error)
+                self._syncs.ended(error)
+            case _:
+                self._keeper.completed(ended, error, self._memory.tick)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Write and sync what waits, as far as that is possible now."""
+        if not self.degraded:
+            self.graves.write()
+        self._pump()
+        self._checks.go_on()
+        self._syncs.advance(self._now_ns)
+
+    def advance(self, now_ns: int) -> None:
+        """Time has come to ``now_ns``: sync if that is due, write what waits."""
+        self._now_ns = now_ns
+        self._keeper.advance(now_ns, self._memory.tick)
+        self.go_on()
+
+    def stats(self) -> dict[str, Any]:
+        """What is on disk and on its way, as plain values."""
+        log = self.log.stats()
+        return {
+            "write": self.rules.write,
+            "sync": self.rules.sync,
+            "writes": len(self.writes),
+            "loads": len(self.loads),
+            "checks": len(self._checks),
+            "in_flight_bytes": self.writes.in_flight_bytes,
+            "backlog_pages": len(self._backlog),
+            "tombstone_keys_waiting": self.graves.waiting_keys,
+            "degraded": self.troubled,
+            **{name: getattr(log, name) for name in log.__slots__},
+            "write_amplification": log.write_amplification,
+            "admission": self.admission.name,
+            "wear": asdict(self.admission.wear()),
+        }
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` has something to do; 0 = never."""
+        return self._syncs.next_deadline_ns()
+
+    def _fail(self, error: KVStoreError, place: Place | None = None) -> None:
+        if place is not None:
+            self.log.fail(place.segment)
+        self._retry_ns = self._now_ns + self.rules.retry_ns
+        self._memory.counts[f"disk_{error.code}"] += 1
+
+    def _lose(self, node: Node, shard: int, cause: str = "reclaimed") -> None:
+        """The page leaves the disk for good, and what follows it; without memory, the index."""
+        losing = [node]
+        if not node.space.shards[shard].window_pages:
+            for at in losing:
+                losing += at.children.values()
+        for at in reversed(losing):
+            if shard in at.disk and shard in at.slots:
+                self.forget(at, shard)
+            elif shard in at.disk:
+                self._memory.drop(at, shard, cause)
+
+    def _submit(self, job: DiskJob) -> None:
+        self._under_way[job.job] = job
+        self.jobs.append(job)
+
+
+def _never_on_disk(nodes: Sequence[Node], shard: int) -> bool:
+    """Whether one of these pages, or of those that are needed before them, never goes there."""
+    every = list(nodes)
+    at = nodes[0].parent if not nodes[0].space.shards[shard].window_pages else None
+    while at is not None and shard not in at.disk:
+        every.append(at)
+        at = at.parent
+    return any(one.memory_only >> shard & 1 for one in every)
+
+
+def _is_there(node: Node, shard: int, digest: bytes) -> bool:
+    """Whether a page is on disk, and is still the same."""
+    return is_live(node) and shard in node.disk and node.digests[shard] == digest

@@ -1,0 +1,90 @@
+"""When what was written to disk is made to survive a power cut, and who is told then. Pure.
+
+A sync covers what was written before it began. At most one is under way: with the policy
+``always`` whatever is written meanwhile shares the next one.
+"""
+
+from collections.abc import Callable
+
+from kvstore.errors import KVStoreError
+from kvstore.state.disk.jobs import DiskRules, Durable, SyncPolicy
+
+
+class Syncs:
+    """The syncs of one disk tier.
+
+    Args:
+        rules: when to sync.
+        begin: begins a sync; :meth:`ended` is told of its end.
+        acknowledge: a durable put or removal is synced, or failed.
+    """
+
+    def __init__(
+        self, rules: DiskRules, begin: Callable[[], None], acknowledge: Callable[[Durable], None]
+    ) -> None:
+        """Start with nothing written."""
+        self._rules = rules
+        self._begin = begin
+        self._acknowledge = acknowledge
+        #: Whether something was written since the last sync began, and whether one is under way.
+        self._unsynced = False
+        self._under_way = False
+        self._due_ns = 0
+        #: Who waits for the next one, and who for the one under way.
+        self._next: list[Durable] = []
+        self._present: list[Durable] = []
+
+    def wrote(self) -> None:
+        """A record was written."""
+        self._unsynced = True
+
+    def part_ended(self, durable: Durable, error: KVStoreError | None) -> None:
+        """One of the records that a durable put or removal waits for is written, or cannot be."""
+        durable.outstanding -= 1
+        durable.error = durable.error or error
+        if not durable.outstanding:
+            self.wait(durable)
+
+    def wait(self, durable: Durable) -> None:
+        """All records of a durable put or removal are written, or cannot be.
+
+        Where nothing is ever synced, written is all that there is.
+        """
+        if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
+            self._acknowledge(durable)
+            return
+        self._next.append(durable)
+        self._unsynced = True
+
+    def advance(self, now_ns: int) -> None:
+        """Begin a sync if one is due."""
+        if self._under_way or not self._unsynced or self._rules.sync is SyncPolicy.NONE:
+            return
+        if self._rules.sync is SyncPolicy.INTERVAL and now_ns < self._due_ns:
+            return
+        self._due_ns = now_ns + self._rules.sync_interval_ns
+        self._unsynced, self._under_way = False, True
+        self._present, self._next = self._next, []
+        self._begin()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was written is synced, or never will be."""
+        return self._rules.sync is SyncPolicy.NONE or not (self._unsynced or self._under_way)
+
+    def hurry(self) -> None:
+        """Let the next sync begin at once."""
+        self._due_ns = 0
+
+    def ended(self, error: KVStoreError | None) -> None:
+        """The sync under way has ended."""
+        self._under_way = False
+        present, self._present = self._present, []
+        for durable in present:
+            durable.error = error
+            self._acknowledge(durable)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` may begin a sync by the clock; 0 = it waits for nothing."""
+        waits = self._unsynced and not self._under_way
+        return self._due_ns if waits and self._rules.sync is SyncPolicy.INTERVAL else 0

@@ -1,0 +1,1 @@
+"""The page table: where every page is, and what happens to it."""

@@ -1,0 +1,511 @@
+"""Pages: the state a node decides with. Batches in, results and actions out; pure.
+
+This is where slots, prefix trees and sessions meet. What callers must do with ``actions`` (publish
+events, replace memory, wake waiters) is the node's business; nothing here does I/O or reads a
+clock. Every list of keys is a run of one chain, packed as 32 bytes each.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Final
+
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.pins import Pin, Pins
+from kvstore.state.choice.quotas import SHRINK_MAX
+from kvstore.state.table.residents import Residents
+from kvstore.state.tree.actions import PageStatus, Stored
+from kvstore.state.tree.match import longest_match
+from kvstore.state.tree.nodeheap import Entry, NodeHeap
+from kvstore.state.tree.prefix_tree import ORDINARY, Node, Retention, Space, is_live
+from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
+from kvstore.state.tree.slots import Slot, SlotTable
+
+EXPIRE_MAX: Final = 4096
+"""Pages whose deadline one turn applies."""
+
+
+class PageTable(Residents):
+    """All pages of one node, and who holds them.
+
+    Args:
+        slots: the slots of the host tier.
+        policy: what leaves memory first, one of :data:`kvstore.state.choice.policy.POLICIES`.
+    """
+
+    def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
+        """Start empty.
+
+        Raises:
+            InvalidArgument: no policy has that name.
+        """
+        super().__init__(slots, policy)
+        self.pins = Pins()
+        #: (deadline_ns, number, process, number of the lease, lease)
+        self._lease_deadlines = NodeHeap(_still_held)
+        #: (expires_ns, number, shard, node)
+        self._page_deadlines = NodeHeap(_still_expires)
+        self._sequence = count()
+
+    def open_space(
+        self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
+    ) -> tuple[Space, list[int]]:
+        """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
+        self.counts["closed_spaces"] += self.spaces.close_idle(self._needs_space)
+        return self.spaces.open(session, identity, shards)
+
+    # ---- reading ----------------------------------------------------------------------------
+
+    def lookup(self, space: Space, shards: list[int], packed: bytes) -> tuple[int, int]:
+        """The longest prefix of which every needed shard is READY.
+
+        Returns:
+            (pages, pending): pages of the hit; and how many more would be a hit once everything
+            that is being written now is READY.
+        """
+        self.tick += 1
+        match = longest_match(space, shards, packed)
+        if match.deepest is not None:
+            self._use(match.deepest)
+        return match.pages, match.pending
+
+    def acquire(
+        self, process: Process, lease_id: int, space: Space, shard: int, packed: bytes,
+        deadline_ns: int,
+    ) -> Lease:  # fmt: skip
+        """Pin the leading run of pages of one shard that are in memory under a lease.
+
+        Raises:
+            CapacityError: the session's quota is used up; nothing was pinned.
+        """
+        if lease_id in process.leases:
+            raise InvalidArgument("lease", f"{lease_id} is in use")
+        self.tick += 1
+        pages: list[tuple[Node, int, Slot]] = []
+        bit = 1 << shard
+        for at in range(0, len(packed), KEY_BYTES):
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            if node is None or not node.ready & bit or shard not in node.slots:
+                break
+            pages.append((node, shard, node.slots[shard]))
+        lease = Lease(pages, len(pages) * space.shards[shard].slot_bytes, deadline_ns)
+        if not process.session.admits(lease.size_bytes):
+            raise CapacityError(
+                f"the session's quota of {process.session.quota_bytes} bytes is used up"
+            )
+        if pages:
+            self.slots.pin(lease.slots, self.tick)
+            for node, _, _ in pages:
+                node.access = self.tick  # segments are reclaimed without looking at descendants
+            self._use(pages[-1][0])
+            if shard == min(pages[-1][0].slots):  # ranks of one request count once
+                self.eviction.used(pages[-1][0], self.tick)
+            self._lend(process, lease_id, lease)
+            self.counts["loaded_bytes"] += len(pages) * space.shards[shard].page_bytes
+            if self.disk is not None:
+                self.disk.used(pages[-1][0], shard)
+        return lease
+
+    def release(self, process: Process, lease_id: int) -> None:
+        """The reader is done; unknown leases are ignored (the answer to them may be late)."""
+        lease = process.leases.pop(lease_id, None)
+        if lease is None:
+            return
+        self._hold(process, -lease.size_bytes)
+        if lease.expired:
+            self.slots.unhold(lease.slots)
+        else:
+            self.slots.unpin(lease.slots)
+        for node, shard, slot in lease.pages:
+            if node.read_once >> shard & 1 and self._owns(node, shard, slot):
+                self.drop(node, shard, "read_once")
+            else:
+                self.offer(node)
+        lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
+
+    def fetch(
+        self, process: Process, run: list[Node], shard: int, earlier: Fetch | None = None
+    ) -> Fetch:
+        """Load what is on disk only of a run of READY pages; they count against the quota.
+
+        Args:
+            process: who wants them.
+            run: READY pages of one chain.
+            shard: whose pages.
+            earlier: brought part of the run and ends now; what it holds stays in memory.
+
+        Raises:
+            CapacityError: the session's quota is used up; nothing is loaded.
+        """
+        assert self.disk is not None
+        size = len(run) * run[0].space.shards[shard].slot_bytes
+        held = earlier.size_bytes if earlier is not None else 0
+        if not process.session.admits(size - held):
+            raise CapacityError(
+                f"the session's quota of {process.session.quota_bytes} bytes is used up"
+            )
+        self._hold(process, size)
+        self.emptying = False
+        fetch = self.disk.loads.fetch(run, shard)
+        fetch.size_bytes = size
+        process.fetches.append(fetch)
+        return fetch
+
+    def end_fetch(self, process: Process, fetch: Fetch) -> None:
+        """Whoever waited has what it wanted, or has given up."""
+        assert self.disk is not None
+        process.fetches.remove(fetch)
+        self._hold(process, -fetch.size_bytes)
+        self.disk.loads.end_fetch(fetch)
+
+    # ---- writing ----------------------------------------------------------------------------
+
+    def begin_put(
+        self, process: Process, put_id: int, space: Space, shard: int, packed: bytes,
+        parent: PrefixKey, tokens: bytes = b"",
+    ) -> tuple[list[PageStatus], Put]:  # fmt: skip
+        """Grant a slot for every page that is neither stored nor being written.
+
+        Pages before the first NO_ROOM or NO_PARENT are decided; all after it get the same answer.
+        """
+        if put_id in process.puts:
+            raise InvalidArgument("put", f"{put_id} is in use")
+        self.tick += 1
+        self.emptying = False
+        keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+        if parent and parent in keys:
+            raise InvalidArgument("parent", "is among the keys that are to follow it")
+        if process.session.prefill_s_per_token:
+            space.prefill_s_per_token = process.session.prefill_s_per_token
+        put = Put([], shard, 0, since_ns=self.now_ns)
+        statuses: list[PageStatus] = []
+        told: list[bytes] = []
+        token_bytes = len(tokens) // len(keys) if keys else 0
+        for index, key in enumerate(keys):
+            status = self._grant(process, put, space, key, parent)
+            if status in (PageStatus.NO_ROOM, PageStatus.NO_PARENT):
+                statuses += [status] * (len(keys) - index)
+                break
+            if status is PageStatus.GRANTED:
+                told.append(tokens[index * token_bytes : (index + 1) * token_bytes])
+            statuses.append(status)
+            parent = key
+        if put.pages:
+            put.tokens = b"".join(told)
+            process.puts[put_id] = put
+        return statuses, put
+
+    def commit_put(
+        self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY
+    ) -> list[PageStatus]:
+        """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
+
+        Raises:
+            InvalidArgument: no such put, or not one digest a page; the put is left as it was.
+        """
+        put = process.puts.get(put_id)
+        if put is None:
+            raise InvalidArgument("put", f"{put_id} is not open")
+        size = len(digests) // len(put.pages)
+        if size * len(put.pages) != len(digests) or size != 16:
+            raise InvalidArgument("digests", f"{len(digests)} bytes for {len(put.pages)} pages")
+        del process.puts[put_id]
+        self.meter.put.observe(self.now_ns - put.since_ns)
+        self._hold(process, -put.size_bytes)
+        self.tick += 1
+        statuses: list[PageStatus] = []
+        stored: list[Node] = []
+        for index, (node, slot) in enumerate(put.pages):
+            if not self._owns(node, put.shard, slot):
+                self.slots.abort([slot])
+                statuses.append(PageStatus.DROPPED)
+                continue
+            self.slots.commit([slot], self.tick)
+            node.commit(put.shard, digests[index * size : (index + 1) * size], keep)
+            node.access = self.tick
+            node.stored_ns = self.now_ns
+            self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
+            if keep.expires_ns:
+                self._page_deadlines.push((keep.expires_ns, next(self._sequence), put.shard, node))
+            stored.append(node)
+            statuses.append(PageStatus.STORED)
+            self.offer(node)
+        self._announce(put, stored)
+        self.counts["stored_pages"] += len(stored)
+        if stored:
+            page_bytes = stored[0].space.shards[put.shard].page_bytes
+            self.counts["stored_bytes"] += len(stored) * page_bytes
+            if self.disk is not None:
+                self.disk.stored(stored, put.shard)
+        return statuses
+
+    def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
+        """Take the pages of an open put back.
+
+        While its writer may still be ``writing``, the slots go to LIMBO until it has settled.
+        """
+        put = process.puts.get(put_id)
+        if put is None or put.lost:
+            return
+        for node, slot in reversed(put.pages):
+            if self._owns(node, put.shard, slot):
+                self._abandon(node, put.shard)
+                self._drop_below(node, put.shard, "head_lost")
+                self._tidy(node)
+        if writing:
+            self.slots.lose(put.slots)
+            put.lost = True
+            self.counts["lost_puts"] += 1
+        else:
+            self.slots.abort(put.slots)
+            self._end_put(process, put_id)
+        self.counts["aborted_puts"] += 1
+
+    # ---- what an operator asks for ----------------------------------------------------------
+
+    def lend(
+        self, process: Process, lease_id: int, pages: list[tuple[Node, int]], deadline_ns: int
+    ) -> Lease:
+        """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
+        held = [(node, shard, node.slots[shard]) for node, shard in pages]
+        size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
+        lease = Lease(held, size, deadline_ns)
+        self.slots.pin(lease.slots, self.tick)
+        self._lend(process, lease_id, lease)
+        return lease
+
+    def pin(
+        self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host",
+        measured: tuple[list[Node], int] | None = None,
+    ) -> Pin:  # fmt: skip
+        """Pin a prefix in a tier; on disk, what is not there yet is written now.
+
+        ``measured`` is what :meth:`kvstore.state.choice.pins.Pins.measure` gave a moment ago.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: the budget, or the disk, has no room for it.
+            TierUnavailable: there is no such tier.
+        """
+        if tier == "ssd" and self.disk is None:
+            raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
+        pin = self.pins.add(space, key, expires_ns, tier, measured)
+        try:
+            for node in pin.nodes if tier == "ssd" else ():
+                for shard in node.digests:
+                    assert self.disk is not None
+                    self.disk.ensure_written(node, shard)
+        except CapacityError:
+            self.unpin(pin.number)
+            raise
+        return pin
+
+    def unpin(self, number: int) -> Pin:
+        """End a pin.
+
+        Raises:
+            NotFound: there is no such pin.
+        """
+        ended = self.pins.remove(number)
+        self._unpinned(ended.nodes)
+        return ended
+
+    def _unpinned(self, nodes: Sequence[Node]) -> None:
+        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
+        for node in nodes:
+            if is_live(node):
+                self.offer(node)
+        if nodes and self.disk is not None:
+            self.disk.unpinned()
+
+    # ---- ends -------------------------------------------------------------------------------
+
+    def lose(self, process: Process) -> None:
+        """The connection broke but the process lives: what it writes goes to LIMBO."""
+        process.lost = True
+        for put_id in list(process.puts):
+            self.abort_put(process, put_id, writing=True)
+
+    def end(self, process: Process, pages_max: int) -> int:
+        """The process is known to touch no byte of this tier any more: free what it held.
+
+        Args:
+            process: must not wait for anything from disk.
+            pages_max: once so many pages are free the rest is left to the next call.
+
+        Returns:
+            pages freed; the process is idle once all are.
+        """
+        assert not process.fetches
+        freed = 0
+        while process.leases and freed < pages_max:
+            lease_id, lease = next(iter(process.leases.items()))
+            freed += 1 + len(lease.pages)
+            self.release(process, lease_id)
+        while process.puts and freed < pages_max:
+            put_id, put = next(iter(process.puts.items()))
+            freed += 1 + len(put.pages)
+            if put.lost:
+                self.slots.unhold(put.slots)
+                self._end_put(process, put_id)
+            else:
+                self.abort_put(process, put_id)
+        return freed
+
+    def forfeit(self, process: Process, position: int) -> None:
+        """What the process held in an extent whose memory was given up is nobody's any more."""
+        at = self.slots.position
+        for lease_id, lease in list(process.leases.items()):
+            gone = [page for page in lease.pages if at(page[2]) == position]
+            assert lease.expired or not gone
+            lease.pages = [page for page in lease.pages if at(page[2]) != position]
+            size = sum(node.space.shards[shard].slot_bytes for node, shard, _ in gone)
+            lease.size_bytes -= size
+            self._hold(process, -size)
+            if not lease.pages:
+                del process.leases[lease_id]
+        for put_id, put in list(process.puts.items()):
+            assert put.lost
+            each = put.pages[0][0].space.shards[put.shard].slot_bytes
+            left = [page for page in put.pages if at(page[1]) != position]
+            size = each * (len(put.pages) - len(left))
+            put.pages = left
+            put.size_bytes -= size
+            self._hold(process, -size)
+            if not left:
+                del process.puts[put_id]
+
+    def expire(self, now_ns: int) -> bool:
+        """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
+        leases, pages = self._lease_deadlines, self._page_deadlines
+        left = EXPIRE_MAX
+        while leases and leases.first()[0] <= now_ns and left > 0:
+            _, _, process, lease_id, lease = leases.pop()
+            left -= 1 + len(lease.pages)
+            if process.leases.get(lease_id) is lease and not lease.expired:
+                lease.expired = True
+                self.slots.pin_to_hold(lease.slots)
+                self.counts["expired_leases"] += 1
+                for node, _, _ in lease.pages:
+                    self.offer(node)
+        while pages and pages.first()[0] <= now_ns and left > 0:
+            left -= 1
+            expires_ns, _, shard, node = pages.pop()
+            if is_live(node) and node.expires.get(shard) == expires_ns:
+                self.drop(node, shard, "expired")
+        if len(self.pins):
+            self._unpinned(self.pins.expire(now_ns))
+        return left <= 0 and 0 < self.next_deadline_ns() <= now_ns
+
+    def next_deadline_ns(self) -> int:
+        """The earliest deadline that :meth:`expire` would apply; 0 = none."""
+        leases, pages = self._lease_deadlines, self._page_deadlines
+        due = (
+            leases.first()[0] if leases else 0,
+            pages.first()[0] if pages else 0,
+            self.pins.next_deadline_ns(),
+        )
+        return min((at for at in due if at), default=0)
+
+    def check(self) -> None:
+        """Assert every invariant that spans slots, trees and sessions."""
+        super().check()
+        self.pins.check()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _needs_space(self, space: Space) -> bool:
+        """Whether something stands under the number of an empty space."""
+        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+            return True
+        disk = self.disk
+        return disk is not None and (
+            disk.limits.quotas.is_limited(space) or disk.graves.waits_for(space)
+        )
+
+    def _announce(self, put: Put, stored: list[Node]) -> None:
+        """Add one Stored action for each run of ``stored`` in which page follows page."""
+        size = len(put.tokens) // len(put.pages)
+        tokens = {
+            id(node): put.tokens[at * size : (at + 1) * size]
+            for at, (node, _) in enumerate(put.pages)
+        }
+        run: list[Node] = []
+        for node in [*stored, None]:
+            if run and (node is None or node.parent is not run[-1]):
+                assert run[0].parent is not None
+                keys = [member.key for member in run]
+                told = b"".join(tokens[id(member)] for member in run)
+                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                run = []
+            if node is not None:
+                run.append(node)
+
+    def _grant(
+        self, process: Process, put: Put, space: Space, key: PrefixKey, parent: PrefixKey
+    ) -> PageStatus:
+        shard = put.shard
+        known = space.nodes.get(key)
+        if known is not None and known.present >> shard & 1:
+            known.access = self.tick
+            return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
+        of = space.shards[shard]
+        if not self._may_follow(space, shard, key, parent):
+            return PageStatus.NO_PARENT
+        if not process.session.admits(of.slot_bytes):
+            return PageStatus.NO_ROOM
+        node = space.node(key, parent)
+        assert node.parent is not None
+        assert node.parent.key == parent
+        # In the tree before room is made, so that its ancestors are no leaves meanwhile.
+        node.begin(shard, Slot(-1))
+        slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
+        if shard not in node.slots:  # its head was lost while room was made, and it with that
+            self.slots.abort([slot] if slot is not None else [])
+            return PageStatus.NO_PARENT
+        if slot is None:
+            node.forget(shard)
+            self._tidy(node)
+            return PageStatus.NO_ROOM
+        node.fill(shard, slot)
+        self._owners[slot] = node
+        put.pages.append((node, slot))
+        put.size_bytes += of.slot_bytes
+        self._hold(process, of.slot_bytes)
+        return PageStatus.GRANTED
+
+    def _may_follow(self, space: Space, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
+        """Whether the page of ``key`` can be reached behind that of ``parent``."""
+        if parent and not space.shards[shard].window_pages:
+            head = space.nodes.get(parent)
+            if head is None or not head.present >> shard & 1:
+                return False
+        if space.contradicts(key, parent):
+            self.counts["contradicting_pages"] += 1
+            return False
+        return True
+
+    def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
+        self._hold(process, lease.size_bytes)
+        process.leases[lease_id] = lease
+        self._lease_deadlines.push(
+            (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
+        )
+
+    def _hold(self, process: Process, delta: int) -> None:
+        process.session.used_bytes += delta
+        assert process.session.used_bytes >= 0
+
+    def _end_put(self, process: Process, put_id: int) -> None:
+        put = process.puts.pop(put_id)
+        self._hold(process, -put.size_bytes)
+
+
+def _still_expires(deadline: Entry) -> bool:
+    expires_ns, _, shard, node = deadline
+    return is_live(node) and node.expires.get(shard) == expires_ns
+
+
+def _still_held(deadline: Entry) -> bool:
+    _, _, process, lease_id, lease = deadline
+    return process.leases.get(lease_id) is lease

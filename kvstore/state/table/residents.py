@@ -1,0 +1,393 @@
+"""Pages and where they are: in memory, on disk, on their way, gone. Pure.
+
+Who asks for memory gets a slot that is free, or one that a victim leaves: its page stays on disk if
+it is there, is written there first if that is worth it, or leaves the index with all that it leads
+to. Nothing here knows about engines; :mod:`kvstore.state.table.pages` does.
+"""
+
+from collections import Counter
+from heapq import nlargest
+from typing import Final
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.choice.eviction import Eviction, classes, is_held
+from kvstore.state.choice.ghosts import Ghosts
+from kvstore.state.disk.graves import BURIED
+from kvstore.state.disk.jobs import Verdict
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.metering import Meter
+from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
+from kvstore.state.tree.match import by_window
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.slots import Slot, SlotState, SlotTable
+from kvstore.state.tree.spaces import Spaces
+
+EMPTY_MAX: Final = 1024
+"""Pages that leave an extent of another class for one request, which is then asked again."""
+
+
+class Residents:
+    """All pages of one node.
+
+    Args:
+        slots: the slots of the host tier.
+        policy: what leaves memory first.
+
+    Attributes:
+        actions: what became READY or left the index, in order.
+        now_ns: the time of the message that is being carried out.
+        tick: counts the requests; orders uses.
+        emptying: room is being made in an extent, and was not all there when it was asked for.
+    """
+
+    def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
+        """Start empty."""
+        self.slots = slots
+        #: Set when there is an SSD tier.
+        self.disk: DiskPages | None = None
+        self.spaces = Spaces(slots.extent_bytes)
+        self.actions: list[Action] = []
+        self.counts: Counter[str] = Counter()
+        self.meter = Meter()
+        self.ghosts = Ghosts()
+        self.eviction = Eviction(slots, policy)
+        self.quotas = self.eviction.quotas
+        self.now_ns = 0
+        self.tick = 0
+        self.emptying = False
+        #: All and only the slots of pages in the trees.
+        self._owners: dict[Slot, Node] = {}
+
+    def ready_run(self, space: Space, shard: int, packed: bytes) -> list[Node]:
+        """The nodes of the leading run of READY pages of one shard, in whatever tier."""
+        run: list[Node] = []
+        for at in range(0, len(packed), KEY_BYTES):
+            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            if node is None or not node.ready >> shard & 1:
+                break
+            run.append(node)
+        return run
+
+    def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
+        """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
+        if self.disk is None:
+            return 0
+        windows = by_window(space, shards)
+        needed = [(max(0, pages - (of or pages)), mask) for of, mask in windows.items()]
+        missing = 0
+        for at in range(pages):
+            node = space.nodes.get(PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
+            have = node.memory if node is not None else 0  # before a window there may be none
+            missing += any(at >= first and mask & ~have for first, mask in needed)
+        return missing
+
+    def check(self) -> None:
+        """Assert every invariant that spans slots, trees and the log."""
+        self.slots.check()
+        if self.disk is not None:
+            self.disk.log.check()
+            self.disk.limits.check()
+            for space in self.spaces:
+                there = [at for node in space.nodes.values() for at in node.disk]
+                size = sum(space.shards[at].record_bytes for at in there)
+                assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
+        owned: dict[Slot, Node] = {}
+        for space in self.spaces:
+            space.check()
+            for node in space.nodes.values():
+                for shard, slot in node.slots.items():
+                    owned[slot] = node
+                    ready = self.slots.state(slot) == SlotState.READY
+                    assert ready == bool(node.ready >> shard & 1)
+                for shard in {*node.slots, *node.disk}:
+                    head = node.parent
+                    assert head is not None
+                    if head is not space.root and not space.shards[shard].window_pages:
+                        assert head.present >> shard & 1
+                        assert shard in head.disk or shard not in node.disk
+                if self.eviction.evictable(node):
+                    assert classes(node) <= set(node.queued), "a leaf is in all its queues"
+        assert owned == self._owners
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+        """A slot in state WRITING for a page of ``node``; None when there is no room now."""
+        space = node.space
+        while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
+            self.ghosts.wanted = (space.number, slot_bytes)
+            self.eviction.now_ns = self.now_ns
+            found = self._make_room(space, slot_bytes) or self._spill(node, slot_bytes)
+            self.ghosts.wanted = None
+            if not found:
+                return None
+        return taken[0]
+
+    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+        """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
+        self.slots.commit([slot], self.tick)
+        node.promote(shard, slot)
+        self._owners[slot] = node
+        self.counts["promoted_pages"] += 1
+        self.told(TierStored, node, shard, "host")
+
+    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+        """A page came to a tier, or left it and stays in the other."""
+        assert node.parent is not None
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
+
+    def offer(self, node: Node) -> None:
+        """The node may be evictable now."""
+        self.eviction.offer(node)
+        if self.disk is not None:
+            self.disk.offer(node)
+
+    def shrink(self, space: Space, pages_max: int) -> bool:
+        """Evict own leaves of a space over its quota; True when it is within it."""
+        for _ in range(pages_max):
+            if not self.quotas.exceeded(space):
+                return True
+            chosen = self.eviction.own_victim(space)
+            verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+            if chosen is None or verdict is Verdict.FULL:
+                return False
+            if verdict is Verdict.EVICT:
+                self.ghosts.wanted = (space.number, 0)
+                self._evict(chosen)
+                self.ghosts.wanted = None
+        return not self.quotas.exceeded(space)
+
+    # ---- leaving ----------------------------------------------------------------------------
+
+    def drop(self, node: Node, shard: int, cause: str) -> None:
+        """Take one READY page out of the index, and with it what only it made reachable."""
+        if not node.ready >> shard & 1:
+            return
+        self.ghosts.head = node.key
+        self._drop_below(node, shard, cause)
+        self.ghosts.head = PrefixKey(b"")
+        self._remove(node, shard, cause)
+        self._tidy(node)
+
+    def _drop_below(self, node: Node, shard: int, cause: str) -> None:
+        """Take out what lies below ``node``: without their head nobody reaches those pages."""
+        if node.space.shards[shard].window_pages:
+            return
+        for below in reversed(subtree(node)[1:]):
+            if below.ready >> shard & 1:
+                self._remove(below, shard, cause)
+            elif below.present >> shard & 1:
+                self._abandon(below, shard)  # its writer will find it DROPPED
+            self._tidy(below)
+
+    def _remove(self, node: Node, shard: int, cause: str) -> None:
+        """Take a READY page out of every tier."""
+        here = ("host",) if shard in node.slots else ()
+        places = (*here, "ssd") if shard in node.disk else here
+        slot = self._forget(node, shard) if shard in node.slots else None
+        if self.disk is not None:
+            self.disk.forget(node, shard)
+            if cause in BURIED:
+                self.disk.graves.bury(node, shard)
+        self.actions.append(Removed(node.space, shard, [node.key], cause, places))
+        self.counts[f"removed_{cause}"] += 1
+        self.ghosts.add(node, shard, cause, self.now_ns)
+        if slot is not None:
+            self.slots.release([slot])
+
+    def _abandon(self, node: Node, shard: int) -> None:
+        self._forget(node, shard)
+        self.actions.append(Abandoned(node.space, [node.key]))
+
+    def _forget(self, node: Node, shard: int) -> Slot:
+        slot = node.forget(shard)
+        self._owners.pop(slot, None)  # it has none yet while room is made for it
+        return slot
+
+    def _owns(self, node: Node, shard: int, slot: Slot) -> bool:
+        return is_live(node) and node.slots.get(shard) == slot
+
+    def _tidy(self, node: Node) -> None:
+        """After pages went: prune bare nodes, and offer what became a leaf."""
+        if is_live(node):
+            node = node.space.prune(node)
+            if self.disk is not None:
+                self.disk.offer(node)
+            while not node.in_memory and node.parent is not None:
+                node = node.parent
+            self.offer(node)
+
+    # ---- making room ------------------------------------------------------------------------
+
+    def _make_room(self, space: Space, slot_bytes: int) -> bool:
+        """Evict the least recently used leaf of the class, or a colder extent of another class.
+
+        While an extent of many pages is emptied in turns, leaves of the class go meanwhile.
+        """
+        domain = space.identity.tenant
+        while (node := self.eviction.victim(space, slot_bytes)) is not None:
+            verdict = self._verdict(node)
+            if verdict is Verdict.FULL:
+                return False
+            if verdict is Verdict.EVICT:
+                break
+        age = node.access if node is not None else self.tick
+        position = self.slots.colder_extent(domain, slot_bytes, age)
+        while position is not None:
+            if self._empty_extent(position, space):
+                if node is not None:
+                    self.offer(node)
+                return True
+            position = self._next_extent(position, domain, slot_bytes, age)
+        if node is None:
+            return False
+        self._evict(node)
+        return True
+
+    def _next_extent(self, position: int, domain: str, slot_bytes: int, age: int) -> int | None:
+        """Which extent to empty if this one could not be; none while one is being emptied."""
+        if self.emptying:
+            return None
+        self.slots.extents[position].used_at = self.tick
+        return self.slots.colder_extent(domain, slot_bytes, age)
+
+    def _spill(self, node: Node, slot_bytes: int) -> bool:
+        """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
+
+        A prompt larger than memory has no leaf to give but itself.
+        """
+        if self.disk is None:
+            return False
+        heads: list[Node] = []
+        at = node.parent
+        while at is not None and at is not node.space.root:
+            if at.slots:
+                heads.append(at)
+            at = at.parent
+        for head in reversed(heads):
+            if slot_bytes not in classes(head) or not self.eviction.releasable(head):
+                continue
+            if self.disk.before_eviction(head) is not Verdict.EVICT:
+                continue  # it is being written now, and its memory is free when that has ended
+            if head.slots.keys() <= head.disk.keys():
+                self._evict(head)
+                return True
+            return False  # not worth writing, and what follows it must not lose it
+        return False
+
+    def _verdict(self, node: Node) -> Verdict:
+        """Whether a victim may go now; one that has to wait is offered again when it may."""
+        verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+        if verdict is Verdict.FULL:
+            self.offer(node)
+        return verdict
+
+    def _evict(self, node: Node) -> None:
+        """Take a node's pages out of memory; those on disk stay in the index."""
+        for shard in list(node.slots):
+            if shard in node.disk:
+                self._release_memory(node, shard)
+            else:
+                self._remove(node, shard, "evicted")
+        if node.parent is not None:
+            node.parent.access = max(node.parent.access, node.access)
+        self._tidy(node)
+
+    def release_memory(self, node: Node) -> bool:
+        """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
+        if node.slots.keys() - node.disk.keys() or not self.eviction.evictable(node):
+            return False
+        self._evict(node)
+        return True
+
+    def _release_memory(self, node: Node, shard: int) -> None:
+        slot = node.forget(shard)
+        del self._owners[slot]
+        self.counts["evicted_to_disk"] += 1
+        self.told(TierRemoved, node, shard, "host")
+        self.slots.release([slot])
+
+    def _empty_extent(self, position: int, space: Space) -> bool:
+        """Evict every page of an extent and what hangs below them; False if something is in use.
+
+        Of many pages some go now, the last of each prompt first; the rest when room is asked for
+        again, see :attr:`emptying`.
+        """
+        if self.emptying or self.slots.needed(position):
+            return False
+        doomed: list[Node] = []
+        for slot in self.slots.slots_in_use(position):
+            owner = self._owners.get(slot)
+            if owner is None:
+                return False
+            doomed.append(owner)
+        found = subtree(*doomed)
+        if not all(self._may_leave(node, space) for node in found):
+            return False
+        if len(found) > EMPTY_MAX:
+            self.emptying = True
+            doomed = nlargest(EMPTY_MAX, found, key=lambda node: node.depth)
+        for owner in doomed:
+            for shard in list(owner.slots) if is_live(owner) else ():
+                if shard in owner.disk:
+                    self._release_memory(owner, shard)
+                elif shard in owner.slots:
+                    self.drop(owner, shard, "evicted")
+            self._tidy(owner)
+        return not self.slots.slots_in_use(position)
+
+    def _may_leave(self, node: Node, space: Space) -> bool:
+        """Whether all of a node's pages may leave memory with their extent, for ``space``."""
+        size = self.slots.extent_bytes
+        if is_held(node) or self.quotas.protects(node.space, space, size):
+            return False
+        return all(
+            node.ready >> shard & 1 and not self.slots.in_use(slot)
+            for shard, slot in node.slots.items()
+        )
+
+    def vacate(self, position: int, pages_max: int) -> bool:
+        """Take READY pages out of the memory of an extent, used or not; whether all are out."""
+        left = pages_max
+        for slot in self.slots.slots_in_use(position):
+            owner = self._owners.get(slot)
+            if owner is None:
+                continue
+            shard = next(at for at, mine in owner.slots.items() if mine == slot)
+            if not owner.ready >> shard & 1:
+                continue  # it leaves once its writer is done
+            if not left:
+                return False
+            left -= 1
+            if shard in owner.disk:
+                self._release_memory(owner, shard)
+                self._tidy(owner)
+            else:
+                self.drop(owner, shard, "retired")
+        return True
+
+    def _use(self, node: Node) -> None:
+        node.access, node.used_ns = self.tick, self.now_ns
+        node.hits += 1
+
+
+def subtree(*tops: Node) -> list[Node]:
+    """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of nodes that lie below each other only the first way to a node is gone: looking below each page
+    of a long prompt would take a time that grows with the square of its length.
+    """
+    if len(tops) == 1:
+        found = list(tops)
+        for at in found:
+            found.extend(at.children.values())
+        return found
+    seen: dict[Node, None] = {}
+    for top in tops:
+        left = [top]
+        while left:
+            at = left.pop()
+            if at not in seen:
+                seen[at] = None
+                left.extend(at.children.values())
+    return list(seen)

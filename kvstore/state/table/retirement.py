@@ -1,0 +1,94 @@
+"""Memory that may be touched for ever, because nobody can tell when who touches it ends. Pure.
+
+The kernel tells a node when the process behind a connection ends. Of a process in another PID
+namespace an old kernel cannot; what such a process held when its connection broke would never be
+free again. So, after a bound, the whole extents that it may still read or write are **retired**: no
+slot of theirs is used any more, their pages leave memory, and once nobody else reads or writes
+there they get new memory under a new number. A late write then meets no page.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.sessions import Process
+from kvstore.state.tree.slots import Slot
+
+AGAIN_NS: Final = 1_000_000_000
+"""How long an extent that somebody else still reads or writes is left alone."""
+VACATE_PAGES: Final = 200
+"""Pages that one turn takes out of an extent."""
+
+
+class Retirement:
+    """The retiring extents of one node.
+
+    Args:
+        table: whose extents.
+        after_ns: how long after its loss an unwatched process is given up.
+        ended: told of each process that holds nothing any more.
+    """
+
+    def __init__(self, table: PageTable, after_ns: int, ended: Callable[[Process], None]) -> None:
+        """Retire nothing yet."""
+        self._table = table
+        self._after_ns = after_ns
+        self._ended = ended
+        self._again_ns = 0
+        #: Positions of the extents that are retiring, also when those they retire for have ended.
+        self._retiring: set[int] = set()
+        #: Lost processes that nobody watches, and when each was lost; the longest lost first.
+        self._lost: dict[Process, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def add(self, process: Process, now_ns: int) -> None:
+        """The connection of a process that nobody watches broke; it may still touch its slots."""
+        assert process.lost
+        assert not process.peer.watched
+        self._lost.setdefault(process, now_ns)
+
+    def remove(self, process: Process) -> None:
+        """It is known, after all, that the process touches nothing any more."""
+        self._lost.pop(process, None)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` has something to do; 0 = never."""
+        if self._retiring:
+            return self._again_ns
+        first = next(iter(self._lost.values()), None)
+        return 0 if first is None else max(first + self._after_ns, self._again_ns)
+
+    def advance(self, now_ns: int) -> None:
+        """Retire the extents of processes whose time is up, as far as nobody else needs them."""
+        given_up = [
+            process for process, lost in self._lost.items() if lost + self._after_ns <= now_ns
+        ]
+        if now_ns < self._again_ns or not (given_up or self._retiring):
+            return
+        self._again_ns = now_ns + AGAIN_NS
+        table, slots = self._table, self._table.slots
+        held: Counter[Slot] = Counter()
+        for process in given_up:
+            for lease in process.leases.values():
+                held.update(lease.slots if lease.expired else ())
+            for put in process.puts.values():
+                held.update(put.slots)
+        for position in {slots.position(slot) for slot in held} - self._retiring:
+            slots.retire(position)
+            self._retiring.add(position)
+            table.counts["retired_extents"] += 1
+        for position in list(self._retiring):
+            if not table.vacate(position, VACATE_PAGES):
+                self._again_ns = now_ns
+            elif slots.retirable(position, held):
+                slots.replace(position)
+                self._retiring.remove(position)
+                for process in given_up:
+                    table.forfeit(process, position)
+        for process in given_up:
+            if process.idle:
+                del self._lost[process]
+                self._ended(process)

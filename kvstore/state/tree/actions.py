@@ -1,0 +1,82 @@
+"""What the page table answers and what it tells its node to do."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvstore.page import PrefixKey
+from kvstore.state.tree.prefix_tree import Space
+
+
+class PageStatus(IntEnum):
+    """What became of one page of a put."""
+
+    GRANTED = 0
+    """A slot waits for its bytes; nobody else will be granted this page meanwhile."""
+    EXISTS = 1
+    PENDING = 2
+    """Someone else is writing it."""
+    NO_ROOM = 3
+    NO_PARENT = 4
+    """The page before it is not stored, so nobody could ever reach it."""
+    STORED = 5
+    DROPPED = 6
+    """The page before it vanished while this one was being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Action: these pages became READY, in memory."""
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    parent: PrefixKey
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Action: these pages left the index; leaves first. Their slots are not re-used before.
+
+    Attributes:
+        tiers: where they were, of ``host`` and ``ssd``.
+    """
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    cause: str
+    tiers: tuple[str, ...] = ("host",)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStored:
+    """Action: a READY page is in one more tier now, ``host`` or ``ssd``."""
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    parent: PrefixKey
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierRemoved:
+    """Action: a page left ``tier`` and is READY in the other one still."""
+
+    space: Space
+    shard: int
+    keys: list[PrefixKey]
+    parent: PrefixKey
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Action: a page that was being written will not come from that writer; who waits may stop."""
+
+    space: Space
+    keys: list[PrefixKey]
+
+
+Action = Stored | Removed | Abandoned | TierStored | TierRemoved

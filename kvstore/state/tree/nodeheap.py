@@ -1,0 +1,117 @@
+"""Queues of nodes that wait for something, from which those that left their tree fall out. Pure.
+
+A node leaves its tree without anyone knowing which queues it stands in. So that memory does not
+grow with all that ever left, a queue that has doubled since is gone through once more and its dead
+entries are left behind: a few with each entry that comes, so that no call takes long.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvstore.state.tree.prefix_tree import is_live
+
+Entry = tuple[Any, ...]
+"""Ends with its node, or a lease of some; no two are equal in what is before it."""
+
+MOVES_MAX: Final = 8
+"""Entries that are looked at again with each that comes."""
+SPARE: Final = 64
+"""Entries below which a queue is not gone through."""
+
+
+def _is_live(entry: Entry) -> bool:
+    return is_live(entry[-1])
+
+
+class NodeHeap:
+    """The smallest entry first.
+
+    Args:
+        stays: whether an entry is still worth its room; asked once for each time round.
+    """
+
+    __slots__ = ("_former", "_heap", "_kept", "_stays")
+
+    def __init__(self, stays: Callable[[Entry], bool] = _is_live) -> None:
+        """Start empty."""
+        self._heap: list[Entry] = []
+        #: A former ``_heap``, a heap too, from which what stays moves over.
+        self._former: list[Entry] = []
+        self._kept = 0
+        self._stays = stays
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._former)
+
+    def push(self, entry: Entry) -> None:
+        """Add an entry."""
+        heapq.heappush(self._heap, entry)
+        if not self._former:
+            if len(self._heap) <= 2 * self._kept + SPARE:
+                return
+            self._former, self._heap = self._heap, []
+        # The last entry of a heap may go without harm to the others' order.
+        for _ in range(min(MOVES_MAX, len(self._former))):
+            moved = self._former.pop()
+            if self._stays(moved):
+                heapq.heappush(self._heap, moved)
+        if not self._former:
+            self._kept = len(self._heap)
+
+    def first(self) -> Entry:
+        """The smallest entry; there is one."""
+        return self._smaller()[0]
+
+    def pop(self) -> Entry:
+        """Take the smallest entry out; there is one."""
+        return heapq.heappop(self._smaller())
+
+    def _smaller(self) -> list[Entry]:
+        heap, former = self._heap, self._former
+        return former if former and (not heap or former[0] < heap[0]) else heap
+
+
+class NodeLine:
+    """The entry that came first is the first, or one that was put before it."""
+
+    __slots__ = ("_former", "_kept", "_line", "_newer")
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._line: deque[Entry] = deque()
+        #: While the line is gone through: what of it was not looked at yet, and what came since.
+        self._former: deque[Entry] = deque()
+        self._newer: deque[Entry] = deque()
+        self._kept = 0
+
+    def __len__(self) -> int:
+        return len(self._line) + len(self._former) + len(self._newer)
+
+    def append(self, entry: Entry) -> None:
+        """Add an entry behind all others."""
+        if self._former or self._newer:
+            self._newer.append(entry)
+        else:
+            self._line.append(entry)
+            if len(self._line) <= 2 * self._kept + SPARE:
+                return
+            self._former, self._line = self._line, deque()
+        for _ in range(MOVES_MAX):
+            if not self._former:
+                self._former, self._newer = self._newer, self._former
+            if not self._former:
+                self._kept = len(self._line)
+                return
+            moved = self._former.popleft()
+            if _is_live(moved):
+                self._line.append(moved)
+
+    def appendleft(self, entry: Entry) -> None:
+        """Put an entry before all others."""
+        self._line.appendleft(entry)
+
+    def popleft(self) -> Entry:
+        """Take the first entry out; there is one."""
+        return (self._line or self._former or self._newer).popleft()

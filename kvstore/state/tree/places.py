@@ -1,0 +1,36 @@
+"""Where the record of a page lies in the SSD log, and what it takes there. Pure.
+
+``docs/internals/ssd-format.md`` describes the bytes.
+"""
+
+from typing import Final, NamedTuple
+
+BLOCK_BYTES: Final = 4096
+"""Headers, payloads and footers begin and end at multiples of this."""
+HEADER_BYTES: Final = BLOCK_BYTES
+FOOTER_TABLE_BYTES: Final = 16 * BLOCK_BYTES
+"""Room in a footer for the (space, shard) pairs that the segment's records belong to."""
+FOOTER_ENTRY_BYTES: Final = 128
+
+
+class Place(NamedTuple):
+    """Where a record begins.
+
+    Attributes:
+        segment: number of its segment; never used twice.
+        offset: bytes from the segment's start, a multiple of :data:`BLOCK_BYTES`.
+    """
+
+    segment: int
+    offset: int
+
+
+def record_bytes(page_bytes: int) -> int:
+    """Bytes of the record of a page."""
+    return HEADER_BYTES + -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def footer_bytes(records: int) -> int:
+    """Most bytes that the footer of a segment of so many records takes."""
+    entries = -(-records * FOOTER_ENTRY_BYTES // BLOCK_BYTES) * BLOCK_BYTES
+    return FOOTER_TABLE_BYTES + entries + BLOCK_BYTES

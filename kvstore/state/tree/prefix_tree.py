@@ -1,0 +1,389 @@
+"""The prefix tree: which pages exist, what precedes them, and which one to evict next.
+
+A **node** stands for one prefix key of one space; its pages are the shards that ranks stored under
+that key. Nodes hang under the node of the key before them, so that
+
+* a page is evicted only when nothing that continues it is stored (leaf-first), hence the tail of a
+  prompt never outlives its head unnoticed;
+* using a page uses all that precede it: a touch marks only the deepest node, and an evicted leaf
+  hands its mark to its parent. The order is exactly the one of least recent use.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.tree.listing import Shelves
+from kvstore.state.tree.places import Place, record_bytes
+from kvstore.state.tree.slots import Slot
+
+_NO_SLOTS: Final[Mapping[int, Slot]] = MappingProxyType({})
+"""Of every node without a page in memory: a disk has millions of them."""
+_NEVER: Final[Mapping[int, int]] = MappingProxyType({})
+"""Of every node whose pages do not expire, as nearly all of them."""
+
+
+class Retention(NamedTuple):
+    """How long one page stays, and where it may be kept.
+
+    Attributes:
+        expires_ns: when it leaves the index by itself; 0 = never.
+        read_once: it leaves the index when its first reader is done.
+        memory_only: it never goes to disk; pages of the two other kinds do not either.
+    """
+
+    expires_ns: int = 0
+    read_once: bool = False
+    memory_only: bool = False
+
+
+ORDINARY: Final = Retention()
+"""A page stays until something else needs its room, in any tier."""
+
+
+class Node:
+    """One prefix key of one space.
+
+    Attributes:
+        parent: the node of the key before this one; the space's root for the first page.
+        children: nodes that continue this one.
+        slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
+        disk: shard number → place in the SSD log, for every page that was written there.
+        digests: shard number → digest, for all and only the READY pages.
+        memory: bit i set = the page of shard i has a slot.
+        present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
+        ready: bit i set = the page of shard i is READY, in whatever tier.
+        children_in_memory: children that have slots or lead to nodes that do.
+        depth: nodes between this one and the root, itself included.
+        access: tick of the last use of this node or of a descendant that is gone.
+        uses: requests whose prefix ended here, or at a descendant that is gone.
+        turns: requests that extended this node's prefix, one after the other, before it was stored.
+        branches: nodes that ever continued this one.
+        pause: fewest ticks between two requests of which one extended the other; 0 = not known.
+        added: nodes up to this one that the request which stored it had to store.
+        ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
+        reach: its depth, or that of the descendants that eviction took before it.
+        expires: shard number → when that page leaves the index by itself; others never do.
+        read_once: bit i set = the page of shard i leaves the index when its first reader is done.
+        memory_only: bit i set = the page of shard i never goes to disk.
+        queued: slot sizes of the eviction policies in which an entry stands for this node.
+        hits: lookups and acquires that ended here, or at a descendant that is gone.
+        stored_ns: when a page of it last became READY; 0 = not in this life of the node.
+        used_ns: when the last of ``hits`` was; 0 = never.
+        memory_pins: operator pins that keep its pages in memory.
+        disk_pins: operator pins that keep its pages on disk.
+        serial: its place in the space's shelves.
+    """
+
+    __slots__ = (
+        "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
+        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory", "memory_only",
+        "memory_pins", "parent", "pause", "present", "queued", "reach", "read_once", "ready",
+        "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
+    )  # fmt: skip
+
+    def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
+        """Make a node without pages and hang it under its parent."""
+        self.space = space
+        self.key = key
+        self.parent = parent
+        self.children: dict[PrefixKey, Node] = {}
+        self.children_in_memory = 0
+        self.slots: Mapping[int, Slot] = _NO_SLOTS
+        self.disk: dict[int, Place] = {}
+        self.digests: dict[int, bytes] = {}
+        self.memory = 0
+        self.present = 0
+        self.ready = 0
+        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.access = 0
+        self.expires = _NEVER
+        self.read_once = 0
+        self.memory_only = 0
+        self.queued: tuple[int, ...] = ()
+        self.hits = self.stored_ns = self.used_ns = self.serial = 0
+        self.memory_pins = self.disk_pins = 0
+        self.uses = self.turns = self.branches = self.pause = self.added = self.ask_depth = 0
+        self.reach = self.depth
+        if parent is not None:
+            parent.children[key] = self
+            parent.branches += 1
+
+    @property
+    def pins(self) -> int:
+        """Operator pins that cover this node."""
+        return self.memory_pins + self.disk_pins
+
+    def begin(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, in no tier yet, is being written to ``slot``."""
+        assert not self.present >> shard & 1
+        self._enter_memory(shard, slot)
+        self.present |= 1 << shard
+        self.space.writing.add(self)
+
+    def fill(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, which is in memory, has this slot from now on."""
+        self.slots = {**self.slots, shard: slot}
+        self.memory |= 1 << shard
+
+    def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
+        """The page of ``shard`` is READY."""
+        assert self.present >> shard & 1
+        self.digests[shard] = digest
+        if keep != ORDINARY:
+            bit = 1 << shard
+            self.memory_only |= bit
+            if keep.read_once:
+                self.read_once |= bit
+            if keep.expires_ns:
+                self.expires = {**self.expires, shard: keep.expires_ns}
+        self.ready |= 1 << shard
+        self._settle()
+
+    def promote(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, so far only on disk, is READY in ``slot`` too."""
+        assert shard in self.disk
+        assert shard not in self.slots
+        self._enter_memory(shard, slot)
+
+    def demote(self, shard: int, place: Place) -> None:
+        """The READY page of ``shard`` is on disk too."""
+        assert self.ready >> shard & 1
+        self.disk[shard] = place
+
+    def adopt(self, shard: int, place: Place, digest: bytes) -> None:
+        """The page of ``shard`` was found on disk at start-up."""
+        self.disk[shard] = place
+        self.digests[shard] = digest
+        self.present |= 1 << shard
+        self.ready = self.present
+
+    def forget(self, shard: int) -> Slot:
+        """The page of ``shard`` is no longer in memory; returns its slot."""
+        slot = self.slots[shard]
+        self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
+        self.memory &= ~(1 << shard)
+        self.space.host_bytes -= self.space.shards[shard].slot_bytes
+        if not self.in_memory:
+            self._count_above(-1)
+        self._leave(shard)
+        return slot
+
+    def forget_disk(self, shard: int) -> Place:
+        """The page of ``shard`` is no longer on disk; returns where it was."""
+        place = self.disk.pop(shard)
+        self.space.disk_bytes -= self.space.shards[shard].record_bytes
+        self._leave(shard)
+        return place
+
+    def _enter_memory(self, shard: int, slot: Slot) -> None:
+        if not self.in_memory:
+            self._count_above(1)
+        self.fill(shard, slot)
+        self.space.host_bytes += self.space.shards[shard].slot_bytes
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this node or any below it has slots."""
+        return bool(self.slots) or self.children_in_memory > 0
+
+    def _count_above(self, change: int) -> None:
+        """Tell the ancestors that something here came to memory (1) or left it (-1)."""
+        at = self.parent
+        while at is not None:
+            before = at.in_memory
+            at.children_in_memory += change
+            if at.in_memory == before:
+                return
+            at = at.parent
+
+    def _leave(self, shard: int) -> None:
+        if shard in self.slots or shard in self.disk:
+            return
+        bit = 1 << shard
+        self.present &= ~bit
+        self.ready &= ~bit
+        self.read_once &= ~bit
+        self.memory_only &= ~bit
+        if shard in self.expires:
+            self.expires = {at: ns for at, ns in self.expires.items() if at != shard} or _NEVER
+        self.digests.pop(shard, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.present == self.ready:
+            self.space.writing.discard(self)
+
+
+@dataclass(slots=True)
+class Shard:
+    """One shard of a space, as the node knows it; ``window_pages`` as in its ``spec``.
+
+    Attributes:
+        record_bytes: what a page of it takes on disk.
+    """
+
+    spec: ShardSpec
+    page_bytes: int
+    slot_bytes: int
+    window_pages: int = field(init=False)
+    record_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.window_pages = self.spec.window_pages
+        self.record_bytes = record_bytes(self.page_bytes)
+
+
+@dataclass(slots=True)
+class Space:
+    """One space: its identity, the shards that sessions declared and its pages.
+
+    Attributes:
+        number: names the space on this node's wire.
+        nodes: all and only the nodes below ``root``.
+        writing: all and only the nodes with a page that is being written.
+        shelves: the nodes of ``nodes`` in the order they were made.
+        shard_numbers: the position of each spec in ``shards``.
+        needs: KV group → the window and the head size that all its shards have.
+        sessions: how many have it open.
+        full_mask: bit i set = a hit needs the page of shard i for every key, not for the last few.
+        host_bytes: slot bytes of its pages in memory.
+        disk_bytes: record bytes of its pages that are on disk or being written there.
+        prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
+        label: hex digest of the identity: the space's name in events and statistics.
+    """
+
+    number: int
+    identity: SpaceIdentity
+    shards: list[Shard] = field(default_factory=list)
+    nodes: dict[PrefixKey, Node] = field(default_factory=dict)
+    writing: set[Node] = field(default_factory=set)
+    shelves: Shelves[Node] = field(default_factory=Shelves)
+    shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
+    needs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sessions: int = 0
+    full_mask: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    prefill_s_per_token: float = 0.0
+    root: Node = field(init=False)
+    label: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = self.identity.digest.hex()
+        self.root = Node(self, PrefixKey(b""), None)
+
+    def node(self, key: PrefixKey, parent_key: PrefixKey) -> Node:
+        """The node of ``key``, made if need be; an unknown parent is made as a bare node.
+
+        A bare node whose own parent was unknown is moved to its place once that is told.
+        """
+        found = self.nodes.get(key)
+        parent = self.root
+        if parent_key:
+            parent = self.nodes.get(parent_key) or self.add(parent_key, self.root)
+        if found is None:
+            return self.add(key, parent)
+        if found.parent is self.root and parent is not self.root and not self._above(found, parent):
+            del self.root.children[key]
+            self.root.children_in_memory -= found.in_memory
+            found.parent = parent
+            parent.children[key] = found
+            if found.in_memory:
+                found._count_above(1)  # noqa: SLF001
+            deepen(found)
+        return found
+
+    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
+        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+
+        A key is a hash of all before it, so this is a mistake of whoever says so.
+        """
+        known = self.nodes.get(key)
+        if known is None or known.parent is None or known.parent.key == parent_key:
+            return False
+        if known.parent is not self.root or known.present & self.full_mask:
+            return True
+        above = self.nodes.get(parent_key)
+        return above is not None and self._above(known, above)
+
+    def prune(self, node: Node) -> Node:
+        """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
+
+        Returns:
+            the deepest ancestor that stays (the root at last).
+        """
+        while node is not self.root and not node.present and not node.children:
+            parent = node.parent
+            assert parent is not None
+            del self.nodes[node.key]
+            del parent.children[node.key]
+            self.shelves.remove(node)
+            parent.access = max(parent.access, node.access)
+            parent.hits += node.hits
+            parent.uses += node.uses
+            parent.used_ns = max(parent.used_ns, node.used_ns)
+            node.parent = None
+            node = parent
+        return node
+
+    def check(self) -> None:
+        """Assert every invariant of the tree."""
+        for key, node in self.nodes.items():
+            assert node.key == key
+            assert node.parent is not None
+            assert node.parent is self.root or self.nodes[node.parent.key] is node.parent
+            assert node.parent.children[key] is node
+            assert node.present or node.children, "a bare leaf should have been pruned"
+            assert node.depth == node.parent.depth + 1
+            assert node.present == sum(1 << shard for shard in {*node.slots, *node.disk})
+            assert (node in self.writing) == (node.present != node.ready)
+            assert node.memory == sum(1 << shard for shard in node.slots)
+            assert node.ready == sum(1 << shard for shard in node.digests)
+            in_memory = sum(1 for child in node.children.values() if child.in_memory)
+            assert node.children_in_memory == in_memory
+            assert node.present >> len(self.shards) == 0
+            assert not node.memory_only & ~node.ready, "only a READY page is kept for a time"
+            assert not node.read_once & ~node.memory_only
+            assert all(node.memory_only >> shard & 1 for shard in node.expires)
+            assert not any(node.memory_only >> shard & 1 for shard in node.disk)
+        assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
+        held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
+        assert self.host_bytes == sum(held)
+
+    def add(self, key: PrefixKey, parent: Node | None = None) -> Node:
+        """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
+        node = self.nodes[key] = Node(self, key, parent)
+        self.shelves.add(node)
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that nothing leads to."""
+        del self.nodes[node.key]
+        self.shelves.remove(node)
+        node.parent = None
+
+    def _above(self, node: Node, other: Node) -> bool:
+        """Whether ``node`` is ``other`` or above it (a forged parent could make a ring)."""
+        at: Node | None = other
+        while at is not None:
+            if at is node:
+                return True
+            at = at.parent
+        return False
+
+
+def deepen(node: Node) -> None:
+    """Correct the depths below a node that was moved."""
+    moved = [node]
+    for at in moved:
+        assert at.parent is not None
+        at.depth = at.parent.depth + 1
+        moved.extend(at.children.values())
+
+
+def is_live(node: Node) -> bool:
+    """Whether the node is still in its tree (the root always is)."""
+    return node.parent is not None or node is node.space.root

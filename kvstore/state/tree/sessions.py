@@ -1,0 +1,180 @@
+"""Sessions: who holds what, for how long, and what becomes of it when they vanish.
+
+A **session** is one engine with all its processes; a **process** is one connection of it. Leases
+(reads) and puts (writes) belong to a process, their bytes count against the session's quota.
+
+::
+
+    lease:  OPEN ──deadline──► EXPIRED (pins became holds) ──release / settled / dead──► gone
+    put:    OPEN ──commit──► gone
+            OPEN ──connection lost──► LOST (its slots in LIMBO) ──settled / dead──► gone
+
+"Settled" is the process's own word that nothing it began on its connections before a certain one
+touches bytes any more; "dead" is the kernel's (a pidfd).
+"""
+
+from dataclasses import dataclass, field
+
+from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.slots import Slot
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Somebody waits for pages to come from disk.
+
+    Attributes:
+        pinned: pages that are in memory, pinned until
+            :meth:`~kvstore.state.disk.loads.Loads.end_fetch`.
+        outstanding: loads it waits for.
+        size_bytes: slot bytes of its pages, counted against the quota of who waits.
+        ended: nobody waits any more.
+    """
+
+    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    outstanding: int = 0
+    size_bytes: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pages one process reads.
+
+    Attributes:
+        pages: (node, shard number, slot) of each page.
+        size_bytes: slot bytes, counted against the quota until the lease is gone.
+        expired: its pins have become holds.
+    """
+
+    pages: list[tuple[Node, int, Slot]]
+    size_bytes: int
+    deadline_ns: int
+    expired: bool = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its pages."""
+        return [slot for _, _, slot in self.pages]
+
+    @property
+    def lasting(self) -> int:
+        """Leading pages that neither expire nor are read once."""
+        for count, (node, shard, _) in enumerate(self.pages):
+            if shard in node.expires or node.read_once >> shard & 1:
+                return count
+        return len(self.pages)
+
+
+@dataclass(slots=True)
+class Put:
+    """Pages one process writes.
+
+    Attributes:
+        pages: (node, slot) of each granted page, in chain order.
+        shard: the shard number they are all of.
+        size_bytes: slot bytes, counted against the quota until the put is gone.
+        tokens: uint32 little-endian tokens of the granted pages, or empty.
+        lost: its writer may still write, its slots are in LIMBO.
+        since_ns: when its slots were granted.
+    """
+
+    pages: list[tuple[Node, Slot]]
+    shard: int
+    size_bytes: int
+    tokens: bytes = b""
+    lost: bool = False
+    since_ns: int = 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of its pages."""
+        return [slot for _, slot in self.pages]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who connected, as the kernel tells it.
+
+    Attributes:
+        identity: equal for all connections of one process, and for no two processes at a time.
+        pid: its process id in the node's PID namespace; 0 when it has none there.
+        watched: the kernel will say when it ends.
+        tenants: the tenants that it may belong to; None = any.
+    """
+
+    identity: int
+    pid: int = 0
+    watched: bool = True
+    tenants: frozenset[str] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One connection of one process of an engine.
+
+    Attributes:
+        connection: names it on this node.
+        peer: what the kernel says of the process.
+        origin: what connected, as it names itself; empty when it does not.
+        number: which of its origin's connections it is; 0 when it does not say.
+        lost: its connection broke or was given up, but the process was not seen to end.
+    """
+
+    connection: int
+    peer: Peer
+    session: "Session"
+    origin: bytes = b""
+    number: int = 0
+    leases: dict[int, Lease] = field(default_factory=dict)
+    puts: dict[int, Put] = field(default_factory=dict)
+    fetches: list[Fetch] = field(default_factory=list)
+    lost: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing."""
+        return not self.leases and not self.puts and not self.fetches
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine as this node knows it.
+
+    Attributes:
+        token: what its processes show to belong to it; also its right to map extents.
+        domain: its tenant; empty until it opened its first space.
+        spaces: the spaces that it has opened, by number.
+        used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
+        quota_bytes: the most that ``used_bytes`` may reach.
+        prefill_s_per_token: what the engine reported; 0 until it did.
+    """
+
+    token: bytes
+    name: str
+    quota_bytes: int
+    domain: str = ""
+    spaces: dict[int, Space] = field(default_factory=dict)
+    used_bytes: int = 0
+    prefill_s_per_token: float = 0.0
+    processes: dict[int, Process] = field(default_factory=dict)
+
+    def admits(self, extra_bytes: int) -> bool:
+        """Whether the quota leaves room for ``extra_bytes`` more."""
+        return self.used_bytes + extra_bytes <= self.quota_bytes
+
+    def of(self, origin: bytes) -> list[Process]:
+        """Its connections of one origin; none where that is not told."""
+        return [one for one in self.processes.values() if origin and one.origin == origin]
+
+    def check(self) -> None:
+        """Assert that the bytes add up."""
+        used = 0
+        for process in self.processes.values():
+            used += sum(lease.size_bytes for lease in process.leases.values())
+            used += sum(put.size_bytes for put in process.puts.values())
+            used += sum(fetch.size_bytes for fetch in process.fetches)
+        assert used == self.used_bytes
+        for connection, process in self.processes.items():
+            assert process.connection == connection
+            assert process.session is self

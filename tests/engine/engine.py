@@ -1,0 +1,115 @@
+"""An engine's side of the connector without an engine: requests, blocks, a clock, a store."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client.results import Hit
+from kvstore.engine.identity import Group
+from kvstore.engine.messages import Report, Step
+from kvstore.engine.opening import Opening
+from kvstore.engine.options import Options, read_options
+from kvstore.engine.requests import Names, Progress, Role, Setup
+from kvstore.engine.scheduler import SchedulerSide
+from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
+
+PAGE = 64
+BLOCK = 32
+FULL = Group(index=0, layers=4, block_tokens=BLOCK, block_bytes=128, kv_heads=2)
+PLAIN = Names()
+BOTH = Role(loads=True, stores=True)
+IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=PAGE)
+SHARD = ShardSpec(
+    layout=OpaqueLayout("vllm", "1", "", BLOCK, 128), layers=(0, 4), heads=(0, 2)
+)  # fmt: skip
+
+
+@dataclass
+class Request:
+    """As much of vLLM's as is read."""
+
+    request_id: str
+    all_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    prompt: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt or len(self.all_token_ids)
+
+
+class Blocks:
+    """References to blocks, counted."""
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+        self.only_ours: set[int] = set()
+        self.forgotten: set[int] = set()
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self.held.update(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.held.subtract(blocks)
+        self.held += Counter()
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        self.forgotten.update(blocks)
+
+    def free_soon(self, blocks: Sequence[int]) -> bool:
+        return bool(self.only_ours & set(blocks))
+
+
+class FakeStore:
+    """A store whose lookups answer what the test says."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.answer = Hit(0)
+        self.asked: list[PrefixKeys] = []
+        self.page_bytes = (512,)
+
+    def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Any:
+        return self
+
+    def lookup(self, keys: PrefixKeys) -> Hit:
+        self.asked.append(keys)
+        return self.answer._replace(pages=min(self.answer.pages, len(keys)))
+
+
+class World:
+    """A scheduler side and everything around it."""
+
+    def __init__(self, *, groups: Sequence[Group] = (FULL,), role: Role = BOTH,
+                 ranks: int = 1, blocks: int = 1000, **extra: Any) -> None:  # fmt: skip
+        self.now = 100.0
+        self.store = FakeStore()
+        self.blocks = Blocks()
+        self.reports: list[float] = []
+        options: Options = read_options(extra)
+        opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
+        setup = Setup(groups, PAGE, BLOCK, ranks, role)
+        self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
+        self.side.bind(self.blocks, blocks)
+
+    def step(self, *scheduled: Progress, tokens: int = 0, decoded: int = 0) -> Step:
+        return self.side.build(scheduled, tokens, decoded)
+
+    def load(self, request: Request, computed: int = 0, table: Sequence[int] = ()) -> Step:
+        """Match, allocate and build: what the workers are told."""
+        tokens, _ = self.side.match(request, PLAIN, computed)
+        assert tokens
+        blocks = list(table) or list(range(1, 1 + -(-request.num_tokens // BLOCK)))
+        self.side.allocated(request, [blocks], tokens)
+        return self.step()
+
+    def ended(self, job: int, pages: int) -> None:
+        report = Report()
+        report.end(job, pages)
+        self.side.reported(report)

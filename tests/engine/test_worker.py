@@ -1,0 +1,177 @@
+"""How a worker waits for its moves, with a store whose jobs end when the test says."""
+
+from typing import Any
+
+import pytest
+
+from kvstore.client.results import RestoreResult
+from kvstore.engine.messages import Blocks, Load, Store
+from kvstore.engine.opening import Opening
+from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, WorkerSide
+from kvstore.errors import LayoutMismatch
+from kvstore.page import PrefixKeys
+from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
+
+KEYS = PrefixKeys(b"k" * 64)
+"""Two pages."""
+
+
+class Job:
+    """A restore that ends while somebody waits for it, or when told."""
+
+    def __init__(self, world: "Machine", ends_after_s: float) -> None:
+        self.world = world
+        self.left_s = ends_after_s
+        self.waits: list[float] = []
+        self.cancelled = False
+        self.stuck = False
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        passed = min(timeout_s, max(0.0, self.left_s))
+        self.world.now += passed
+        self.left_s -= passed
+        return self.done
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        return self.wait(timeout_s)
+
+    @property
+    def done(self) -> bool:
+        return self.left_s <= 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if not self.stuck:
+            self.left_s = min(self.left_s, 0.0)
+
+    def result(self, timeout_s: float) -> RestoreResult:
+        return RestoreResult(2, 1024, 0.012)
+
+
+class Machine(FakeStore):
+    """A worker, a clock and the jobs it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 10.0
+        self.jobs: list[Job] = []
+        self.ends_after_s = 0.0
+        opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
+        memory = GroupMemory(pool=None, shard=0, page_tokens=PAGE, block_tokens=BLOCK)
+        self.side = WorkerSide(opening, [memory], lambda: self.now)
+
+    def restore_to_kvpool(self, *arguments: Any) -> Job:
+        self.jobs.append(Job(self, self.ends_after_s))
+        return self.jobs[-1]
+
+    def load(
+        self, number: int, ends_after_s: float, wait_s: float = 1.0, *, layerwise: bool = False
+    ) -> Job:
+        self.ends_after_s = ends_after_s
+        blocks = [Blocks(0, 0, [1, 2, 3, 4])]
+        load = Load(number, f"r{number}", KEYS, blocks, wait_s, layerwise)
+        self.side.start_loads([load])
+        return self.jobs[-1]
+
+
+def test_a_step_that_computes_waits_for_no_load():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=0.001)
+
+    assert not machine.side.poll().received
+    assert set(job.waits) == {0.0}
+    assert machine.now == 10.0
+
+
+def test_an_idle_step_ends_with_the_load_that_ends_in_it():
+    machine = Machine()
+    machine.load(1, ends_after_s=0.001)
+
+    outcome = machine.side.poll(idle=True)
+
+    assert outcome.received == {"r1"}
+    assert outcome.report.ended[1] == (1, 2, 0.012), "and says how long moving took"
+    assert machine.now == pytest.approx(10.001)
+
+
+def test_an_idle_step_waits_only_shortly_however_many_loads_there_are():
+    machine = Machine()
+    for number in range(5):
+        machine.load(number, ends_after_s=3.0)
+
+    assert not machine.side.poll(idle=True).received
+    assert machine.now == pytest.approx(10.0 + IDLE_WAIT_S)
+
+
+def test_no_step_waits_for_a_load_that_its_request_has_given_up():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=3.0, wait_s=0.001)
+    outcome = machine.side.poll(idle=True)
+
+    assert (outcome.received, outcome.failed) == ({"r1"}, {"r1"})
+    assert machine.now == pytest.approx(10.001), "not beyond its deadline"
+    assert job.cancelled
+    machine.side.poll(idle=True)
+    assert machine.now == pytest.approx(10.001)
+    assert "loaded_tokens" not in machine.side.counts.take(), "nobody used them"
+
+
+def test_a_layer_that_was_computed_on_before_it_came_makes_the_whole_load_invalid():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=0.3, wait_s=0.1, layerwise=True)
+    machine.side.wait_layer(0, 0)
+    assert not job.done
+    machine.now += 0.2  # the forward goes on without it, and meanwhile the load ends
+    job.left_s = 0.0
+
+    outcome = machine.side.poll()
+
+    assert outcome.invalid_blocks == {1, 2, 3, 4}
+    assert outcome.report.ended[1].pages == 0
+
+
+def test_layers_that_come_in_time_make_a_valid_load():
+    machine = Machine()
+    machine.load(1, ends_after_s=0.3, layerwise=True)
+    for layer in range(4):
+        machine.side.wait_layer(0, layer)
+
+    outcome = machine.side.poll()
+
+    assert not outcome.invalid_blocks
+    assert outcome.report.ended[1].pages == 2
+
+
+def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
+    machine = Machine()
+    job = machine.load(1, ends_after_s=1000.0, wait_s=0.1, layerwise=True)
+    job.stuck = True
+
+    outcome = machine.side.poll()
+
+    assert outcome.invalid_blocks == {1, 2, 3, 4}
+    assert not outcome.report.ended, "its blocks are still held"
+    machine.side.poll()
+    assert job.waits[-1] == 0.0, "no further step waits for it"
+    job.left_s = 0.0
+    outcome = machine.side.poll()
+    assert outcome.report.ended[1].pages == 0
+    assert not outcome.invalid_blocks, "reported once"
+
+
+def test_a_store_that_cannot_even_begin_is_counted_as_failed():
+    def refuse(*arguments: Any) -> Any:
+        raise LayoutMismatch("page_bytes", "too large")
+
+    stores = [Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])]
+    machine = Machine()
+    machine.extract_from_kvpool = refuse
+    machine.side.start_stores(stores)
+    refused = Machine()
+    refused.space = refuse
+    refused.side.start_stores(stores)
+
+    for one in (machine, refused):
+        assert one.side.poll().report.ended[1].pages == 0
+        assert one.side.counts.take()["store_failures"] == 1

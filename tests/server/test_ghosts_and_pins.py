@@ -1,0 +1,320 @@
+"""Goal: what left is remembered truly and within bounds; what is pinned or reserved stays."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.state.choice.ghosts import Ghosts
+from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import Node, Space
+from tests.state.world import PAGE, ROOT, World, identity, key
+
+SECOND = 1_000_000_000
+
+
+def node_of(space: Space, path: str) -> Node:
+    return Node(space, key(path), None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60), st.integers(1, 6))
+def test_the_newest_that_left_are_remembered_and_no_others(events, most):
+    spaces = [Space(number, identity(model=f"m{number}")) for number in range(3)]
+    ghosts = Ghosts(most)
+    model: dict[tuple[int, int], int] = {}
+    for time, (number, page) in enumerate(events, start=1):
+        ghosts.add(node_of(spaces[number], str(page)), 0, "expired", time)
+        if (number, page) not in model and len(model) == most:
+            del model[next(iter(model))]  # the one that came first; leaving again keeps its place
+        model[number, page] = time
+
+    assert len(ghosts) == len(model)
+    for number in range(3):
+        for page in range(10):
+            found = ghosts.find(spaces[number], key(str(page)))
+            assert (found and found.left_ns) == model.get((number, page))
+    assert ghosts.forgotten >= 0
+    assert bool(ghosts.forgotten) == (len({*events}) > len(model))
+
+
+def test_a_ghost_tells_when_why_and_for_whom(world_of_two):
+    world, process, space, other = world_of_two
+    world.table.now_ns = 5 * SECOND
+    world.store(process, space, "abcd")
+    world.lookup(space, "abcd")
+    world.table.now_ns = 7 * SECOND
+
+    world.store(process, other, "wxyz")
+
+    ghost = world.table.ghosts.find(space, key("abcd"))
+    assert ghost is not None
+    assert (ghost.cause, ghost.policy, ghost.hits) == ("evicted", "lru", 1)
+    assert (ghost.stored_ns, ghost.used_ns, ghost.left_ns) == (5 * SECOND, 5 * SECOND, 7 * SECOND)
+    assert (ghost.wanted_by, ghost.wanted_bytes) == (other.number, PAGE)
+    assert ghost.head == ROOT
+
+
+@pytest.fixture
+def world_of_two() -> tuple[World, object, Space, Space]:
+    world = World(extents=1, slots_each=4)
+    process = world.process()
+    space = world.space(process)
+    other, _ = world.table.spaces.open(
+        process.session, identity(model="other"), [space.shards[0].spec]
+    )
+    return world, process, space, other
+
+
+def test_what_went_with_its_head_says_which_head(world_of_two):
+    world, process, space, _ = world_of_two
+    world.store(process, space, "abc")
+
+    world.table.drop(space.nodes[key("a")], 0, "corrupt")
+
+    assert world.table.ghosts.find(space, key("abc")).head == key("a")
+    assert world.table.ghosts.find(space, key("a")).head == ROOT
+
+
+def test_a_list_of_no_length_remembers_nothing_and_says_so():
+    ghosts = Ghosts(0)
+    ghosts.add(node_of(Space(0, identity()), "a"), 0, "expired", 1)
+
+    assert (len(ghosts), ghosts.forgotten, ghosts.oldest_ns()) == (0, 1, 0)
+
+
+# Pins
+
+
+def test_a_pinned_prefix_outlives_a_flood(world_of_two):
+    world, process, space, other = world_of_two
+    world.table.pins.budget_bytes = 2 * PAGE
+    world.store(process, space, "ab")
+    world.table.pins.add(space, key("ab"), 0)
+
+    world.store(process, other, "uvwxyz")
+    world.store(process, other, "123456")
+
+    assert world.lookup(space, "ab") == (2, 0)
+    world.table.check()
+
+
+def test_an_ended_pin_lets_its_pages_go(world_of_two):
+    world, process, space, other = world_of_two
+    world.table.pins.budget_bytes = 4 * PAGE
+    world.store(process, space, "abcd")
+    world.table.pins.add(space, key("abcd"), 10 * SECOND)
+    assert world.store(process, other, "w") == [PageStatus.NO_ROOM]
+    assert world.table.next_deadline_ns() == 10 * SECOND
+
+    world.table.expire(10 * SECOND)
+
+    assert world.store(process, other, "w") == [PageStatus.GRANTED]
+    assert world.table.pins.used_bytes == 0
+    world.table.check()
+
+
+def test_pins_keep_their_budget_and_name_what_is_missing(world_of_two):
+    world, process, space, _ = world_of_two
+    pins = world.table.pins
+    pins.budget_bytes = 3 * PAGE
+    world.store(process, space, "abcd")
+
+    with pytest.raises(CapacityError, match=r"admin\.pin_budget_bytes"):
+        pins.add(space, key("abcd"), 0)
+    pin = pins.add(space, key("abc"), 0)
+    with pytest.raises(CapacityError):
+        pins.add(space, key("a"), 0)
+    with pytest.raises(NotFound):
+        pins.add(space, key("q"), 0)
+    pins.remove(pin.number)
+    with pytest.raises(NotFound):
+        pins.remove(pin.number)
+
+    assert (len(pins), pins.used_bytes) == (0, 0)
+    assert all(node.pins == 0 for node in space.nodes.values())
+
+
+def test_there_are_not_more_pins_than_allowed(world_of_two):
+    world, process, space, _ = world_of_two
+    world.store(process, space, "a")
+    pins = Pins(1 << 60)
+    for _ in range(PINS_MAX):
+        pins.add(space, key("a"), 0)
+
+    with pytest.raises(CapacityError, match="unpin one first"):
+        pins.add(space, key("a"), 0)
+
+
+def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
+    world, process, space, _ = world_of_two
+    world.table.pins.budget_bytes = 2 * PAGE
+    world.store(process, space, "ab")
+    pin = world.table.pins.add(space, key("ab"), 0)
+
+    world.table.drop(space.nodes[key("a")], 0, "corrupt")
+
+    assert world.lookup(space, "ab") == (0, 0)
+    world.table.eviction.offer_all(world.table.pins.remove(pin.number).nodes)
+    world.table.check()
+
+
+@pytest.mark.parametrize("ttl_s", [-1.0, 1e12, float("nan")])
+def test_a_pin_has_an_end_that_can_be(ttl_s):
+    with pytest.raises(InvalidArgument):
+        expiry(ttl_s, 0)
+
+
+# Quotas and reservations
+
+
+def test_a_put_over_quota_evicts_the_spaces_own_leaves(world_of_two):
+    world, process, space, other = world_of_two
+    world.store(process, other, "w")
+    world.table.quotas.set(space, 2 * PAGE, 0, 4 * PAGE)
+
+    assert world.store(process, space, "ab") == [PageStatus.GRANTED] * 2
+    assert world.store(process, space, "c") == [PageStatus.GRANTED]
+
+    assert space.host_bytes == 2 * PAGE
+    assert world.lookup(space, "ab") == (1, 0)
+    assert world.lookup(other, "w") == (1, 0), "there was free room besides"
+    assert world.store(process, space, "xyz") == [PageStatus.GRANTED] * 2 + [PageStatus.NO_ROOM]
+    world.table.check()
+
+
+def test_a_quota_on_a_full_space_shrinks_it(world_of_two):
+    world, process, space, _ = world_of_two
+    world.store(process, space, "abcd")
+    world.table.quotas.set(space, PAGE, 0, 4 * PAGE)
+    world.table.eviction.offer_all(space.shelves.nodes(0), anew=True)
+
+    assert not world.table.shrink(space, 2)
+    assert world.table.shrink(space, 2)
+
+    assert world.lookup(space, "abcd") == (1, 0)
+    world.table.check()
+
+
+def test_a_reservation_is_left_to_its_space_and_what_is_above_is_not(world_of_two):
+    world, process, space, other = world_of_two
+    world.store(process, space, "abc")
+    world.table.quotas.set(space, 0, 2 * PAGE, 4 * PAGE)
+
+    world.store(process, other, "vwxyz")
+
+    assert space.host_bytes == 2 * PAGE
+    assert world.lookup(space, "abc") == (2, 0)
+    assert other.host_bytes == 2 * PAGE
+    world.table.quotas.set(space, 0, 0, 4 * PAGE)
+    world.store(process, other, "v1234")
+    assert world.lookup(space, "abc") == (0, 0), "without a reservation the oldest go"
+    world.table.check()
+
+
+def test_a_reservation_holds_against_another_class_of_slots():
+    world = World(extents=1, slots_each=4)
+    process = world.process()
+    space = world.space(process)
+    wide = space.shards[0].spec.__class__(
+        layout=space.shards[0].spec.layout, layers=(0, 2), heads=(0, 1)
+    )
+    other, _ = world.table.spaces.open(process.session, identity(model="wide"), [wide])
+    world.store(process, space, "abc")
+    world.table.quotas.set(space, 0, 2 * PAGE, 4 * PAGE)
+    for _ in range(3):
+        world.lookup(space, "abc")
+
+    assert world.store(process, other, "w") == [PageStatus.NO_ROOM]
+
+    assert world.lookup(space, "abc") == (3, 0)
+    world.table.check()
+
+
+def test_limits_that_cannot_be_are_refused(world_of_two):
+    world, _, space, other = world_of_two
+    quotas = world.table.quotas
+    with pytest.raises(InvalidArgument, match="reserved_bytes"):
+        quotas.set(space, 1, 2, 10)
+    with pytest.raises(InvalidArgument):
+        quotas.set(space, -1, 0, 10)
+    quotas.set(space, 0, 6, 10)
+    with pytest.raises(CapacityError):
+        quotas.set(other, 0, 5, 10)
+
+    assert [one.space for one in quotas.all()] == [space]
+
+
+@given(st.lists(st.tuples(st.sampled_from("so"), st.text("abc", min_size=1, max_size=5))))
+def test_limits_hold_whatever_is_stored(puts):
+    world = World(extents=1, slots_each=6)
+    process = world.process()
+    space = world.space(process)
+    other, _ = world.table.spaces.open(
+        process.session, identity(model="other"), [space.shards[0].spec]
+    )
+    world.table.quotas.set(space, 3 * PAGE, 2 * PAGE, 6 * PAGE)
+    reached = 0
+    for whose, path in puts:
+        world.store(process, space if whose == "s" else other, path)
+        assert space.host_bytes <= 3 * PAGE
+        assert space.host_bytes >= min(reached, 2 * PAGE)
+        reached = max(reached, space.host_bytes)
+        world.table.check()
+
+
+def test_pins_that_end_together_end_one_after_the_other(world_of_two):
+    world, process, space, _ = world_of_two
+    pins = world.table.pins
+    pins.budget_bytes = 100 * PAGE
+    world.store(process, space, "abc")
+    for _ in range(3):
+        pins.add(space, key("abc"), 5 * SECOND)
+
+    ends = [(pins.expire(6 * SECOND), len(pins))[1] for _ in range(4)]
+
+    assert ends == [2, 1, 0, 0]
+    assert pins.used_bytes == 0
+
+
+def test_a_pin_is_measured_in_steps_and_made_at_once():
+    world = World(extents=20, slots_each=64)
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "a" * 1000)
+    world.table.pins.budget_bytes = 2000 * PAGE
+    steps, taken = world.table.pins.measure(space, key("a" * 1000)), 0
+    while True:
+        try:
+            next(steps)
+            taken += 1
+        except StopIteration as end:
+            measured = end.value
+            break
+
+    assert taken >= 1000 // 128
+    pin = world.table.pin(space, key("a" * 1000), 0, "host", measured)
+    assert (len(pin.nodes), pin.size_bytes) == (1000, 1000 * PAGE)
+    world.table.check()
+
+
+def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):
+    world, process, space, _ = world_of_two
+    world.table.pins.budget_bytes = 100 * PAGE
+    world.store(process, space, "abc")
+    world.store(process, space, "x")
+
+    for other in ("ab", "x"):
+        measured = [space.nodes[key(other)]], PAGE
+        assert len(world.table.pin(space, key("abc"), 0, "host", measured).nodes) == 3
+
+
+def test_a_pin_has_a_length(world_of_two, monkeypatch):
+    world, process, space, _ = world_of_two
+    world.table.pins.budget_bytes = 100 * PAGE
+    monkeypatch.setattr("kvstore.state.choice.pins.PIN_KEYS_MAX", 2)
+    world.store(process, space, "abc")
+
+    with pytest.raises(CapacityError, match="2 keys at most"):
+        world.table.pin(space, key("abc"), 0)
+    assert len(world.table.pin(space, key("ab"), 0).nodes) == 2

@@ -1,0 +1,173 @@
+"""Goal: however much one client sends, and whatever it does not read, others get their turn."""
+
+import asyncio
+import socket
+from collections import Counter
+
+import pytest
+
+from kvstore import wire
+from kvstore.errors import ProtocolError
+from kvstore.server import rounds
+from kvstore.server.connection import Connection
+from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
+from kvstore.server.socket import UNREAD_BYTES_MAX, SocketServer
+from kvstore.state.tree.sessions import Peer
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands unless somebody works."""
+    made = Clock()
+    monkeypatch.setattr(rounds, "monotonic", lambda: made.now_s)
+    return made
+
+
+class Clock:
+    now_s = 0.0
+
+
+class Busy:
+    """A connection with endless messages, or with one."""
+
+    def __init__(self, clock: Clock, taken: list["Busy"], process: int, turns: int) -> None:
+        self.process, self.turns = process, turns
+        self._clock, self._taken = clock, taken
+
+    def take(self, end_s: float) -> bool:
+        self._taken.append(self)
+        self._clock.now_s = end_s
+        self.turns -= 1
+        return self.turns > 0
+
+
+def test_a_process_with_many_busy_connections_delays_others_by_one_round(clock):
+    async def run() -> None:
+        taken: list[Busy] = []
+        made = Rounds()
+        flood = [Busy(clock, taken, 1, turns=100) for _ in range(300)]
+        for one in flood:
+            made.want(one)
+        assert len(taken) <= ROUND_S / TURN_S + 1, "the others wait for their turn"
+
+        await asyncio.sleep(0)
+        before = len(taken)
+        other = Busy(clock, taken, 2, turns=1)
+        made.want(other)
+        await asyncio.sleep(0)
+        assert other in taken
+        assert len(taken) - before <= ROUND_S / TURN_S + 1
+
+        one_round = len(taken)
+        await asyncio.sleep(0)
+        assert 0 < len(taken) - one_round <= ROUND_S / TURN_S + 1, "and so does all else"
+
+    asyncio.run(run())
+
+
+def test_the_connections_of_a_process_have_equal_turns_and_all_come_to_an_end(clock):
+    async def run() -> None:
+        taken: list[Busy] = []
+        made = Rounds()
+        all_of_it = [Busy(clock, taken, 1 + at % 3, turns=4) for at in range(9)]
+        for one in all_of_it:
+            made.want(one)
+        for _ in range(36):
+            await asyncio.sleep(0)
+        assert Counter(taken) == dict.fromkeys(all_of_it, 4)
+        assert set(taken[: 3 + 9]) == set(all_of_it), "whoever came last need not wait for the ends"
+
+    asyncio.run(run())
+
+
+class Quiet:
+    """A transport that takes everything."""
+
+    closing = False
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high > 0
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+class Served:
+    """A server that notes what it gets; ``full`` after so many messages."""
+
+    def __init__(self, full: int) -> None:
+        self.got: list[bytes] = []
+        self.unread_bytes = 0
+        self._full = full
+        self._rounds = Rounds()
+
+    def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
+        connection.peer = Peer(1)
+
+    def want(self, connection: Connection) -> None:
+        self._rounds.want(connection)
+
+    def receive(self, connection: Connection, body: bytes | memoryview) -> None:
+        self.got.append(bytes(body))
+        if len(self.got) == self._full:
+            connection.pause_writing()
+
+    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+        raise error
+
+    def unread(self, change_bytes: int) -> None:
+        self.unread_bytes += change_bytes
+
+    def lost(self, connection: Connection) -> None:
+        assert not self.unread_bytes
+
+
+def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():
+    async def run() -> None:
+        server = Served(full=3)
+        transport = Quiet()
+        connection = made(server)
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        frames = [wire.encode(wire.Stats(number)) for number in range(1, 11)]
+        connection.data_received(b"".join(frames))
+        assert len(server.got) == 3, "what it sent behind them must wait, or its answers pile up"
+        assert not transport.reading
+
+        connection.resume_writing()
+        assert server.got == [frame[4:] for frame in frames]
+        assert transport.reading
+        assert not server.unread_bytes
+
+        connection.data_received(frames[0][:3])
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def made(server: object) -> Connection:
+    hello = wire.Hello(1, 1, 3, "n")
+    first = socket.socket(), hello, b""
+    first[0].close()
+    return Connection(server, None, first)  # type: ignore[arg-type]
+
+
+def test_who_sends_the_most_of_long_messages_loses_one_of_them():
+    refused: list[Connection] = []
+    server = SocketServer.__new__(SocketServer)
+    server.unread_bytes = 0
+    server.refuse = lambda connection, error: refused.append(connection)  # type: ignore[method-assign]
+    server.connections = {}
+    for number, process, size in ((1, 1, UNREAD_BYTES_MAX // 2), (2, 1, 8), (3, 2, 1 << 20)):
+        connection = server.connections[number] = made(server)
+        connection.peer, connection.unread_bytes = Peer(process), size
+    server.unread_bytes = UNREAD_BYTES_MAX
+
+    server.unread(1)
+
+    assert refused == [server.connections[1]]

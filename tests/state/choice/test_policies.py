@@ -1,0 +1,237 @@
+"""Goal: every policy is leaf-first, loses no leaf, and is bounded in what one call does."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
+from kvstore.errors import InvalidArgument
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.policy import (
+    MOVES_MAX,
+    POLICIES,
+    EvictionPolicy,
+    HighestReuse,
+    new_policy,
+)
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import Node, Shard, Space, is_live
+from kvstore.state.tree.sessions import Peer, Process, Session
+from kvstore.state.tree.slots import SlotTable
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
+
+
+class Watched:
+    """A policy between the simulation and another, which checks what comes out."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.offered: set[Node] = set()
+
+    def stored(self, node: Node, tick: int) -> None:
+        self.policy.stored(node, tick)
+
+    def used(self, node: Node, tick: int) -> None:
+        self.policy.used(node, tick)
+
+    def offer(self, node: Node, tick: int) -> None:
+        assert not node.children, "leaf-first"
+        self.offered.add(node)
+        self.policy.offer(node, tick)
+
+    def pop(self, tick: int) -> Node | None:
+        node = self.policy.pop(tick)
+        if node is not None:
+            assert is_live(node)
+            self.offered.remove(node)
+        else:
+            assert not any(is_live(offered) for offered in self.offered), "a leaf was lost"
+        return node
+
+
+def chained(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ids that name a whole prefix, as a trace has them."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [
+        [numbers.setdefault(tuple(prompt[: end + 1]), len(numbers)) for end in range(len(prompt))]
+        for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(prompts=PROMPTS, capacity=st.integers(1, 12))
+def test_a_policy_returns_each_offered_leaf_once_and_loses_none(name, prompts, capacity):
+    watched = Watched(new_policy(name, SLOT_BYTES))
+    simulation = Simulation(capacity, watched)
+    for ids in chained(prompts):
+        uses = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
+        hits = simulation.request(ids)
+        simulation.space.check()
+        assert len(simulation.space.nodes) <= capacity
+        after = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
+        assert after >= uses + bool(hits), "marks of what is gone are handed up"
+    while watched.pop(simulation.tick) is not None:
+        pass
+
+
+@given(prompts=PROMPTS, capacity=st.integers(1, 12), name=st.sampled_from(sorted(POLICIES)))
+def test_no_policy_finds_more_than_the_optimum(prompts, capacity, name):
+    requests = [ids for ids in chained(prompts) if len(ids) <= capacity]
+    best = simulate(requests, capacity, Furthest(requests))
+
+    assert simulate(requests, capacity, new_policy(name, SLOT_BYTES)).hits <= best.hits
+
+
+def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(InvalidArgument, match="'fifo' is none of lru, lfu, tinylfu, s3-fifo, kvst"):
+        new_policy("fifo", SLOT_BYTES)
+
+
+def conversations(turns: int, others: int) -> list[list[int]]:
+    """Conversations of ``turns`` turns, one turn in ``others`` one-shot prompts, never again."""
+    fresh, requests = count(1), []
+    growing: list[list[int]] = [[] for _ in range(8)]
+    for turn in range(turns * 8):
+        at = turn % 8
+        if turn // 8 % 6 == 5:
+            growing[at] = []
+        growing[at] = [*growing[at], next(fresh), next(fresh)]
+        requests.append(growing[at])
+        requests += [[next(fresh) for _ in range(4)] for _ in range(others)]
+    return requests
+
+
+def test_s3_fifo_keeps_all_of_a_used_prefix_through_a_scan_and_not_only_its_last_page():
+    """A use marks the deepest page only: those above must not look new when their turn comes."""
+    simulation = Simulation(100, new_policy("s3-fifo", SLOT_BYTES))
+    head = list(range(20))
+    for at in range(3):
+        simulation.request([*head, 1000 + at])
+    for scanned in range(20):
+        simulation.request(list(range(5000 + 10 * scanned, 5010 + 10 * scanned)))
+
+    assert simulation.request([*head, 2000]) == 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_leaf_whose_turn_was_not_taken_comes_again(name):
+    simulation = Simulation(100, new_policy(name, SLOT_BYTES))
+    for at in range(5):
+        simulation.request([10 * at, 10 * at + 1])
+    policy = simulation.policy
+    for _ in range(20):
+        first = policy.pop(simulation.tick)
+        assert first is not None
+        policy.offer(first, simulation.tick)
+    found = [policy.pop(simulation.tick) for _ in range(5)]
+    assert None not in found
+    assert len(set(found)) == 5
+
+
+def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
+    requests = conversations(turns=120, others=4)
+    ours = simulate(requests, 100, new_policy("kvstore", SLOT_BYTES)).hits
+    lru = simulate(requests, 100, new_policy("lru", SLOT_BYTES)).hits
+
+    assert ours > 2 * lru + 100
+
+
+def a_leaf(space: Space, number: int, tick: int) -> Node:
+    """A node under the root, last used at ``tick``."""
+    node = space.node(PrefixKey(number.to_bytes(32, "little")), PrefixKey(b""))
+    node.access = tick
+    return node
+
+
+def a_space(number: int, prefill_s_per_token: float = 0.0) -> Space:
+    identity = SpaceIdentity(model=f"m{number}", kv_dtype="uint8", page_tokens=1)
+    spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+    space = Space(number, identity, [Shard(spec, SLOT_BYTES, SLOT_BYTES)])
+    space.prefill_s_per_token = prefill_s_per_token
+    return space
+
+
+@given(cheap_is_older=st.booleans(), factor=st.integers(4, 1000))
+def test_ours_evicts_what_is_computed_again_fastest_of_pages_alike(cheap_is_older, factor):
+    cheap, dear = a_space(0, 0.001), a_space(1, 0.001 * factor)
+    policy = new_policy("kvstore", SLOT_BYTES)
+    for number in range(8):
+        for space in (cheap, dear):
+            policy.offer(
+                a_leaf(space, number, 100 if (space is cheap) == cheap_is_older else 101), 102
+            )
+
+    victims = [policy.pop(102) for _ in range(16)]
+    assert [victim.space for victim in victims] == [cheap] * 8 + [dear] * 8
+
+
+def test_a_put_tells_its_space_what_its_session_reported():
+    table = PageTable(SlotTable(8 * SLOT_BYTES, 1), "kvstore")
+    session = Session(b"engine", "engine", 1 << 40)
+    process = Process(1, Peer(1), session)
+    given_space = a_space(0)
+    space = table.spaces.open(session, given_space.identity, [given_space.shards[0].spec])[0]
+    table.begin_put(process, 1, space, 0, bytes(31) + b"1", PrefixKey(b""))
+    assert space.prefill_s_per_token == 0
+    session.prefill_s_per_token = 0.002
+    table.begin_put(process, 2, space, 0, bytes(31) + b"2", PrefixKey(b""))
+
+    assert space.prefill_s_per_token == 0.002
+
+
+def test_no_choice_of_a_victim_moves_more_than_a_few_leaves_however_many_aged(monkeypatch):
+    space, policy = a_space(0), HighestReuse(SLOT_BYTES)
+    for number in range(3000):
+        policy.offer(a_leaf(space, number, number), 3000)
+    moved = []
+    put = HighestReuse._put
+    monkeypatch.setattr(HighestReuse, "_put", lambda *given: (moved.append(given), put(*given)))
+    most = 0
+    for _ in range(3000):
+        moved.clear()
+        assert policy.pop(1 << 20) is not None
+        most = max(most, len(moved))
+
+    assert 0 < most <= MOVES_MAX
+    assert policy.pop(1 << 20) is None
+
+
+def test_of_one_conversation_only_the_newest_prompt_is_watched():
+    """Otherwise each turn would leave one more prefix that seems never to be used again."""
+    policy = HighestReuse(SLOT_BYTES)
+    simulation = Simulation(1000, policy)
+    for turn in range(1, 30):
+        simulation.request(list(range(4 * turn)))
+    simulation.request([1 << 20])
+
+    watched = set().union(*policy._reuse._observed)
+    assert {int.from_bytes(key, "little") for key in watched} == {114, 115}
+
+
+def test_the_simulator_finds_what_a_page_table_finds():
+    """The same prompts through real slots, leases and puts, evicted by ``lru``."""
+    requests = [ids for ids in conversations(turns=24, others=2) if len(ids) <= 48]
+    table = PageTable(SlotTable(64 * SLOT_BYTES, 1), "lru")
+    session = Session(b"engine", "engine", 1 << 40)
+    process = Process(1, Peer(1), session)
+    identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
+    spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+    space = table.spaces.open(session, identity, [spec])[0]
+    simulation = Simulation(64, new_policy("lru", SLOT_BYTES))
+    for number, ids in enumerate(requests):
+        packed = b"".join(block.to_bytes(32, "little") for block in ids)
+        hits, _ = table.lookup(space, [0], packed)
+        if hits:
+            table.acquire(process, number, space, 0, packed, 1 << 60)
+            table.release(process, number)
+        if hits < len(ids):
+            parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
+            _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
+            table.commit_put(process, number, bytes(16 * len(put.pages)))
+        assert simulation.request(ids) == hits
+        assert set(simulation.space.nodes) == set(space.nodes)
+        table.check()

@@ -1,0 +1,156 @@
+"""Goal: whoever put a page durably is told when it is safe, or that it is not."""
+
+import pytest
+
+from kvstore.errors import CapacityError, DurabilityUnavailable
+from kvstore.state.disk import pages as disk
+from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import Retention
+from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
+
+
+def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "x")
+    world.end_job(world.write_of("x"))
+    (early,) = world.jobs(DiskSync)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"))
+    world.end_job(early)
+    assert not durable.ended, "that sync began before the bytes were there"
+
+    (late,) = world.jobs(DiskSync)
+    world.end_job(late)
+    assert world.disk.acknowledged == [durable]
+    assert durable.error is None
+
+
+def test_a_durable_put_fails_when_its_sync_does():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    world.end_job(world.write_of("a"))
+
+    (sync,) = world.jobs(DiskSync)
+    world.end_job(sync, IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is IO_ERROR
+
+
+def test_syncs_that_fail_again_and_again_cost_one_segment():
+    world = DiskWorld()
+    for at, path in enumerate("abcde"):
+        world.disk.advance(10_000 * at)
+        world.store(world.me, world.mine, path)
+        assert not world.disk.degraded
+        durable = world.persist(path)
+        world.end_job(world.write_of(path))
+        for kind in (DiskSync, DiskSeal, DiskSync):
+            for job in world.jobs(kind):
+                world.end_job(job, IO_ERROR)
+        assert durable.error is IO_ERROR
+    assert world.disk.troubled
+    assert world.disk.log.stats().segments <= 2
+
+
+def test_a_durable_put_fails_when_a_page_before_it_cannot_be_written():
+    world = DiskWorld()
+    world.store(world.me, world.mine, "ab")
+    durable = world.disk.make_durable([world.node("ab")], 0)
+
+    world.end_job(world.write_of("ab"))
+    world.end_job(world.write_of("a"), IO_ERROR)
+
+    assert durable.ended
+    assert durable.error is not None
+
+
+def test_a_page_awaiting_its_sync_is_not_evicted():
+    world = DiskWorld(sync="interval", extents=1)
+    world.store(world.me, world.mine, "abcd")
+    durable = world.persist("abcd")
+    for path in ("a", "ab", "abc", "abcd"):
+        world.end_job(world.write_of(path))
+
+    assert world.store(world.me, world.mine, "x") == [PageStatus.NO_ROOM]
+    world.disk.advance(1000)
+    world.end_all()
+    assert durable.ended
+    assert world.store(world.me, world.mine, "x") == [PageStatus.GRANTED]
+
+
+@pytest.mark.parametrize("cause", ["corrupt", "operator", "quota"])
+def test_a_durable_put_fails_when_a_page_leaves_before_its_sync(cause):
+    """It is on disk, but not safe there yet, when it is taken out; then nothing of it is left."""
+    world = DiskWorld(sync="interval")
+    world.disk.advance(1)
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+    world.end_job(world.write_of("a"))
+    world.end_job(world.write_of("ab"))
+    world.table.drop(world.node("ab"), 0, cause)
+
+    world.disk.advance(1000)
+    world.end_all()
+
+    assert durable.ended
+    assert isinstance(durable.error, CapacityError)
+    assert world.on_disk("a") == [True]
+
+
+def test_a_durable_put_without_room_on_disk_is_refused_and_holds_nothing():
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "ab")
+
+    with pytest.raises(CapacityError):
+        world.persist("ab")
+
+    assert world.slots.stats().pinned_bytes == 0
+    assert not world.disk.acknowledged
+
+
+def test_a_durable_put_for_which_there_is_no_room_at_all_touches_no_page(monkeypatch):
+    """It is tried again for every job that ends, and may be of thousands of pages."""
+    world = DiskWorld(write="back", segments=0)
+    world.store(world.me, world.mine, "abcd")
+
+    def pin(*_arguments: object) -> None:
+        pytest.fail("it begins all over again")
+
+    monkeypatch.setattr(world.slots, "pin", pin)
+    with pytest.raises(CapacityError):
+        world.persist("abcd")
+
+
+def test_durable_puts_do_not_pile_up_on_a_disk_that_hangs(monkeypatch):
+    monkeypatch.setattr(disk, "DURABLES_MAX", 2)
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.persist("a")
+    world.persist("a")
+    with pytest.raises(CapacityError, match="too many durable pages"):
+        world.persist("a")
+    world.end_all()
+    assert len(world.disk.acknowledged) == 2
+    world.persist("a")
+
+
+@pytest.mark.parametrize("path", ["abc", "abcd"])
+def test_a_durable_put_of_or_after_a_page_that_never_goes_to_disk_is_refused_for_good(path):
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    world.end_all()
+    world.store(world.me, world.mine, "abc", start=1, keep=Retention(expires_ns=1 << 60))
+    world.store(world.me, world.mine, path)
+    before = world.table.slots.stats()
+
+    with pytest.raises(DurabilityUnavailable, match="no_store"):
+        world.disk.make_durable([world.node(path)], 0)
+
+    assert not world.jobs(DiskJob)
+    assert world.table.slots.stats() == before, "nothing is pinned"

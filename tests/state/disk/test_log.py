@@ -1,0 +1,429 @@
+"""Goal: whatever is put, taken out, reclaimed and cut off, the log and its index agree."""
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.errors import TierUnavailable
+from kvstore.page import ALL_KEYS
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk import segments as keeper
+from kvstore.state.disk.graves import Graves
+from kvstore.state.disk.jobs import (
+    DiskCopy,
+    DiskDrop,
+    DiskJob,
+    DiskRules,
+    DiskSeal,
+    DiskSync,
+    DiskTombstone,
+    Durable,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.disk.log import CARRY_SHARE, SegmentLog, SegmentState
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.disk.segments import SegmentKeeper
+from kvstore.state.disk.syncs import Syncs
+from kvstore.state.table.adopt import FoundSegment, adopt
+from kvstore.state.tree.places import Place, footer_bytes, record_bytes
+from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from tests.state.world import DIGEST, FULL, PAGE, ROOT, World, identity, key
+
+DROPS_MAX = keeper.DROPS_MAX
+SEGMENTS = 5
+SEGMENT_BYTES = 112 << 10
+"""Four or five records and a footer."""
+RECORD = record_bytes(PAGE)
+NAMES = ("a", "ab", "abc", "b", "c", "cd", "e", "f", "g", "h")
+PATH_OF = {key(name): name for name in NAMES}
+ERROR = TierUnavailable("no such disk")
+RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30)
+
+
+@dataclass(eq=False)
+class Record:
+    """What was handed to the disk; it is in the file at the latest when it is ``synced``."""
+
+    place: Place
+    size: int
+    sequence: int
+    names: tuple[str, ...]
+    tombstone: bool = False
+    synced: bool = False
+    written: bool = False
+
+
+@dataclass
+class Write:
+    """A page being written."""
+
+    node: Node
+    record: Record
+
+
+@dataclass
+class File:
+    """A segment on the disk."""
+
+    records: list[Record] = field(default_factory=list)
+    sealed: bool = False
+
+
+class LogMachine(RuleBasedStateMachine):
+    """Drives a log, its keeper and its tombstones; is their disk."""
+
+    @initialize(drops=st.sampled_from((1, DROPS_MAX)))
+    def begin(self, drops: int) -> None:
+        keeper.DROPS_MAX = drops
+        self.files: dict[int, File] = {}
+        self.sequences = count(1)
+        self.tick = self.cut_after = 0
+        self.used_numbers: set[int] = set()
+        #: Names that must be there, and that must not, after a cut.
+        self.durable: set[str] = set()
+        self.gone: set[str] = set()
+        self._start([])
+
+    def _start(self, found: list[FoundSegment]) -> None:
+        world = World()
+        self.log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
+        admission = Admission("all", 0, self.log.capacity_bytes)
+        world.table.disk = DiskPages(world.table, self.log, admission, RULES)
+        self.space: Space = world.table.spaces.adopt(identity(), [FULL])[0]
+        adopt(world.table, found, [(identity(), FULL)], max(self.used_numbers, default=0) + 1)
+        numbers, self.jobs = count(1), dict[int, DiskJob]()
+        counts = world.table.counts
+        self.records: dict[int, Record] = {}
+        self.covered: dict[int, list[Record]] = {}
+        self.writes: list[Write] = []
+        self.burials: list[tuple[Durable, set[str]]] = []
+        self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
+        self.keeper = SegmentKeeper(
+            self.log, admission, lambda: next(numbers), self._submit, self._lose,
+            lambda _: set(), counts, RULES.retry_ns,
+        )  # fmt: skip
+        self.graves = Graves(self.log, lambda: next(numbers), self._submit, self.syncs, counts)
+
+    # ---- the disk -----------------------------------------------------------------------------
+
+    def _submit(self, job: DiskJob) -> None:
+        self.jobs[job.job] = job
+        match job:
+            case DiskTombstone(place=place, keys=keys):
+                names = [keys[at : at + 32] for at in range(0, len(keys), 32)]
+                every = NAMES if ALL_KEYS in names else tuple(PATH_OF[one] for one in names)
+                size = record_bytes(len(keys))
+                self.records[job.job] = self._record(place, size, every, tombstone=True)
+            case DiskCopy(place=place):
+                self.records[job.job] = self._record(place, RECORD, (PATH_OF[job.page.node.key],))
+            case DiskSync():
+                files = self.files.values()
+                self.covered[job.job] = [r for file in files for r in file.records if r.written]
+
+    def _record(
+        self, place: Place, size: int, names: tuple[str, ...], *, tombstone: bool = False
+    ) -> Record:
+        """Put a record where the log says; nothing else may ever have been there."""
+        if place.segment not in self.files:
+            assert place.segment not in self.used_numbers, "a number is used once"
+            self.used_numbers.add(place.segment)
+            self.files[place.segment] = File()
+        file = self.files[place.segment]
+        assert not file.sealed
+        end = max((one.place.offset + one.size for one in file.records), default=0)
+        assert place.offset >= end, "a place is given away once"
+        room = footer_bytes(len(file.records) + 1)
+        assert place.offset + size + room <= SEGMENT_BYTES
+        made = Record(place, size, next(self.sequences), names, tombstone)
+        file.records.append(made)
+        return made
+
+    def _acknowledge(self, durable: Durable) -> None:
+        durable.ended = True
+        for waiting, names in self.burials:
+            if waiting is durable and durable.error is None:
+                self.gone |= names
+
+    # ---- what is asked for --------------------------------------------------------------------
+
+    def _on_disk(self) -> dict[str, Place]:
+        return {PATH_OF[at.key]: at.disk[0] for at in self.space.nodes.values() if at.disk}
+
+    def _lose(self, node: Node, shard: int) -> None:
+        below = [node]
+        for at in below:
+            below += at.children.values()
+        for at in reversed(below):
+            if shard in at.disk:
+                self.log.remove(at, shard)
+                at.forget_disk(shard)
+                self.durable.discard(PATH_OF[at.key])
+            if is_live(at):
+                self.space.prune(at)
+
+    @rule(name=st.sampled_from(NAMES))
+    def put(self, name: str) -> None:
+        head = name[:-1]
+        on_disk = self._on_disk()
+        under_way = {PATH_OF[one.node.key] for one in self.writes}
+        if name in on_disk or name in under_way or (head and head not in on_disk):
+            return
+        node = self.space.node(key(name), key(head) if head else ROOT)
+        place = None
+        if not self.graves.holds(node, 0):
+            self.tick += 1
+            place = self.log.place(node, 0, self.tick)
+        if place is None:
+            self.space.prune(node)
+        else:
+            self.gone.discard(name)
+            for _, names in self.burials:
+                names.discard(name)
+            self.writes.append(Write(node, self._record(place, RECORD, (name,))))
+        self.keeper.tend(self.tick)
+
+    @rule(
+        first=st.sampled_from(range(10)),
+        most=st.sampled_from((5, 10, 30)),
+        drops=st.booleans(),
+        uses=st.sampled_from((0, 1, None)),
+    )
+    def churn(self, first: int, most: int, drops: bool, uses: int | None) -> None:
+        """Write pages one after the other, so that segments fill; jobs end meanwhile."""
+        for at in range(first, first + most):
+            name = NAMES[at % len(NAMES)]
+            if name in self.gone or any(name in names for _, names in self.burials):
+                continue  # what was taken out is to stay away, for a restart to find it if it can
+            if drops:
+                self.drop(name)
+            self.put(name)
+            if uses is not None and at % 2 == uses:
+                self.use(name)
+            if self.jobs and at % 2:
+                self._end_job(min(self.jobs), fails=False)
+            if self.writes:
+                self._end_write(self.writes.pop(), fails=False)
+
+    @precondition(lambda self: self.writes)
+    @rule(data=st.data(), fails=st.sampled_from((False, False, False, True)))
+    def end_write(self, data: st.DataObject, fails: bool) -> None:
+        write = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
+        self._end_write(write, fails=fails)
+
+    def _end_write(self, write: Write, *, fails: bool) -> None:
+        node, place = write.node, write.record.place
+        head = node.parent
+        reachable = head is not None and (head is self.space.root or 0 in head.disk)
+        if fails:
+            self.log.fail(place.segment)
+        else:
+            write.record.written = True
+        if reachable and not fails:
+            node.adopt(0, place, DIGEST)
+            self.log.wrote(place)
+            self.syncs.wrote()
+        else:
+            self.log.abandon(place, node, 0)
+            if is_live(node):
+                self.space.prune(node)
+        self._go_on()
+
+    @rule(name=st.sampled_from(NAMES))
+    def use(self, name: str) -> None:
+        self.tick += 1
+        node = self.space.nodes.get(key(name))
+        while node is not None:
+            node.access, node = self.tick, node.parent
+
+    @rule(name=st.sampled_from(NAMES))
+    def drop(self, name: str) -> None:
+        """As eviction does: no restart needs to know."""
+        if name in self._on_disk():
+            self._lose(self.space.nodes[key(name)], 0)
+
+    @rule(name=st.sampled_from((*NAMES, *NAMES, "")), then=st.sampled_from(("wait", "put", "")))
+    def evict(self, name: str, then: str) -> None:
+        """As an operator does, of a page with all that follows it, or of everything."""
+        top = self.space.nodes.get(key(name)) if name else self.space.root
+        if top is None:
+            return
+        below = [top]
+        for at in below:
+            below += at.children.values()
+        names = {PATH_OF[at.key] for at in below if at is not self.space.root}
+        for at in reversed(below[not name :]):
+            self._bury(at)
+        if not name:
+            names = set(NAMES)
+            self.graves.bury_all(self.space)
+        for write in self.writes:
+            if PATH_OF[write.node.key] in names and is_live(write.node):
+                write.node.parent.children.pop(write.node.key)
+                self.space.remove(write.node)
+        self.durable -= names
+        self.burials.append((self.graves.await_written(0), names))
+        if then == "put" and name:
+            self.put(name)
+            if self.writes:
+                self._end_write(self.writes.pop(), fails=False)
+        if then:
+            self._go_on()
+            self.let_go_on(12)
+
+    def _bury(self, node: Node) -> None:
+        if node.disk:
+            self.log.remove(node, 0)
+            node.forget_disk(0)
+        self.graves.bury(node, 0)
+        if is_live(node):
+            self.space.prune(node)
+
+    # ---- what goes on -------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        self.graves.write()
+        self.keeper.advance(0, self.tick)
+        self.syncs.advance(0)
+
+    @rule()
+    def time_passes(self) -> None:
+        self._go_on()
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), fails=st.sampled_from((False, False, False, False, True)))
+    def end_job(self, data: st.DataObject, fails: bool) -> None:
+        self._end_job(data.draw(st.sampled_from(sorted(self.jobs))), fails=fails)
+
+    @rule(most=st.integers(1, 12))
+    def let_go_on(self, most: int) -> None:
+        """End the jobs that wait longest."""
+        for _ in range(most):
+            if self.jobs:
+                self._end_job(min(self.jobs), fails=False)
+
+    def _end_job(self, number: int, *, fails: bool) -> None:
+        job = self.jobs.pop(number)
+        error = ERROR if fails and isinstance(job, DiskCopy | DiskTombstone | DiskDrop) else None
+        record = self.records.pop(number, None)
+        if record is not None:
+            record.written = error is None
+        match job:
+            case DiskTombstone():
+                if error is not None:
+                    self.log.fail(job.place.segment)
+                self.graves.completed(job, error)
+            case DiskSync():
+                for covered in self.covered.pop(number):
+                    covered.synced = True
+                self._note_durable()
+                if self.keeper.is_mine(number):
+                    self.keeper.completed(job, None, self.tick)
+                else:
+                    self.syncs.ended(None)
+            case _:
+                if isinstance(job, DiskSeal):
+                    file = self.files[job.segment]
+                    file.sealed = True
+                    for one in file.records:
+                        one.synced = one.synced or one.written
+                if isinstance(job, DiskDrop) and error is None:
+                    del self.files[job.segment]
+                self.keeper.completed(job, error, self.tick)
+        self._go_on()
+
+    def _note_durable(self) -> None:
+        there = {one.place for file in self.files.values() for one in file.records if one.synced}
+        for name, place in sorted(self._on_disk().items()):
+            head = name[:-1]
+            if place in there and (not head or head in self.durable):
+                self.durable.add(name)
+
+    @precondition(lambda self: len(self.used_numbers) >= self.cut_after)
+    @rule(data=st.data(), more=st.sampled_from((0, 2, 5)))
+    def cut(self, data: st.DataObject, more: int) -> None:
+        """The power fails; what was not synced is there afterwards, or not."""
+        self.cut_after = len(self.used_numbers) + more
+        chance = data.draw(st.randoms(use_true_random=False))
+        for job in self.jobs.values():
+            if isinstance(job, DiskDrop) and chance.random() < 0.5:
+                del self.files[job.segment]
+        for file in self.files.values():
+            file.records = [one for one in file.records if one.synced or chance.random() < 0.5]
+            for one in file.records:
+                one.synced = one.written = True
+        self._start(self._found())
+        on_disk = self._on_disk()
+        assert self.durable <= on_disk.keys(), "what was synced is there"
+        assert not self.gone & on_disk.keys(), "what was taken out is not"
+        self.durable = set(on_disk)
+
+    def _found(self) -> list[FoundSegment]:
+        """What a start reads, by the words of the format."""
+        every = [one for file in self.files.values() for one in file.records]
+        newest: dict[str, int] = {}
+        for one in every:
+            for name in one.names:
+                newest[name] = max(newest.get(name, 0), one.sequence)
+        found = []
+        for number, file in sorted(self.files.items()):
+            pages = [one for one in file.records if not one.tombstone]
+            stand = [one for one in pages if newest[one.names[0]] == one.sequence]
+            names = [one.names[0] for one in stand]
+            found.append(
+                FoundSegment(
+                    number, SEGMENT_BYTES, file.sealed,
+                    max((one.place.offset + one.size for one in file.records), default=0),
+                    len(file.records), [key(name) for name in names],
+                    [key(name[:-1]) or bytes(32) for name in names], [DIGEST] * len(stand),
+                    [one.place.offset for one in stand], [0] * len(stand),
+                    min((one.sequence for one in pages), default=0),
+                    max((one.sequence for one in file.records if one.tombstone), default=0),
+                )
+            )  # fmt: skip
+        return found
+
+    def teardown(self) -> None:
+        keeper.DROPS_MAX = DROPS_MAX
+
+    # ---- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def the_log_accounts_for_every_byte(self) -> None:
+        self.log.check()
+        copies = sum(1 for job in self.jobs.values() if isinstance(job, DiskCopy))
+        tombstones = sum(1 for job in self.jobs.values() if isinstance(job, DiskTombstone))
+        segments = self.log.segments.values()
+        assert sum(one.writing for one in segments) == len(self.writes) + copies + tombstones
+        assert sum(one.readers for one in segments) == copies
+        stats = self.log.stats()
+        assert stats.live_bytes == RECORD * (len(self._on_disk()) + len(self.writes) + copies)
+        ends = sum(one.end for one in segments)
+        assert stats.dead_bytes == ends - stats.live_bytes
+        assert stats.segments == len(self.log.segments) <= SEGMENTS
+        assert stats.used_bytes == stats.segments * SEGMENT_BYTES <= stats.capacity_bytes
+        assert self.files.keys() <= self.log.segments.keys(), "a file that nobody counts"
+
+    @invariant()
+    def every_page_of_the_index_can_be_reached_and_read(self) -> None:
+        on_disk = self._on_disk()
+        at = {one.place: one for file in self.files.values() for one in file.records}
+        for name, place in on_disk.items():
+            assert not name[:-1] or name[:-1] in on_disk
+            assert at[place].names == (name,)
+            assert at[place].written
+            assert self.log.segments[place.segment].pages[self.space.nodes[key(name)], 0] >= 0
+
+    @invariant()
+    def a_reclaim_frees_at_least_what_it_may_not_carry(self) -> None:
+        for segment in self.log.segments.values():
+            if segment.state is SegmentState.SEALED:
+                carried = len(self.log.plan(segment, self.tick, 0.0).carry) * RECORD
+                assert carried <= SEGMENT_BYTES * CARRY_SHARE + 2 * RECORD
+
+
+TestLog = LogMachine.TestCase
+TestLog.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
