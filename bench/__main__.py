@@ -25,6 +25,7 @@ GROUPS: Final = {
     "replay": "bench.replay",
     "slab": "bench.slab",
     "ssd": "bench.ssd",
+    "structure": "bench.structure",
     "vllm": "bench.vllm",
 }
 

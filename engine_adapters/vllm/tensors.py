@@ -54,7 +54,7 @@ def prefault(pools: Sequence[KVPool]) -> None:
     A first touch costs several times a copy, and the engine owns the memory either way. Without the
     native mover nothing is touched: only that one may do it while the engine writes.
     """
-    if not mover.native:
+    if not mover.is_native:
         return
 
     def touch() -> None:

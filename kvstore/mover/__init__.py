@@ -202,7 +202,7 @@ def _check_shapes(pieces: Pieces, pages: int) -> None:
 _library = load(LIBRARY)
 _chosen: Native | Fallback = Fallback() if _library is None else Native(_library)
 
-native: Final = _library is not None
+is_native: Final = _library is not None
 """Whether ``_mover.c`` runs."""
 description: Final = _chosen.description
 """Which implementation runs, for statistics and diagnosis."""

@@ -385,7 +385,7 @@ class HostMemory:
         for start in range(0, self._extent_bytes, _TOUCH_BYTES):
             length = min(_TOUCH_BYTES, self._extent_bytes - start)
             # A client may be writing there already: only the native mover writes nothing back.
-            mover.populate(address + start, length, write=mover.native)
+            mover.populate(address + start, length, write=mover.is_native)
             with self._lock:
                 there, in_vain = number in self._descriptors, self._in_vain
             if in_vain:

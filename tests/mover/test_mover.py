@@ -495,5 +495,5 @@ def test_a_missing_library_and_one_of_another_version_are_not_used(
 
 def test_it_says_what_runs() -> None:
     built = native.load(native.LIBRARY) is not None
-    assert mover.native is built
+    assert mover.is_native is built
     assert mover.description.startswith("native " if built else "fallback numpy+xxhash")
