@@ -307,7 +307,7 @@ def test_without_the_native_mover_nothing_is_written_to_memory_that_clients_may_
         writes.append(write)
         fallback.populate(address, length, write=write)
 
-    monkeypatch.setattr(mover, "native", False)
+    monkeypatch.setattr(mover, "is_native", False)
     monkeypatch.setattr(mover, "populate", watched)
     memory = HostMemory("n", BOOT, EXTENT_BYTES, prefault=True)
     try:
