@@ -257,6 +257,13 @@ def test_every_exception_from_a_rule_is_still_needed():
 # Words and links
 
 
+def test_what_every_adapter_shares_names_no_engine():
+    room = [path for path in python_files("kvstore") if path.parent.name == "engine"]
+    named = [shown(path) for path in room if re.search("vllm|sglang", path.read_text(), re.I)]
+    assert room
+    refuse(named, "what one engine calls or does belongs to its adapter")
+
+
 def test_nothing_mentions_the_place_it_was_written_in():
     faults = []
     for path in set(files()) - {Path(__file__).resolve()}:

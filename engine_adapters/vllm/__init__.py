@@ -1,9 +1,9 @@
 """kvstore in vLLM: ``KVStoreConnector``, named by ``--kv-transfer-config``; docs/engines/vllm.md.
 
-Reading order: ``options`` (what users set), ``identity`` and ``chain`` (what may be shared under
-which key), ``messages`` (scheduler to workers and back), ``scheduler`` (what to load and store),
-``worker`` (the moves); all of these know nothing of vLLM. ``facts``, ``tensors``, ``stats`` and
-``connector`` translate between them and vLLM.
+Reading order: ``options`` (what users set), ``names`` (what tells KV apart), ``facts`` (what vLLM's
+configuration says of it), ``tensors`` and ``selftest`` (its memory), ``stats``, ``connector`` (its
+calls); ``tier`` is the second route. All of these translate between vLLM and :mod:`kvstore.engine`,
+which decides and moves.
 """
 
 from typing import Any

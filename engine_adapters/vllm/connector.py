@@ -19,14 +19,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm import selftest
 from engine_adapters.vllm.facts import check_version, read_facts
+from engine_adapters.vllm.names import names_of
+from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.tensors import pool_of, prefault
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import shard_index, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import LoadOrder, read_options
-from kvstore.engine.requests import Progress, Role, Setup, names_of
+from kvstore.engine.options import LoadOrder
+from kvstore.engine.requests import Progress, Role, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.worker import GroupMemory, WorkerSide
 
@@ -94,11 +96,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = read_options(transfer.kv_connector_extra_config)
         facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
         self._facts = facts
-        largest = max(group.block_tokens for group in facts.groups)
-        self._page_tokens = self._options.page_tokens_for(largest)
-        for group in facts.groups:
-            self._options.page_tokens_for(group.block_tokens)
-        self._options.load_for(len(facts.groups))
+        self._page_tokens = page_tokens_of(self._options, facts.groups)
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
@@ -112,7 +110,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             device_slab=None if on_scheduler else self._options.device_slab,
             log_level=level,
         )
-        self._opening = Opening(self._store, self._identity, self._shards, monotonic, level)
+        self._opening = Opening(self._store, self._identity, self._shards, monotonic, level, log)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._report: WorkerReport | None = None
@@ -131,6 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )  # fmt: skip
         smallest = min(group.block_tokens for group in self._facts.groups)
         setup = Setup(
+            engine=self._facts.engine,
             groups=self._facts.groups,
             page_tokens=self._page_tokens,
             hash_tokens=self._kv_cache_config.hash_block_size or smallest,

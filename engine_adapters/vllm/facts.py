@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstore.engine.identity import EngineFacts, Group, length_settings
+from engine_adapters.vllm.names import ENGINE, length_settings
+from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
 
@@ -65,6 +66,7 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     if len(dtypes) != 1:
         raise ConfigError(f"KV cache: groups of different dtypes ({', '.join(sorted(dtypes))})")
     return EngineFacts(
+        engine=ENGINE,
         model=model.model,
         revision=revision or weights_revision(model),
         kv_dtype=dtypes.pop(),

@@ -24,11 +24,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from engine_adapters.vllm.names import page_key
+from engine_adapters.vllm.options import TierOptions, read_tier_options
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import TierOptions, read_tier_options
 from kvstore.engine.tiering import SERIES, Tiering
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
+
+log = logging.getLogger("vllm.kvstore")
 
 NODE_TIMEOUT_S: Final = 0.5
 END_TIMEOUT_S: Final = 30.0
@@ -56,7 +59,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._store = KVStore.connect(options.address, name="vllm-tier", timeout_s=NODE_TIMEOUT_S)
         wait_s = options.lookup_timeout_ms / 1000
         rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._tiering = Tiering(self._openings(), rows, monotonic, wait_s)
+        self._tiering = Tiering(self._openings(), rows, monotonic, wait_s, page_key)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """See the base class."""
@@ -139,9 +142,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         identity, shard = names(config, self.block_size_bytes, self._options, since)
         level, quiet = logging.WARNING, logging.DEBUG
         return (
-            Opening(self._store, identity, [shard], monotonic, level),
-            Opening(self._store, identity, [shard], monotonic, quiet),
-            Opening(self._store, identity, [shard], monotonic, quiet),
+            Opening(self._store, identity, [shard], monotonic, level, log),
+            Opening(self._store, identity, [shard], monotonic, quiet, log),
+            Opening(self._store, identity, [shard], monotonic, quiet, log),
         )
 
 

@@ -2,13 +2,10 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from kvstore.page import KEY_BYTES, PrefixKeys, extend_keys
-
-_BLOCKS: Final = b"kvstore vllm block hash\0"
 
 
 class Chain:
@@ -39,14 +36,14 @@ class Chain:
 class ForeignChain:
     """Keys of a request with other inputs than tokens, made of the engine's own block hashes.
 
-    vLLM mixes images, audio and embeddings into its hashes, block by block; they must come from
-    sha256, so that nobody can make two inputs that share one.
+    For engines that mix images, audio and embeddings into the hashes of their blocks; these must
+    come from sha256, so that nobody can make two inputs that share one.
     """
 
-    def __init__(self, page_blocks: int, seed: bytes) -> None:
-        """Pages span ``page_blocks`` of the blocks that are hashed."""
+    def __init__(self, engine: str, page_blocks: int, seed: bytes) -> None:
+        """Pages span ``page_blocks`` of the blocks that ``engine`` hashes."""
         self._page_blocks = page_blocks
-        self._start = hashlib.sha256(_BLOCKS + seed)
+        self._start = hashlib.sha256(b"kvstore %b block hash\0" % engine.encode() + seed)
         self.keys = PrefixKeys(b"")
 
     def extend(self, block_hashes: Sequence[bytes]) -> PrefixKeys:

@@ -6,9 +6,8 @@ shard (rank, layers, layout of a block) or the seed of the chain (LoRA adapter, 
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -45,6 +44,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """An engine, as far as it decides what its KV is.
 
     Attributes:
+        engine: its name; no other engine shares its blocks.
         model: name or path of the model.
         revision: names the weights.
         kv_dtype: torch's name of the element type in the KV tensors.
@@ -56,6 +56,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         groups: what is stored of the engine's KV.
     """
 
+    engine: str
     model: str
     revision: str
     kv_dtype: str
@@ -105,7 +106,7 @@ def window_pages(group: Group, page_tokens: int) -> int:
 
 def _shard_spec(facts: EngineFacts, group: Group, rank: int, page_tokens: int) -> ShardSpec:
     layout = OpaqueLayout(
-        engine="vllm",
+        engine=facts.engine,
         version=f"{facts.version}/tp{facts.ranks}",
         isa=facts.isa,
         block_tokens=group.block_tokens,
@@ -118,21 +119,6 @@ def _shard_spec(facts: EngineFacts, group: Group, rank: int, page_tokens: int) -
         group=f"group{group.index}",
         window_pages=window_pages(group, page_tokens),
     )
-
-
-def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[str, str]:
-    """The longest request that the engine allows, if its model's KV depends on that.
-
-    With long rope, vLLM turns all positions by the long or the short factors, depending on whether
-    requests may be longer than what the model was first trained for.
-
-    Args:
-        hf_config: the model's configuration, with what users have overridden.
-        request_tokens: tokens of the longest request.
-    """
-    kinds = json.dumps(hf_config, default=str)
-    depends = any(f'"{kind}"' in kinds for kind in ("longrope", "su"))
-    return {"request_tokens": str(request_tokens)} if depends else {}
 
 
 def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:

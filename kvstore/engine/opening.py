@@ -1,6 +1,7 @@
 """A space that opens when the node lets it: asked for again with back-off, complained of once."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -8,8 +9,7 @@ from kvstore.client.space import Space
 from kvstore.errors import KVStoreError
 from kvstore.page import ShardSpec, SpaceIdentity
 
-log = logging.getLogger("vllm.kvstore")
-
+_LOG: Final = logging.getLogger(__name__)
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -27,7 +27,12 @@ class Spaces(Protocol):
 
 
 class Opening:
-    """The space of one side of the connector, or None while the node refuses it."""
+    """The space of one side of an adapter, or None while the node refuses it.
+
+    Attributes:
+        troubles: error code → how often the node refused; beside the store's own ``troubles``.
+        log: the engine's: what an operator must hear of the store is said there.
+    """
 
     def __init__(
         self,
@@ -36,8 +41,11 @@ class Opening:
         shards: Sequence[ShardSpec],
         clock: Callable[[], float],
         log_level: int = logging.WARNING,
+        log: logging.Logger = _LOG,
     ) -> None:
-        """Open nothing yet; a refusal will be logged at ``log_level``."""
+        """Open nothing yet; a refusal will be logged at ``log_level``, in the engine's ``log``."""
+        self.troubles: Counter[str] = Counter()
+        self.log = log
         self._store = store
         self._identity = identity
         self._shards = shards
@@ -65,10 +73,12 @@ class Opening:
         except KVStoreError as error:
             self._next = now + _BACKOFF_S[min(self._attempts, len(_BACKOFF_S) - 1)]
             self._attempts += 1
+            self.troubles[error.code] += 1
             if str(error) != self._said:
                 self._said = str(error)
-                log.log(
+                self.log.log(
                     self._log_level,
-                    "the node refuses this engine's pages, all of them miss: %s", error,
+                    "the node refuses this engine's pages, all of them miss: %s (%s)",
+                    error, error.code,
                 )  # fmt: skip
         return self._space

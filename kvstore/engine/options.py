@@ -1,4 +1,4 @@
-"""What users set: small typed sections, unknown keys refused."""
+"""What an adapter's users set: small typed sections, unknown keys refused."""
 
 import difflib
 import enum
@@ -15,8 +15,6 @@ Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
 SLAB_BYTES_MIN: Final = 1 << 20
 Tenant = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ADDRESS: Final = "unix:///run/kvstore/kvstore.sock"
-_WHERE: Final = "kv_connector_extra_config"
-_WHERE_TIER: Final = "secondary_tiers"
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
@@ -28,7 +26,7 @@ class LoadOrder(enum.StrEnum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connector's section, ``kv_connector_extra_config``; every key has a default.
+    """The section of an adapter; every key has a default.
 
     Attributes:
         address: the node's socket.
@@ -61,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Refuse an address that is none, and a slab that holds nothing."""
-        _check_address(self.address)
+        check_address(self.address)
         if 0 < self.device_slab_bytes < SLAB_BYTES_MIN:
             raise ValueError(
                 f"device_slab_bytes: {self.device_slab_bytes} is less than {SLAB_BYTES_MIN}"
@@ -84,66 +82,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return -(-PAGE_TOKENS_MIN_DEFAULT // block_tokens) * block_tokens
         if self.page_tokens % block_tokens:
             raise ConfigError(
-                f"{_WHERE}: page_tokens: {self.page_tokens} is no multiple of the engine's block"
-                f" of {block_tokens} tokens"
+                f"page_tokens: {self.page_tokens} is no multiple of the engine's block of"
+                f" {block_tokens} tokens"
             )
         return self.page_tokens
 
-    def load_for(self, groups: int) -> LoadOrder:
-        """The order of loads for an engine with so many KV groups.
 
-        Raises:
-            ConfigError: layer-wise ones for several groups: vLLM takes no report of a load that
-                failed for a request that is running there.
-        """
-        if self.load is LoadOrder.LAYERWISE and groups > 1:
-            raise ConfigError(
-                f"{_WHERE}: load: layerwise: the engine has {groups} KV groups, and cannot compute"
-                " again there what did not come; use async"
-            )
-        return self.load
+def read_section(values: Mapping[str, Any], section: type[_Section], where: str) -> _Section:
+    """Check what the user gave an adapter.
 
-
-class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tier's section, an entry of ``secondary_tiers``.
-
-    Attributes:
-        revision: names the weights, their quantisation and all else that vLLM does not tell a tier.
-        address: the node's socket.
-        tenant: isolation domain: memory of one tenant is never mapped by another.
-        lookup_timeout_ms: longest time that vLLM is told to ask again about a chunk; after it the
-            chunk is a miss.
-    """
-
-    revision: Annotated[str, msgspec.Meta(min_length=1)]
-    address: str = ADDRESS
-    tenant: Tenant = "default"
-    lookup_timeout_ms: Milliseconds = 1000.0
-
-    def __post_init__(self) -> None:
-        """Refuse an address that is none."""
-        _check_address(self.address)
-
-
-def read_options(values: Mapping[str, Any]) -> Options:
-    """Check what the user gave the connector.
-
-    Raises:
-        ConfigError: an unknown key, or a value that does not fit; names the key.
-    """
-    return _read(values, Options, _WHERE)
-
-
-def read_tier_options(values: Mapping[str, Any]) -> TierOptions:
-    """Check what the user gave the tier.
+    Args:
+        values: the keys and their values.
+        section: what they must be.
+        where: what users call the section, for messages.
 
     Raises:
         ConfigError: an unknown key, one that is missing, or a value that does not fit; names it.
     """
-    return _read(values, TierOptions, _WHERE_TIER)
-
-
-def _read(values: Mapping[str, Any], section: type[_Section], where: str) -> _Section:
     known = section.__struct_fields__
     for key in values:
         if key not in known:
@@ -158,7 +113,12 @@ def _read(values: Mapping[str, Any], section: type[_Section], where: str) -> _Se
         raise ConfigError(f"{where}: {key + ': ' if key else ''}{what}") from error
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str) -> None:
+    """Refuse what is not a node's socket.
+
+    Raises:
+        ValueError: as ``__post_init__`` of a section needs it.
+    """
     scheme, _, path = address.partition("://")
     if scheme != "unix" or not path.startswith("/"):
         raise ValueError(f"address: {address!r} is not unix:///absolute/path")

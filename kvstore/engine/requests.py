@@ -77,7 +77,7 @@ class Progress(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What the engine's ``kv_role`` allows."""
+    """What the engine may do with the store."""
 
     loads: bool
     stores: bool
@@ -87,6 +87,7 @@ class Setup(NamedTuple):
     """What the engine is.
 
     Attributes:
+        engine: its name, as in ``EngineFacts.engine``.
         groups: what is stored of its KV.
         page_tokens: tokens in a page.
         hash_tokens: tokens in a block that the engine hashes.
@@ -94,31 +95,12 @@ class Setup(NamedTuple):
         role: what may be done.
     """
 
+    engine: str
     groups: Sequence[Group]
     page_tokens: int
     hash_tokens: int
     ranks: int
     role: Role
-
-
-def names_of(request: Any, *, strong_hashes: bool) -> Names:
-    """What, besides tokens, names a request's KV.
-
-    Args:
-        request: vLLM's.
-        strong_hashes: whether the engine's block hashes can be trusted to tell inputs apart.
-    """
-    parts: list[tuple[str, str]] = []
-    adapter = request.lora_request
-    if adapter is not None:
-        parts += [("lora", adapter.lora_name), ("lora_path", adapter.lora_path)]
-        folder = Path(adapter.lora_path)
-        parts.append(("lora_files", files_fingerprint(folder) if folder.is_dir() else ""))
-    if request.cache_salt:
-        parts.append(("cache_salt", request.cache_salt))
-    foreign = bool(request.mm_features) or request.prompt_embeds is not None
-    usable = not request.resumable and (strong_hashes or not foreign)
-    return Names(tuple(parts), foreign, usable)
 
 
 @functools.lru_cache(maxsize=1024)

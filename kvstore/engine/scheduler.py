@@ -1,4 +1,4 @@
-"""The scheduler's half: what to load for a request, and what to store of it. Knows nothing of vLLM.
+"""The scheduler's half: what to load for a request, and what to store of it.
 
 One call of the engine's step after the other, on one thread:
 
@@ -12,7 +12,6 @@ it has ended, whatever becomes of its request: preempted, aborted, no longer wai
 byte lands in a block of somebody else, and nobody has to wait for a job to get rid of a request.
 """
 
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace
 from kvstore.engine.requests import BlockHolder, Names, Progress, Request, Setup
 from kvstore.page import PrefixKeys
-
-log = logging.getLogger("vllm.kvstore")
 
 PENDING_ASK_S: Final = 0.002
 STORES_MAX: Final = 64
@@ -481,7 +478,8 @@ class SchedulerSide:
             seed = chain_seed([*self._epoch, *names.parts])
             chain: Chain | ForeignChain = Chain(self._page_tokens, seed)
             if names.foreign:
-                chain = ForeignChain(self._page_tokens // self._setup.hash_tokens, seed)
+                blocks = self._page_tokens // self._setup.hash_tokens
+                chain = ForeignChain(self._setup.engine, blocks, seed)
             state = self._states[request.request_id] = _State(request, names, chain)
         return state
 

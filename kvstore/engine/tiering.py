@@ -1,10 +1,9 @@
-"""Chunks of vLLM's primary tier to and from the store, in the background. Knows nothing of vLLM.
+"""Chunks of an engine's own tier of host memory to and from the store, in the background.
 
-Every chunk is a page of its own, under the root: vLLM's keys tell nothing of what precedes them.
+Every chunk is a page of its own, under the root: the engine's keys tell nothing of what precedes
+them.
 """
 
-import hashlib
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +19,6 @@ from kvstore.engine.opening import Opening
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.page import PrefixKeys
 
-log = logging.getLogger("vllm.kvstore")
-
-KEY_BYTES: Final = 32 + 4
-"""Of one of vLLM's keys: a sha256 hash and the number of a group."""
 LOOKUPS_MAX: Final = 65_536
 _BATCH_MAX: Final = 64
 SERIES: Final = {
@@ -42,7 +37,7 @@ class Moved(NamedTuple):
     """How a job ended.
 
     Attributes:
-        number: vLLM's number of it.
+        number: the engine's number of it.
         good: the keys that were moved, and for loads verified.
         whole: whether these are all of its keys.
         size_bytes: bytes of the good ones.
@@ -80,17 +75,6 @@ class _Moving:
         self.seconds = 0.0
 
 
-def page_key(key: bytes) -> PrefixKeys | None:
-    """The page of one of vLLM's keys: block hash and 4 bytes of group; None for a weak hash.
-
-    Only a 32-byte hash (sha256) is taken. In vLLM 0.32 the others start from a random value in each
-    process unless it is told otherwise, and other inputs may collide with them.
-    """
-    if len(key) != KEY_BYTES:
-        return None
-    return PrefixKeys(hashlib.sha256(b"kvstore vllm tier\0" + key).digest())
-
-
 class Tiering:
     """Lookups, loads and stores; every method returns at once, except :meth:`drain`, :meth:`close`.
 
@@ -103,12 +87,23 @@ class Tiering:
     def __init__(
         self, openings: tuple[Opening, Opening, Opening], rows: npt.NDArray[np.uint8],
         clock: Callable[[], float], lookup_timeout_s: float,
+        page_key: Callable[[bytes], PrefixKeys | None],
     ) -> None:  # fmt: skip
-        """Take one opening each for lookups, loads and stores; rows are uint8 (chunks, bytes)."""
+        """Prepare.
+
+        Args:
+            openings: one each for lookups, loads and stores.
+            rows: uint8 (chunks, bytes).
+            clock: monotonic seconds.
+            lookup_timeout_s: a lookup that was not answered by then is a miss.
+            page_key: the page of one of the engine's keys; None = a key that may stand for two
+                contents. Pure.
+        """
         self._asking, self._loading, self._storing = openings
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._clock = clock
         self._timeout_s = lookup_timeout_s
+        self._page_key = page_key
         self._workers = [Worker(f"kvstore-tier-{name}") for name in ("lookup", "load", "store")]
         self._moving: dict[int, _Moving] = {}
         self._cancelled = threading.Event()
@@ -122,7 +117,7 @@ class Tiering:
 
         An answer stays for a while: several requests may want it, each in several steps.
         """
-        if len(key) != KEY_BYTES:
+        if self._page_key(key) is None:
             self.counts.add("weak_keys")
             return False
         answer = self._answers.get(key)
@@ -241,7 +236,7 @@ class Tiering:
         """Answer lookups: first whether any of the batch is there, which most often none is."""
         if self._clock() >= batch[0][1].deadline:
             return False  # nobody waits any more
-        pages = [page for key, _ in batch if (page := page_key(key)) is not None]
+        pages = [page for key, _ in batch if (page := self._page_key(key)) is not None]
         space, last = self._asking.get(), 0
         if space is not None:
             # Of pages with a window of one, the longest prefix ends with the last that is there.
@@ -264,7 +259,7 @@ class Tiering:
         start = self._clock()
         space = opening.get()
         for key, chunk in zip(moving.keys, moving.chunks, strict=True):
-            page = page_key(key)
+            page = self._page_key(key)
             if space is None or self._cancelled.is_set():
                 break
             try:
@@ -272,7 +267,7 @@ class Tiering:
                     moving.good.append(key)
             except KVStoreError as error:
                 # Kept nowhere: its frames hold the rows.
-                log.debug("a chunk was not stored: %s", error)
+                opening.log.debug("a chunk was not stored: %s", error)
         moving.seconds = self._clock() - start
         return True
 

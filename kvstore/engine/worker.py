@@ -1,11 +1,10 @@
-"""A worker's half: moves pages between the engine's KV memory and the store. Knows nothing of vLLM.
+"""A worker's half: moves pages between the engine's KV memory and the store.
 
 Moves run in the store's background threads; the engine's step only starts them and asks which have
 ended. A load that a request should not wait for any longer is given up: the request goes on without
 it, and the blocks stay held (by the scheduler) until the job has really ended.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -18,8 +17,6 @@ from kvstore.engine.opening import Opening
 from kvstore.errors import KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
-
-log = logging.getLogger("vllm.kvstore")
 
 IDLE_WAIT_S: Final = 0.005
 """Longest wait for the oldest load in a step that computes nothing. The engine repeats such steps
@@ -165,7 +162,7 @@ class WorkerSide:
                     job = space.extract_from_kvpool(memory.pool, blocks.blocks, keys, memory.shard)
                 except KVStoreError as error:
                     self.counts.add("store_failures")
-                    _note("store", error)
+                    self._note("store", error)
                     continue
                 storing.jobs.append(job)
                 storing.sizes.append(space.page_bytes[memory.shard])
@@ -198,7 +195,7 @@ class WorkerSide:
         try:
             return space.restore_to_kvpool(keys, memory.pool, blocks.blocks, memory.shard, order)
         except KVStoreError as error:
-            _note("load", error)
+            self._note("load", error)
             return None
 
     def _wait_idle(self) -> None:
@@ -222,7 +219,9 @@ class WorkerSide:
                 # The engine has computed on these blocks: no byte may come after this.
                 ended = all(job.wait(_END_TIMEOUT_S) for _, job in loading.parts)
                 if not ended:
-                    log.error("a cancelled load has not ended after %.0f s", _END_TIMEOUT_S)
+                    self.opening.log.error(
+                        "a cancelled load has not ended after %.0f s", _END_TIMEOUT_S
+                    )
                     loading.refused = loading.late = True
                     self._finish(load, 0, outcome)
             else:
@@ -279,7 +278,7 @@ class WorkerSide:
                 result = job.result(0.0)
             except KVStoreError as error:
                 self.counts.add("store_failures")
-                _note("store", error)
+                self._note("store", error)
                 continue
             pages += result.stored + result.existing + result.pending
             self.counts.add("stored_pages", result.stored)
@@ -289,7 +288,6 @@ class WorkerSide:
         self.counts.add("store_seconds", self.clock() - storing.began)
         return pages
 
-
-def _note(what: str, error: KVStoreError) -> None:
-    """The client has warned of a node that is away; the rest is counted."""
-    log.debug("a %s failed: %s", what, error)
+    def _note(self, what: str, error: KVStoreError) -> None:
+        """The client has warned of a node that is away; the rest is counted."""
+        self.opening.log.debug("a %s failed: %s", what, error)

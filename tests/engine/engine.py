@@ -9,7 +9,7 @@ from kvstore.client.results import Hit
 from kvstore.engine.identity import Group
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import Options, read_options
+from kvstore.engine.options import Options, read_section
 from kvstore.engine.requests import Names, Progress, Role, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
@@ -21,13 +21,13 @@ PLAIN = Names()
 BOTH = Role(loads=True, stores=True)
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=PAGE)
 SHARD = ShardSpec(
-    layout=OpaqueLayout("vllm", "1", "", BLOCK, 128), layers=(0, 4), heads=(0, 2)
+    layout=OpaqueLayout("engine", "1", "", BLOCK, 128), layers=(0, 4), heads=(0, 2)
 )  # fmt: skip
 
 
 @dataclass
 class Request:
-    """As much of vLLM's as is read."""
+    """As much of an engine's as is read."""
 
     request_id: str
     all_token_ids: list[int]
@@ -92,9 +92,9 @@ class World:
         self.store = FakeStore()
         self.blocks = Blocks()
         self.reports: list[float] = []
-        options: Options = read_options(extra)
+        options = read_section(extra, Options, "options")
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
-        setup = Setup(groups, PAGE, BLOCK, ranks, role)
+        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role)
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_adapters.vllm.names import page_key
+from engine_adapters.vllm.options import read_tier_options
 from kvstore.client.results import MISS, Hit, PutResult
 from kvstore.client.store import KVStore
 from kvstore.engine import tiering
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import read_tier_options
 from kvstore.engine.tiering import Moved, Tiering
 from kvstore.errors import CapacityError, ConfigError, PeerUnreachable, TransferTimeout
 from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
@@ -95,7 +96,7 @@ def make(
     store: Any, rows: np.ndarray, clock: Callable[[], float] = monotonic, timeout_s: float = WAIT_S
 ) -> Tiering:
     one, two, three = (Opening(store, IDENTITY, [SHARD], monotonic) for _ in range(3))
-    return Tiering((one, two, three), rows, clock, timeout_s)
+    return Tiering((one, two, three), rows, clock, timeout_s, page_key)
 
 
 def ended(tier: Tiering) -> Moved:
@@ -105,7 +106,7 @@ def ended(tier: Tiering) -> Moved:
 
 
 def page(key: bytes) -> bytes:
-    found = tiering.page_key(key)
+    found = page_key(key)
     assert found is not None
     return found.packed
 

@@ -5,12 +5,13 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from engine_adapters.vllm.options import read_options
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.engine.counts import SERIES, Counts
 from kvstore.engine.messages import Blocks, Load
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import SLAB_BYTES_MIN, read_options
+from kvstore.engine.options import SLAB_BYTES_MIN
 from kvstore.engine.worker import GroupMemory, WorkerSide
 from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool

@@ -1,0 +1,123 @@
+"""Options are checked by name; what vLLM says besides tokens changes the name of pages."""
+
+from hashlib import sha256
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from engine_adapters.vllm.names import ENGINE, length_settings, names_of, page_key
+from engine_adapters.vllm.options import page_tokens_of, read_options
+from kvstore.engine.chain import ForeignChain
+from kvstore.engine.identity import chain_seed
+from kvstore.engine.options import LoadOrder
+from kvstore.engine.requests import Names
+from kvstore.errors import ConfigError
+from tests.engine.engine import FULL
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_engines_that_allow_longer_requests_share_nothing_where_that_changes_every_position(kind):
+    plain = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    long = {"text_config": {"rope_parameters": {"full": {"rope_type": kind}}}}
+
+    assert length_settings(plain, 4096) == length_settings(plain, 131_072) == {}
+    assert length_settings(long, 4096) == length_settings(long, 4096)
+    assert length_settings(long, 4096) != length_settings(long, 131_072)
+
+
+def blocks_of(tokens):
+    return msgspec.structs.replace(FULL, block_tokens=tokens)
+
+
+def test_pages_that_earlier_versions_have_stored_are_still_found():
+    block, seed = bytes(32), chain_seed([("cache_salt", "a")])
+    chain = ForeignChain(ENGINE, 1, seed)
+
+    assert ENGINE == "vllm"
+    assert chain.extend([block])[0] == sha256(b"kvstore vllm block hash\0" + seed + block).digest()
+    key = page_key(block + bytes(4))
+    assert key is not None
+    assert key.packed == sha256(b"kvstore vllm tier\0" + block + bytes(4)).digest()
+
+
+def asked(**fields):
+    """A request of vLLM's, as far as its name goes."""
+    plain = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None,
+             "resumable": False}  # fmt: skip
+    return SimpleNamespace(**plain | fields)
+
+
+def adapter(name, path):
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
+
+
+def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter.safetensors").write_bytes(b"weights")
+    requests = [
+        asked(), asked(cache_salt="a"), asked(cache_salt="b"),
+        asked(lora_request=adapter("l", "/nowhere")), asked(lora_request=adapter("m", "/nowhere")),
+        asked(lora_request=adapter("l", "/elsewhere")),
+        asked(lora_request=adapter("l", tmp_path / "a")),
+        asked(lora_request=adapter("l", "/nowhere"), cache_salt="a"),
+    ]  # fmt: skip
+    seeds = {chain_seed(names_of(one, strong_hashes=True).parts) for one in requests}
+
+    assert len(seeds) == len(requests)
+    assert b"" in seeds
+
+
+def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted():
+    for fields in ({"mm_features": ["an image"]}, {"prompt_embeds": [0.5]}):
+        assert names_of(asked(**fields), strong_hashes=True) == Names((), True, True)
+        assert not names_of(asked(**fields), strong_hashes=False).usable
+    assert not names_of(asked(resumable=True), strong_hashes=True).usable
+    assert names_of(asked(), strong_hashes=False) == Names((), False, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"adress": "unix:///x"}, "unknown key adress; did you mean address?"),
+        ({"zzz": 1}, "unknown key zzz; known: address"),
+        ({"address": "tcp://x"}, "address"),
+        ({"address": "unix://relative"}, "address"),
+        ({"page_tokens": -1}, "page_tokens"),
+        ({"page_tokens": "many"}, "page_tokens"),
+        ({"load": "eager"}, "load"),
+        ({"lookup_timeout_ms": 0}, "lookup_timeout_ms"),
+        ({"store_output": "perhaps"}, "store_output"),
+        ({"tenant": ""}, "tenant"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(values, named):
+    with pytest.raises(ConfigError) as raised:
+        read_options(values)
+
+    assert f"kv_connector_extra_config: {named}" in str(raised.value)
+
+
+def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
+    options = read_options({})
+
+    assert [options.page_tokens_for(block) for block in (16, 32, 48, 64, 128)] == [
+        64, 64, 96, 64, 128,
+    ]  # fmt: skip
+    assert read_options({"page_tokens": 256}).page_tokens_for(128) == 256
+    with pytest.raises(ConfigError, match="extra_config: page_tokens: 96 is no multiple"):
+        page_tokens_of(read_options({"page_tokens": 96}), [FULL, blocks_of(64)])
+
+
+def test_layerwise_loads_are_refused_where_the_engine_could_not_be_told_that_one_failed():
+    assert page_tokens_of(read_options({"load": "layerwise"}), [FULL]) == 64
+    assert page_tokens_of(read_options({}), [FULL, blocks_of(128)]) == 128
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: load: layerwise"):
+        page_tokens_of(read_options({"load": "layerwise"}), [FULL, FULL])
+
+
+def test_without_options_everything_has_a_default():
+    options = read_options({})
+
+    assert options.address == "unix:///run/kvstore/kvstore.sock"
+    assert options.load is LoadOrder.ASYNC
