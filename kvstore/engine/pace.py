@@ -6,6 +6,8 @@ from kvstore.client.results import Hit
 
 MEASURED_TOKENS_MIN: Final = 32
 """Steps with fewer tokens say little about prefill."""
+REPORT_S: Final = 1.0
+"""Between reports of the measured seconds per token to the node."""
 _WEIGHT: Final = 0.3
 _FADE: Final = 0.9
 
@@ -22,6 +24,7 @@ class Pace:
         """Know nothing yet."""
         self.seconds_per_token = 0.0
         self.seconds_per_page = 0.0
+        self._report_at = 0.0
 
     def note_step(self, tokens: int, seconds: float) -> bool:
         """Learn from a step that computed ``tokens``; False when it says too little."""
@@ -52,6 +55,21 @@ class Pace:
         guess = hit.load_seconds / hit.pages
         least = guess if hit.tiers.get("ssd") or not self.seconds_per_page else 0.0
         return pages * max(self.seconds_per_page, least)
+
+    def is_slower(self, hit: Hit, tokens: int, page_tokens: int) -> bool:
+        """Whether loading the last ``tokens`` of a hit takes longer than computing them."""
+        return self.load_s(hit, tokens / page_tokens) > self.recompute_s(tokens)
+
+    def wait_s(self, tokens: int, shortest_s: float, longest_s: float) -> float:
+        """How long waiting for ``tokens`` is worth it: while computing them would take as long."""
+        return min(longest_s, max(shortest_s, self.recompute_s(tokens)))
+
+    def report_due(self, now: float) -> bool:
+        """Whether to tell the node of ``seconds_per_token`` now: once in a while."""
+        if now < self._report_at:
+            return False
+        self._report_at = now + REPORT_S
+        return True
 
     def doubt_loads(self) -> None:
         """A load seemed too slow to be worth it: believe that a little less each time."""

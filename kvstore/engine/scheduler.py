@@ -14,7 +14,7 @@ byte lands in a block of somebody else, and nobody has to wait for a job to get 
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
@@ -25,14 +25,14 @@ from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace
+from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, Names, Progress, Request, Setup
+from kvstore.engine.transfer import Transfer, read_transfer
 from kvstore.page import PrefixKeys
 
-PENDING_ASK_S: Final = 0.002
 STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
 """Stores hold at most this share of the engine's blocks; further pages are offered later."""
-REPORT_S: Final = 1.0
 FREES_SOON_S: Final = 0.1
 """For so long the engine rather waits for the end of a job than take a running request's blocks."""
 
@@ -44,8 +44,7 @@ class _State:
     Attributes:
         stored: leading pages that the store has, or that were given to it.
         hit: pages that the last answer of :meth:`SchedulerSide.match` went up to.
-        wait_until: while it waits for pages that are being written.
-        ask_at: when to look again.
+        wait: for pages that are being written.
         loads_over: nothing more is loaded for it.
         slower: loading was slower than computing when it was first asked about.
     """
@@ -55,8 +54,7 @@ class _State:
     chain: Chain | ForeignChain
     stored: int = 0
     hit: int = 0
-    wait_until: float | None = None
-    ask_at: float = 0.0
+    wait: PendingWait = field(default_factory=PendingWait)
     loads_over: bool = False
     slower: bool = False
 
@@ -131,7 +129,6 @@ class SchedulerSide:
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
         self._step_tokens = 0
-        self._report_at = 0.0
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """The engine's blocks exist now, ``blocks`` of them."""
@@ -167,14 +164,15 @@ class SchedulerSide:
             return 0, False
         state = self._state(request, names)
         now = self._clock()
-        if now < state.ask_at:
+        if now < state.wait.ask_at:
             return None, False
         keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0, False
         hit = self._lookup(keys)
         wanted = min(len(keys), max(hit.pages + hit.pending, self._promised_pages(request)))
-        if self._waits(state, hit.pages, wanted, computed, now):
+        missing = missing_tokens(hit.pages, wanted, computed, self._page_tokens)
+        if missing and self._waits(state, missing, now):
             return None, False
         state.hit = state.stored = hit.pages
         tokens = hit.pages * self._page_tokens - computed
@@ -199,17 +197,18 @@ class SchedulerSide:
                 self._target(place, blocks, computed, first, state.hit)
                 for place in range(len(self._setup.groups))
             ],
-            wait_s=self._wait_left_s(state, tokens),
+            wait_s=state.wait.left_s(
+                self._clock(), self._wait_s(tokens), self._options.load_timeout_ms_min / 1000
+            ),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )
-        state.wait_until = None
+        state.wait = PendingWait()
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 
     def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
         """Whether computing the last ``tokens`` of a hit takes less than loading them."""
-        load_s = self.pace.load_s(hit, tokens / self._page_tokens)
-        if load_s <= self.pace.recompute_s(tokens):
+        if not self.pace.is_slower(hit, tokens, self._page_tokens):
             return False
         if not state.slower:
             state.slower = True
@@ -220,15 +219,7 @@ class SchedulerSide:
     def _wait_s(self, tokens: int) -> float:
         shortest = self._options.load_timeout_ms_min / 1000
         longest = self._options.load_timeout_ms / 1000
-        return min(longest, max(shortest, self.pace.recompute_s(tokens)))
-
-    def _wait_left_s(self, state: _State, tokens: int) -> float:
-        """What is left for the load of a request that perhaps has waited for its pages already."""
-        wait_s = self._wait_s(tokens)
-        if state.wait_until is None:
-            return wait_s
-        left = state.wait_until - self._clock()
-        return min(wait_s, max(left, self._options.load_timeout_ms_min / 1000))
+        return self.pace.wait_s(tokens, shortest, longest)
 
     def _lookup(self, keys: PrefixKeys) -> Hit:
         space = self._opening.get()
@@ -242,25 +233,15 @@ class SchedulerSide:
 
     def _promised_pages(self, request: Request) -> int:
         """Pages that the engine which computed the prompt says it has given to the store."""
-        parameters = request.kv_transfer_params
-        if not (parameters and parameters.get("do_remote_prefill") and self._opening.connected):
+        if not (request.kv_transfer_params and self._opening.connected):
             return 0
-        pages = parameters.get("kvstore_pages")
-        same_size = parameters.get("kvstore_page_tokens") == self._page_tokens
-        return pages if same_size and isinstance(pages, int) else 0
+        return read_transfer(request.kv_transfer_params).promised_pages(self._page_tokens)
 
-    def _waits(
-        self, state: _State, pages: int, wanted: int, computed: int, now: float
-    ) -> bool:  # fmt: skip
+    def _waits(self, state: _State, missing: int, now: float) -> bool:
         """Whether the request shall wait for pages that somebody is writing."""
-        missing = wanted * self._page_tokens - max(computed, pages * self._page_tokens)
-        if missing <= 0:
-            return False
-        if state.wait_until is None:
-            state.wait_until = now + self._wait_s(missing)
+        if not state.wait.begun:
             self.counts.add("waits")
-        state.ask_at = now + PENDING_ASK_S
-        return now < state.wait_until
+        return state.wait.goes_on(now, self._wait_s(missing))
 
     def _target(
         self, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
@@ -321,17 +302,15 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        wanted = state.request.kv_transfer_params
-        if not (wanted and wanted.get("do_remote_decode")):
+        if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens
-        pages = min(state.stored, prompt // self._page_tokens)
-        return {
-            "do_remote_prefill": True,
-            "kvstore_pages": pages,
-            "kvstore_page_tokens": self._page_tokens,
-            "prompt_tokens": prompt,
-        }
+        return Transfer(
+            do_remote_prefill=True,
+            kvstore_pages=min(state.stored, prompt // self._page_tokens),
+            kvstore_page_tokens=self._page_tokens,
+            prompt_tokens=prompt,
+        ).as_parameters()
 
     def _store(self, progress: Progress) -> Store | None:
         state = self._states.get(progress.request_id)
@@ -388,8 +367,7 @@ class SchedulerSide:
         """The workers have done a step."""
         now = self._clock()
         measured = self.pace.note_step(self._step_tokens, now - self._step_began)
-        if measured and now >= self._report_at:
-            self._report_at = now + REPORT_S
+        if measured and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
         self._take(report or Report())
