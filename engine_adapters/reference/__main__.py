@@ -20,7 +20,8 @@ from engine_adapters.reference.engine import Engine, EngineOptions
 from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
-from engine_adapters.reference.store_client import Store
+from kvstore.client.store import KVStore
+from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 
@@ -163,10 +164,7 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
-def _connect(url: str, name: str, slab_bytes: int) -> Store:
-    from kvstore.client.store import KVStore
-    from kvstore.config import DeviceSlabConfig
-
+def _connect(url: str, name: str, slab_bytes: int) -> KVStore:
     slab = DeviceSlabConfig(capacity_bytes=slab_bytes) if slab_bytes else None
     return KVStore.connect(url, name=name, device_slab=slab)
 

@@ -20,12 +20,13 @@ from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.model import Chunk, Model
 from engine_adapters.reference.pool import LayerHash, PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree, TreeChange
-from engine_adapters.reference.request import Handoff, Output, Request, State
+from engine_adapters.reference.request import Output, Request, State
 from engine_adapters.reference.sampler import sample
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
-from engine_adapters.reference.store_client import Store
 from engine_adapters.reference.tokenizer import EOS
+from kvstore.client.store import KVStore
+from kvstore.engine.transfer import Transfer
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ Mode = Literal["mono", "prefill", "decode"]
 _HASHES_KEPT: Final = 1024
 _IDLE_WAIT_S: Final = 0.5
 _JOB_POLL_S: Final = 0.001  # how often jobs are looked at while there is nothing to compute
-_PREFILL_SAMPLE_TOKENS: Final = 64  # smaller pieces say little about the speed of a prefill
 
 
 class EngineBusyError(Exception):
@@ -82,7 +82,7 @@ class Engine:
             local prefix cache has gained and lost. Must not block.
     """
 
-    def __init__(self, options: EngineOptions, store: Store | None = None) -> None:
+    def __init__(self, options: EngineOptions, store: KVStore | None = None) -> None:
         """Build model and pool; :meth:`start` begins to work.
 
         Args:
@@ -306,7 +306,7 @@ class Engine:
         spent = time.monotonic() - began
         self.metrics.step_seconds.observe(spent)
         self.metrics.prompt_tokens.labels("computed").inc(prefilled)
-        if self._store is not None and prefilled >= _PREFILL_SAMPLE_TOKENS:
+        if self._store is not None and prefilled:
             self._store.observe_prefill(prefilled, spent, began + spent)
 
     def _offer(self, request: Request, now: float) -> None:
@@ -346,13 +346,17 @@ class Engine:
         request.timings.flush_s = request.end_phase(now)
         last = self._held.pop(request)
         self._scheduler.finish(request)
-        handoff = Handoff(
+        page_tokens = self.options.page_tokens
+        handoff = Transfer(
+            do_remote_prefill=True,
+            kvstore_pages=min(request.stored_pages, request.prompt_tokens // page_tokens),
+            kvstore_page_tokens=page_tokens,
             handoff_id=request.handoff_id or uuid.uuid4().hex,
             first_token=request.tokens[request.prompt_tokens],
             prompt_tokens=request.prompt_tokens,
             position=request.prompt_tokens,
             tail_key=request.tail_key,
-            tail_tokens=request.prompt_tokens % self.options.page_tokens if request.tail_key else 0,
+            tail_tokens=request.prompt_tokens % page_tokens if request.tail_key else 0,
             seed=request.sampling.seed if request.sampling.temperature else None,
         )
         self._emit_last(request, last._replace(handoff=handoff))

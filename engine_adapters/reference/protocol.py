@@ -7,9 +7,10 @@ from typing import Final, TypeVar
 import msgspec
 
 from engine_adapters.reference.engine import Engine
-from engine_adapters.reference.request import Handoff, Output, Request, Timings
+from engine_adapters.reference.request import Output, Request, Timings
 from engine_adapters.reference.sampler import SEED_MAX, Sampling
 from engine_adapters.reference.tokenizer import VOCAB_SIZE, TextStream, encode
+from kvstore.engine.transfer import NOTHING, Transfer
 
 _STOPS_MAX: Final = 8
 _STOP_CHARS_MAX: Final = 256
@@ -25,23 +26,6 @@ class TokenizeBody(msgspec.Struct):
     prompt: str
 
 
-class TransferParams(msgspec.Struct):
-    """``kv_transfer_params``: ``do_remote_decode`` wants a hand-off, ``do_remote_prefill`` is one.
-
-    The other fields are those of :class:`Handoff`.
-    """
-
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    handoff_id: str = ""
-    first_token: int = -1
-    prompt_tokens: int = -1
-    position: int = -1
-    tail_key: str | None = None
-    tail_tokens: int = 0
-    seed: int | None = None
-
-
 class CompletionBody(msgspec.Struct):
     """``POST /v1/completions``; fields that OpenAI knows and we do not are ignored."""
 
@@ -54,7 +38,7 @@ class CompletionBody(msgspec.Struct):
     stream: bool = False
     stop: str | list[str] | None = None
     return_token_ids: bool = False
-    kv_transfer_params: TransferParams | None = None
+    kv_transfer_params: Transfer | None = None
     request_id: str | None = None
 
 
@@ -91,7 +75,7 @@ class Completion(msgspec.Struct):
     choices: list[Choice]
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
-    kv_transfer_params: Handoff | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: Transfer | msgspec.UnsetType = msgspec.UNSET
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -121,7 +105,7 @@ def to_request(
         BadRequestError: names the field.
     """
     tokens = encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    transfer = body.kv_transfer_params or TransferParams()
+    transfer = body.kv_transfer_params or NOTHING
     max_tokens = 1 if transfer.do_remote_decode else body.max_tokens
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     checks = (
@@ -162,8 +146,8 @@ def to_request(
     )
 
 
-def _handoff(transfer: TransferParams, prompt_tokens: int) -> Handoff:
-    """The prefill engine's half of the request.
+def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
+    """The prefill engine's half of the request, checked.
 
     Raises:
         BadRequestError: names the field.
@@ -183,15 +167,7 @@ def _handoff(transfer: TransferParams, prompt_tokens: int) -> Handoff:
     for right, field, message in checks:
         if not right:
             raise BadRequestError(f"kv_transfer_params.{field}: {message}")
-    return Handoff(
-        handoff_id=transfer.handoff_id,
-        first_token=transfer.first_token,
-        prompt_tokens=transfer.prompt_tokens,
-        position=transfer.position,
-        tail_key=transfer.tail_key,
-        tail_tokens=transfer.tail_tokens,
-        seed=transfer.seed,
-    )
+    return transfer
 
 
 def usage(request: Request) -> Usage:

@@ -9,6 +9,8 @@ import msgspec
 
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import TextStream
+from kvstore.engine.chain import Chain
+from kvstore.engine.transfer import Transfer
 from kvstore.page import PrefixKeys
 
 
@@ -25,29 +27,6 @@ class State(StrEnum):
     FLUSHING = "flushing"
     """Computed; the answer waits until the store has the pages that a hand-off promises."""
     FINISHED = "finished"
-
-
-class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill engine tells the decode engine (``kv_transfer_params`` on the wire).
-
-    Attributes:
-        handoff_id: random name of this hand-off.
-        first_token: the token that the prefill engine sampled for ``position``.
-        prompt_tokens: tokens of the prompt; both engines must agree.
-        tail_key: hex key of the prompt's unfilled last page; None when the store has none.
-        tail_tokens: tokens in it, 0..page_tokens-1.
-        seed: of the sampling; None when greedy.
-        position: absolute position of ``first_token``; the next draw is for the one after.
-    """
-
-    handoff_id: str
-    first_token: int
-    prompt_tokens: int
-    position: int
-    tail_key: str | None = None
-    tail_tokens: int = 0
-    seed: int | None = None
-    do_remote_prefill: bool = True
 
 
 class Timings(msgspec.Struct):
@@ -86,7 +65,7 @@ class Output(NamedTuple):
     tokens: list[int]
     text: str
     finish_reason: str | None = None
-    handoff: Handoff | None = None
+    handoff: Transfer | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -96,11 +75,11 @@ class Request:
     Attributes:
         tokens: prompt and output so far; the K/V of the last one are not computed yet.
         prompt_tokens: how many of them are the prompt.
-        keys: of the full pages of ``tokens``; may lag behind them.
+        chain: of the full pages of ``tokens``; may lag behind them. None: not hashed yet.
         blocks: block table; covers whole pages; this request holds a reference to each.
         computed: K/V of the positions ``0..computed-1`` are in the pool.
         stored_pages: pages from the start that the store has or is being given.
-        to_handoff: answer with a :class:`Handoff` once the store has the pages.
+        to_handoff: answer with a :class:`Transfer` once the store has the pages.
         from_handoff: what another engine's prefill left for this request.
         handoff_id: of a request to hand off, once its tail page is with the store (or has none).
         tail_key: hex key of that tail page when the store has it.
@@ -116,10 +95,10 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     text: TextStream = field(default_factory=TextStream)
     to_handoff: bool = False
-    from_handoff: Handoff | None = None
+    from_handoff: Transfer | None = None
     arrived: float = 0.0
     state: State = State.NEW
-    keys: PrefixKeys = field(default_factory=lambda: PrefixKeys(b""))
+    chain: Chain | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     stored_pages: int = 0
@@ -128,6 +107,11 @@ class Request:
     hashed: bool = False
     timings: Timings = field(default_factory=Timings)
     phase_began: float = 0.0
+
+    @property
+    def keys(self) -> PrefixKeys:
+        """Of the full pages of ``tokens``, as far as they are hashed."""
+        return self.chain.keys if self.chain is not None else PrefixKeys(b"")
 
     @property
     def output_tokens(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
 from engine_adapters.reference.request import Request, State
-from kvstore.page import page_keys
+from kvstore.engine.chain import Chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +171,10 @@ class Scheduler:
         request.state = State.FINISHED
 
     def extend_keys(self, request: Request) -> None:
-        """Bring ``request.keys`` up to its full pages; only new pages are hashed."""
-        if len(request.keys) < len(request.tokens) // self._page_tokens:
-            known = request.keys if len(request.keys) else None
-            request.keys = page_keys(request.tokens, self._page_tokens, known=known)
+        """Bring ``request.chain`` up to its full pages; only new pages are hashed."""
+        if request.chain is None:
+            request.chain = Chain(self._page_tokens)
+        request.chain.extend(request.tokens)
 
     def check(self) -> None:
         """Assert the cross-field invariants."""

@@ -19,17 +19,23 @@ import hashlib
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
-from engine_adapters.reference.store_client import RestoreJob, Space, Store, StoreJob
+from kvstore.client.jobs import RestoreJob, StoreJob
+from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
+from kvstore.engine.opening import Opening
+from kvstore.engine.pace import Pace
+from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
@@ -38,9 +44,6 @@ _log = logging.getLogger(__name__)
 
 HANDOFF_SCOPE: Final = "handoff"
 TAIL_TTL_S: Final = 60.0
-_REOPEN_S: Final = 1.0  # between attempts to open the spaces of a store that refused
-_PENDING_POLL_S: Final = 0.005
-_REPORT_S: Final = 1.0  # between reports of the prefill speed
 
 
 class _Spaces(NamedTuple):
@@ -74,14 +77,6 @@ class Ready(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A request that waits for pages somebody else is writing."""
-
-    deadline: float
-    ask_again: float
-
-
-@dataclass(slots=True)
 class _Restore:
     """A request's restore in flight; ``blocks`` and ``tail_blocks`` are referenced for it."""
 
@@ -104,7 +99,7 @@ class _Put(NamedTuple):
     """A put in flight; ``blocks`` are referenced for it."""
 
     request: Request
-    job: StoreJob
+    job: StoreJob[PutResult]
     blocks: list[int]
     pages: int
     began: float
@@ -116,7 +111,7 @@ class StoreAdapter:
 
     def __init__(
         self,
-        store: Store,
+        store: KVStore,
         identity: SpaceIdentity,
         shard: ShardSpec,
         pool: PagedPool,
@@ -136,8 +131,9 @@ class StoreAdapter:
             limits: bounds.
         """
         self._store = store
-        self._identity = identity
-        self._shards = [shard]
+        private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
+        self._shared = Opening(store, identity, [shard], time.monotonic, log=_log)
+        self._handoff = Opening(store, private, [shard], time.monotonic, logging.DEBUG, _log)
         self._page_bytes = shard.page_bytes(identity)
         self._page_tokens = identity.page_tokens
         self._page_blocks = identity.page_tokens // pool.block_tokens
@@ -152,15 +148,12 @@ class StoreAdapter:
         self._allocator = allocator
         self._metrics = metrics
         self._limits = limits if limits is not None else StoreLimits()
-        self._spaces: _Spaces | None = None
-        self._open_after = 0.0
-        self._pending: dict[Request, _Pending] = {}
+        self._pace = Pace()
+        self._pending: dict[Request, PendingWait] = {}
         self._restores: list[_Restore] = []
         self._puts: list[_Put] = []
         self._logged: set[str] = set()
-        self._troubles: dict[str, int] = {}
-        self._seconds_per_token = 0.0  # 0 until measured
-        self._report_after = 0.0
+        self._troubles: Counter[str] = Counter()
 
     @property
     def busy(self) -> bool:
@@ -175,12 +168,11 @@ class StoreAdapter:
         Returns:
             True when the request must wait until :meth:`poll` names it; its blocks stay its own.
         """
-        pages, pending = self._lookup(request, now)
-        if pending and pages + pending > request.computed // self._page_tokens:
-            wait_s = min(self._limits.pending_wait_max_s, self._recompute_s(pending))
-            self._pending[request] = _Pending(now + wait_s, now + _PENDING_POLL_S)
+        hit, wait = self._lookup(request), PendingWait()
+        if self._waits(request, wait, hit, now):
+            self._pending[request] = wait
             return True
-        return self._start_restore(request, pages, now)
+        return self._start_restore(request, hit.pages, now)
 
     def poll(self, now: float) -> list[Ready]:
         """Advance everything in flight; never blocks.
@@ -207,33 +199,40 @@ class StoreAdapter:
             if restore.request is request:
                 self._cancel(restore)
 
-    def _lookup(self, request: Request, now: float) -> tuple[int, int]:
-        """Pages of the request that are ready in the store, and that are being written."""
-        spaces = self._open(now)
+    def _lookup(self, request: Request) -> Hit:
+        """What the store has of the request; a miss where computing is faster than loading."""
+        spaces = self._open()
         if spaces is None or not len(request.keys):
-            return 0, 0
+            return MISS
         try:
             hit = spaces.shared.lookup(request.keys)
         except KVStoreError as error:
             self._trouble("lookup", error)
-            return 0, 0
+            return MISS
         request.stored_pages = hit.pages
-        new_pages = hit.pages - request.computed // self._page_tokens
-        if self._seconds_per_token and hit.load_seconds > self._recompute_s(new_pages) > 0:
-            return 0, 0  # computing is faster than loading
-        return hit.pages, hit.pending
+        tokens = hit.pages * self._page_tokens - request.computed
+        if tokens > 0 and self._pace.is_slower(hit, tokens, self._page_tokens):
+            self._pace.doubt_loads()
+            return MISS
+        return hit
+
+    def _waits(self, request: Request, wait: PendingWait, hit: Hit, now: float) -> bool:
+        """Whether to look again later, for pages that somebody else is writing."""
+        wanted = hit.pages + hit.pending
+        missing = missing_tokens(hit.pages, wanted, request.computed, self._page_tokens)
+        wait_s = self._pace.wait_s(missing, 0.0, self._limits.pending_wait_max_s)
+        return missing > 0 and wait.goes_on(now, wait_s)
 
     def _poll_pending(self, now: float) -> list[Ready]:
         ready: list[Ready] = []
-        for request, pending in list(self._pending.items()):
-            if now < pending.ask_again:
+        for request, wait in list(self._pending.items()):
+            if now < wait.ask_at:
                 continue
-            pages, writing = self._lookup(request, now)
-            if writing and now < pending.deadline:
-                pending.ask_again = now + _PENDING_POLL_S
+            hit = self._lookup(request)
+            if self._waits(request, wait, hit, now):
                 continue
             del self._pending[request]
-            if not self._start_restore(request, pages, now):
+            if not self._start_restore(request, hit.pages, now):
                 ready.append(Ready(request, request.computed))
         return ready
 
@@ -253,7 +252,7 @@ class StoreAdapter:
             tail_tokens=0,
             deadline=now + self._limits.restore_timeout_s,
         )
-        spaces = self._spaces
+        spaces = self._open()
         if spaces is None:
             return False
         if restore.pages:
@@ -276,7 +275,7 @@ class StoreAdapter:
         self, space: Space, keys: PrefixKeys, blocks: list[int]
     ) -> RestoreJob | None:
         try:
-            return space.restore_to_kvpool(keys, self._kvpool, np.array(blocks, dtype=np.int64))
+            return space.restore_to_kvpool(keys, self._kvpool, blocks)
         except KVStoreError as error:
             self._trouble("restore", error)
             return None
@@ -296,35 +295,35 @@ class StoreAdapter:
 
     def _end_restore(self, restore: _Restore, now: float) -> int:
         """Account for a restore that has ended; returns the tokens whose K/V are in the pool."""
-        pages, copied = self._restore_outcome(restore.job)
-        tail_pages, tail_bytes = self._restore_outcome(restore.tail_job)
-        pages = min(pages, restore.pages)
+        restored = self._restore_outcome(restore.job)
+        tail = self._restore_outcome(restore.tail_job)
+        self._pace.note_load(restored.pages, restored.seconds)
+        pages = min(restored.pages, restore.pages)
+        size_bytes = restored.size_bytes + tail.size_bytes
         unverified = restore.blocks[pages * self._page_blocks :]
-        if not tail_pages:
+        if not tail.pages:
             unverified += restore.tail_blocks
         if unverified:
             self._pool.zero(unverified)
         self._allocator.release(restore.blocks + restore.tail_blocks)
         tokens = pages * self._page_tokens
-        if tail_pages and pages == restore.pages:
+        if tail.pages and pages == restore.pages:
             tokens += restore.tail_tokens
         timings = restore.request.timings
         timings.restored_tokens += tokens
-        timings.restored_bytes += copied + tail_bytes
+        timings.restored_bytes += size_bytes
         began = restore.deadline - self._limits.restore_timeout_s
-        self._metrics.restore_bytes.inc(copied + tail_bytes)
+        self._metrics.restore_bytes.inc(size_bytes)
         self._metrics.restore_seconds.inc(now - began)
         return restore.first_page * self._page_tokens + tokens
 
-    def _restore_outcome(self, job: RestoreJob | None) -> tuple[int, int]:
-        if job is None:
-            return 0, 0
-        try:
-            result = job.result(0.0)
-        except KVStoreError as error:
-            self._trouble("restore", error)
-            return 0, 0
-        return result.pages, result.size_bytes
+    def _restore_outcome(self, job: RestoreJob | None) -> RestoreResult:
+        if job is not None:
+            try:
+                return job.result(0.0)
+            except KVStoreError as error:
+                self._trouble("restore", error)
+        return RestoreResult(0)
 
     # Engine to store
 
@@ -340,7 +339,7 @@ class StoreAdapter:
         first, pages = request.stored_pages, limit // self._page_tokens
         if pages <= first:
             return
-        spaces = self._open(now)
+        spaces = self._open()
         if spaces is None or len(self._puts) >= self._limits.jobs_max:
             if final:
                 self._metrics.store_pages.labels("skipped").inc(pages - first)
@@ -363,12 +362,12 @@ class StoreAdapter:
         )
         if sent and all(put.request is not request for put in self._puts):
             return True
-        refused = self._open(now) is None
+        refused = self._open() is None
         return refused or now - request.phase_began > self._limits.flush_timeout_s
 
     def _offer_tail(self, request: Request, now: float) -> None:
         """Put the prompt's unfilled last page under a random key that only the answer tells."""
-        spaces = self._open(now)
+        spaces = self._open()
         if spaces is None or len(self._puts) >= self._limits.jobs_max:
             return
         request.handoff_id = uuid.uuid4().hex
@@ -393,7 +392,7 @@ class StoreAdapter:
         try:
             job = space.extract_from_kvpool(
                 self._kvpool,
-                np.array(blocks, dtype=np.int64),
+                blocks,
                 keys,
                 ttl_s=TAIL_TTL_S if tail_key else 0.0,
                 read_once=tail_key is not None,
@@ -424,13 +423,9 @@ class StoreAdapter:
 
     def observe_prefill(self, tokens: int, seconds: float, now: float) -> None:
         """Learn what computing a prompt token costs, and tell the store once in a while."""
-        measured = seconds / tokens
-        known = self._seconds_per_token
-        self._seconds_per_token = 0.8 * known + 0.2 * measured if known else measured
-        if now >= self._report_after:
-            self._report_after = now + _REPORT_S
+        if self._pace.note_step(tokens, seconds) and self._pace.report_due(now):
             try:
-                self._store.report_prefill(self._seconds_per_token)
+                self._store.report_prefill(self._pace.seconds_per_token)
             except KVStoreError as error:
                 self._trouble("report", error)
 
@@ -452,30 +447,21 @@ class StoreAdapter:
         self._store.close()
         return all(ended)
 
-    def _recompute_s(self, pages: int) -> float:
-        if not self._seconds_per_token:
-            return self._limits.pending_wait_max_s
-        return pages * self._page_tokens * self._seconds_per_token
-
-    def _open(self, now: float) -> _Spaces | None:
-        """The two spaces; None while the store refuses them."""
-        if self._spaces is None and now >= self._open_after:
-            self._open_after = now + _REOPEN_S
-            private = msgspec.structs.replace(self._identity, scope=HANDOFF_SCOPE)
-            try:
-                self._spaces = _Spaces(
-                    self._store.space(self._identity, self._shards),
-                    self._store.space(private, self._shards),
-                )
-            except KVStoreError as error:
-                self._trouble("space", error)
-        return self._spaces
+    def _open(self) -> _Spaces | None:
+        """The two spaces; None while the store refuses one of them."""
+        shared = self._shared.get()
+        handoff = self._handoff.get() if shared is not None else None
+        return None if shared is None or handoff is None else _Spaces(shared, handoff)
 
     def _count_troubles(self) -> None:
-        """Reads never raise; what turned them into misses the client counts."""
-        for code, count in list(self._store.troubles.items()):
-            self._metrics.store_errors.labels(code).inc(count - self._troubles.get(code, 0))
-            self._troubles[code] = count
+        """Reads never raise; what turned them into misses is counted where it happened."""
+        told: Counter[str] = Counter()
+        for troubles in (self._store.troubles, self._shared.troubles, self._handoff.troubles):
+            for code, count in list(troubles.items()):
+                told[code] += count
+        for code, count in told.items():
+            self._metrics.store_errors.labels(code).inc(count - self._troubles[code])
+        self._troubles = told
 
     def _trouble(self, doing: str, error: KVStoreError) -> None:
         self._metrics.store_errors.labels(error.code).inc()

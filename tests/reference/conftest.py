@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine_adapters.reference.engine import Engine, EngineOptions
-from engine_adapters.reference.request import Handoff, Output, Request
+from engine_adapters.reference.request import Output, Request
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import encode
+from kvstore.engine.transfer import Transfer
 
 ANSWER_WAIT_S = 20.0
 
@@ -31,7 +32,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    handoff: Handoff | None = None
+    handoff: Transfer | None = None
 
     def next(self) -> Output:
         output = self.outputs.get(timeout=ANSWER_WAIT_S)

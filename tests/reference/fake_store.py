@@ -5,26 +5,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvstore.client.results import Hit, PutResult, RestoreResult
 from kvstore.errors import CapacityError, KVStoreError
-
-
-class Hit(NamedTuple):
-    pages: int
-    pending: int = 0
-    load_seconds: float = 0.0
-
-
-class RestoreResult(NamedTuple):
-    pages: int
-    size_bytes: int = 0
-
-
-class PutResult(NamedTuple):
-    stored: int
-    existing: int = 0
-    pending: int = 0
 
 
 @dataclass
@@ -36,6 +20,7 @@ class FakeNode:
         error: raised by lookups and puts.
         spoil: a restore writes these bytes' worth of garbage instead of pages and restores none.
         pending_lookups: so many lookups answer that all pages are being written.
+        load_seconds: what lookups expect a load to take.
     """
 
     pages: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
@@ -45,6 +30,7 @@ class FakeNode:
     full: bool = False
     spoil: bool = False
     pending_lookups: int = 0
+    load_seconds: float = 0.0
     reported: list[float] = field(default_factory=list)
     puts: list[tuple[int, float, bool]] = field(default_factory=list)
 
@@ -85,7 +71,7 @@ class FakeSpace:
         if self._node.pending_lookups:
             self._node.pending_lookups -= 1
             return Hit(0, len(keys))
-        return Hit(pages)
+        return Hit(pages, load_seconds=self._node.load_seconds)
 
     def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any) -> FakeJob:
         def run(cancelled: threading.Event) -> RestoreResult:

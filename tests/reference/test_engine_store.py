@@ -182,6 +182,20 @@ def test_waiting_for_pending_pages_has_an_end(make_engine: MakeEngine, ask: Ask)
     assert counted(engine, "computed") == 200
 
 
+def test_what_would_take_longer_to_load_is_computed(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
+    node.load_seconds = 3600.0
+    engine = make_engine(FakeStore(node), prefix_cache=False)
+    ask(engine, TEXT[200:300], 1).wait()
+    assert counted(engine, "computed") == 100
+    assert ask(engine, TEXT[:200], 1).wait().tokens == expected
+    assert counted(engine, "restored") == 0
+    node.load_seconds = 0.0
+    ask(engine, TEXT[:200], 1).wait()
+    assert counted(engine, "restored") == 192
+
+
 def test_an_engine_with_a_dead_store_serves_as_if_it_had_none(
     make_engine: MakeEngine, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:

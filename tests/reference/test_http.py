@@ -219,6 +219,26 @@ def test_the_small_endpoints() -> None:
     scenario(run)
 
 
+def test_a_handoff_of_an_engine_that_does_not_name_pages_is_taken() -> None:
+    async def run() -> None:
+        node = FakeNode()
+        async with (
+            service(FakeStore(node), mode="prefill") as p,
+            service(FakeStore(node), mode="decode") as d,
+        ):
+            fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+            first = await p.complete(**fields, kv_transfer_params={"do_remote_decode": True})
+            told = first["kv_transfer_params"]
+            pages = {key: told.pop(key) for key in ("kvstore_pages", "kvstore_page_tokens")}
+            assert pages == {"kvstore_pages": len(PROMPT) // 64, "kvstore_page_tokens": 64}
+            assert set(told) == {"do_remote_prefill", "handoff_id", "first_token", "prompt_tokens",
+                                 "position", "tail_key", "tail_tokens"}  # fmt: skip
+            answer = await d.complete(**fields, kv_transfer_params={**told, "seed": None})
+            assert answer["timings"]["restored_tokens"] == len(PROMPT)
+
+    scenario(run)
+
+
 def test_a_handoff_over_http_gives_the_tokens_and_hashes_of_mono() -> None:
     async def run() -> None:
         node = FakeNode()
