@@ -1,4 +1,4 @@
-"""The node's statistics as Prometheus series; ``docs/operations.md`` lists them.
+"""The node's statistics as Prometheus series; ``docs/operations/metrics.md`` lists them.
 
 The admin process makes the text, and reads there what the kernel knows of the node's process; the
 loop that owns the state only hands over its numbers.

@@ -301,8 +301,8 @@ def named(series: dict[str, Series]) -> dict[str, set[str]]:
     return found
 
 
-def test_the_operations_page_lists_every_series_of_a_node_with_its_labels(node_series):
-    there = dict(documented("operations.md", "## Watching it"))
+def test_the_metrics_page_lists_every_series_of_a_node_with_its_labels(node_series):
+    there = dict(documented("operations/metrics.md", "## Series of a node"))
     there = {name: labels for name, labels in there.items() if re.match("kvstore_|process_", name)}
     assert there == named(node_series)
 
@@ -315,8 +315,8 @@ def test_the_conductors_page_lists_every_series_of_a_conductor(conductor_series)
     assert there == named(conductor_series)
 
 
-def test_the_operations_page_says_what_every_alert_is(exported):
-    text = (ROOT / "docs/operations.md").read_text()
+def test_the_metrics_page_says_what_every_alert_is(exported):
+    text = (ROOT / "docs/operations/metrics.md").read_text()
     assert [one["alert"] for one in RULES if f"`{one['alert']}`" not in text] == []
 
 
