@@ -102,7 +102,7 @@ def _anywhere(**defaults: Any) -> _Parser:
     unset = argparse.SUPPRESS
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
-                        help="the node: http://HOST:PORT, or unix:// and the path of its admin socket"
+                        help="the node: http://HOST:PORT, or unix:// and its admin socket's path"
                         " (or KVSTORE_URL); default: the node of this machine")  # fmt: skip
     shared.add_argument("--token", default=defaults.get("token", unset),
                         help="bearer token for an http address (or KVSTORE_TOKEN, or the file named"
@@ -181,9 +181,7 @@ def _add_looks(verb: _Add) -> None:
     explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
     explain.add_argument("--space", help=f"{_SPACE}; default: the space that fits best")
-    explain.add_argument(
-        "--shard", type=count(0), help="number of a shard of the space; default: any"
-    )
+    explain.add_argument("--shard", type=count(0), help="number of a shard; default: any")
     _names_page(page)
 
 

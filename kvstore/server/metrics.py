@@ -89,7 +89,7 @@ _EVENTS: Final = {
     ),
     "event_replays": ("replays_served", "Requests for earlier batches that were answered."),
     "event_replays_cut": (
-        "replays_cut", "Requests for earlier batches of KV events that were not answered to the end.",
+        "replays_cut", "Requests for earlier batches that were not answered to the end.",
     ),
 }  # fmt: skip
 
@@ -330,7 +330,7 @@ class _Slab:
             ("pages_refused", "Pages not copied: no room, and read for the first time."),
             (
                 "pages_forgotten",
-                "Copies that were wrong or may not stay, or removed by clear_slab().",
+                "Copies removed: wrong, not allowed to stay, or cleared.",
             ),
             ("pages_failed", "Pages whose copy failed its digest or was abandoned."),
             ("errors", "Pages that failed in the slab, and failures of its device."),
