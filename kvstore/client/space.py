@@ -100,6 +100,8 @@ class Space:
         Returns:
             The hit. It has 0 pages when nothing is there or the node is in trouble.
         """
+        for shard in shards or ():
+            self._size(shard)
         if not len(keys):
             return MISS
         services = self._services
@@ -192,9 +194,10 @@ class Space:
             TransferTimeout: the pages are not synced yet; they may be later. Retryable.
             PeerUnreachable: the node is away. Retryable.
         """
+        batches = self._batches(len(keys), shard)
         # Not the one that puts wait on for room: a sync can take much longer.
         link = self._services.waiting_link("persist")
-        for start, stop in self._batches(len(keys), shard):
+        for start, stop in batches:
             opened = self.numbers(link)
             number, wait_ms = opened.shards[shard], int(SYNC_WAIT_S * 1000)
             request = wire.Persist(0, opened.space, number, keys[start:stop].packed, wait_ms)
@@ -257,9 +260,9 @@ class Space:
         Raises:
             InvalidArgument: ``out`` does not fit the keys or the shard.
         """
+        size = self._size(shard)
         if out is None:
             return self._loads.view(keys, shard) if len(keys) else PageViews([], lambda: None)
-        size = self._size(shard)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
         target = mover.Pieces.contiguous(addresses(out, size, writable=True), size)
@@ -356,6 +359,7 @@ class Space:
         Returns:
             The job; its ``result()`` is the number of leading pages that are in memory.
         """
+        self._size(shard)
 
         def run() -> int:
             there = 0
@@ -413,7 +417,7 @@ class Space:
         """Pages that one message may pin or reserve."""
         quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
         most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit side by side
-        return max(1, min(wire.BATCH_KEYS_MAX, most // self.page_bytes[shard]))
+        return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 
     def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
         each = self._batch_pages(shard)
