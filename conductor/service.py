@@ -20,7 +20,6 @@ from conductor.auth import Auth, MadeToken
 from conductor.config import ConductorConfig, load_conductor
 from conductor.decisions import DecisionLog
 from conductor.engines import EngineRegistry
-from conductor.events import EventFollowers
 from conductor.front import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.membership import Membership
 from conductor.metrics import Metrics
@@ -33,6 +32,7 @@ from conductor.upstream import Upstream
 from kvstore.config import show
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
+from kvstore.index.followers import Followers, SourceBounds
 from kvstore.index.holders import PrefixIndex
 from kvstore.process.faults import Faults
 
@@ -76,7 +76,10 @@ class Conductor:
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index = PrefixIndex(config.index.entries_max, secrets.randbits(64))
-        self.followers = EventFollowers(self.index, config.index, config.events, self._pump_soon)
+        of_each = SourceBounds(
+            config.events.replay_s, config.events.verify_s, config.index.foreign_blocks_max
+        )
+        self.followers = Followers(self.index, of_each, self._pump_soon)
         self._upstream = Upstream(config.deadline)
         scheduler = Scheduler(config.policy.name)
         prefixes = PrefixView(

@@ -21,7 +21,8 @@ from kvstore.config import show
 from kvstore.errors import ConfigError
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults
-from tests.conductor.fakes import OPERATE, FakeEngine, bearer, in_loop, serving
+from tests.conductor.fakes import OPERATE, FakeEngine, bearer, serving
+from tests.loops import in_loop
 
 CLIENT, READ = "client-token-of-tests", "read-token-of-tests-"
 OPEN = ("GET /health", "GET /readyz")

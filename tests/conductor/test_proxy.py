@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tests.conductor.fakes import FakeEngine, eventually, in_loop, serving, sse, texts
+from tests.conductor.fakes import FakeEngine, serving, sse, texts
+from tests.loops import eventually, in_loop
 
 
 @in_loop

@@ -8,7 +8,7 @@ import pytest
 from conductor.engines import EngineInfo, EngineRegistry, Role
 from conductor.policy import Scheduler, Waiting
 from conductor.queue import Lease, RejectedError, RequestQueue
-from tests.conductor.fakes import in_loop
+from tests.loops import in_loop
 
 
 def queue_over(max_running: int, waiting_max: int = 10) -> RequestQueue:
