@@ -15,20 +15,21 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from conductor.admin import Admin, errors_as_json
-from conductor.auth import Auth, MadeToken
 from conductor.config import ConductorConfig, load_conductor
-from conductor.decisions import DecisionLog
-from conductor.engines import EngineRegistry
-from conductor.front import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
-from conductor.membership import Membership
-from conductor.metrics import Metrics
-from conductor.policy import POLICIES, Scheduler
-from conductor.prefixes import PrefixView
-from conductor.prompts import Prompts
-from conductor.proxy import Parts, Proxy
-from conductor.queue import RequestQueue
-from conductor.upstream import Upstream
+from conductor.front.admin import Admin, errors_as_json
+from conductor.front.auth import Auth, MadeToken
+from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.membership import Membership
+from conductor.front.metrics import Metrics
+from conductor.front.prompts import Prompts
+from conductor.front.proxy import Parts, Proxy
+from conductor.front.upstream import Upstream
+from conductor.front.waiting import RequestQueue
+from conductor.routing.decisions import DecisionLog
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.policy import POLICIES, Scheduler
+from conductor.routing.prefixes import PrefixView
+from conductor.routing.queue import QueueRules
 from kvstore.config import show
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
@@ -88,9 +89,8 @@ class Conductor:
             self.followers.is_current,
             needed=scheduler.policy.needs_prefixes,
         )
-        self.queue = RequestQueue(
-            self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max, clock=clock
-        )
+        rules = QueueRules(self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max)
+        self.queue = RequestQueue(rules, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.followers, self._pump, clock
         )
@@ -146,7 +146,7 @@ class Conductor:
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
             "engine_in_flight": {
-                (engine.info.id,): float(self.queue.in_flight(engine.info.id))
+                (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
                 for engine in self.registry
             },
             **self.followers.gauges(),

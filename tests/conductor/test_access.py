@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from conductor.auth import Auth
 from conductor.config import HttpConfig, load_conductor
+from conductor.front.auth import Auth
 from conductor.service import main
 from kvstore.config import show
 from kvstore.errors import ConfigError

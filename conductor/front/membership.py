@@ -24,10 +24,10 @@ from conductor.config import (
     Tokens,
     check_endpoint,
 )
-from conductor.engines import EngineInfo, EngineRegistry, Health, Role
-from conductor.openai import BadRequestError
-from conductor.prefixes import engine_worker, node_worker
-from conductor.upstream import EngineError, Upstream
+from conductor.front.openai import BadRequestError
+from conductor.front.upstream import EngineError, Upstream
+from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.prefixes import engine_worker, node_worker
 from kvstore.index.followers import Followers, Source
 from kvstore.index.reading import UnreadableError, read
 
