@@ -143,8 +143,6 @@ class Membership:
         Raises:
             BadRequestError: there are too many.
         """
-        if self.nodes.get(node.id) == node:
-            return
         if node.id not in self.nodes and len(self.nodes) >= NODES_MAX:
             raise BadRequestError("id", "too many nodes are registered")
         self.nodes[node.id] = node

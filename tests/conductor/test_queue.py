@@ -63,6 +63,19 @@ async def test_a_request_cancelled_just_as_it_is_assigned_gives_its_engine_back(
 
 
 @in_loop
+async def test_room_is_not_given_to_who_was_cancelled_a_moment_ago() -> None:
+    queue = queue_over(1)
+    held = await queue.assign(request(1))
+    waiting = asyncio.create_task(queue.assign(request(2)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    held.release("e")
+    assert (len(queue), queue.rules.in_flight("e")) == (0, 0)
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+
+
+@in_loop
 async def test_a_request_that_comes_back_stands_first_and_is_not_refused() -> None:
     queue = queue_over(1, waiting_max=1)
     order: list[int] = []
