@@ -12,6 +12,7 @@ import ast
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def functions_that_run() -> set[CodeType]:
-    """Code objects that are called by put, lookup and restore, once the store is warm."""
+    """Code objects that are called by put, lookup and restore, on this thread and the store's."""
     seen: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
@@ -61,6 +62,7 @@ def functions_that_run() -> set[CodeType]:
 
     identity = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=PAGE_TOKENS)
     spec = ShardSpec(layout=CanonicalLayout(head_dim=128), layers=(0, 2), heads=(0, 1))
+    threading.setprofile(note)  # of the threads that the store will start
     with KVStore.open(8 << 20, extent_bytes=4 << 20) as store:
         space = store.space(identity, [spec])
         size = space.page_bytes[0]
@@ -69,6 +71,7 @@ def functions_that_run() -> set[CodeType]:
         addresses = tuple(block.ctypes.data for block in blocks)
         pool = KVPool(addresses, size // 4, size // 4, PAGES)
         before = sys.getprofile()
+        seen.clear()
         sys.setprofile(note)
         try:
             keys = space.page_keys(list(range(PAGE_TOKENS * PAGES)))
@@ -77,6 +80,7 @@ def functions_that_run() -> set[CodeType]:
             restored = space.restore_to_kvpool(keys, pool, np.arange(PAGES)).result(10)
         finally:
             sys.setprofile(before)
+            threading.setprofile(None)
     assert stored.stored == hit.pages == restored.pages == PAGES
     return seen
 

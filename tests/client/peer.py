@@ -66,8 +66,8 @@ class Peer:
         return [type(message).__name__ for message in self.heard]
 
     def drop(self) -> None:
-        """Close every connection."""
-        for connection in self._open:
+        """Close every connection that is open now, and none that comes for it."""
+        for connection in list(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
