@@ -23,9 +23,10 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, eventually, serving
+from tests.conductor.fakes import FakeEngine, serving
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
+from tests.loops import eventually
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
