@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from conductor.engines import Role
-from conductor.policy import POLICIES
+from conductor.routing.engines import Role
+from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, Section, load
 from kvstore.errors import InvalidArgument
 from kvstore.process.listeners import parse_endpoint
@@ -102,7 +102,7 @@ class PolicyConfig(Section, frozen=True):
     """How engines are chosen.
 
     Attributes:
-        name: one of ``conductor.policy.POLICIES``.
+        name: one of ``conductor.routing.policy.POLICIES``.
     """
 
     name: str = "longest-prefix"

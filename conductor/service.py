@@ -15,24 +15,25 @@ from typing import Final
 import uvloop
 from aiohttp import web
 
-from conductor.admin import Admin, errors_as_json
-from conductor.auth import Auth, MadeToken
 from conductor.config import ConductorConfig, load_conductor
-from conductor.decisions import DecisionLog
-from conductor.engines import EngineRegistry
-from conductor.events import EventFollowers
-from conductor.front import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
-from conductor.membership import Membership
-from conductor.metrics import Metrics
-from conductor.policy import POLICIES, Scheduler
-from conductor.prefixes import PrefixView
-from conductor.prompts import Prompts
-from conductor.proxy import Parts, Proxy
-from conductor.queue import RequestQueue
-from conductor.upstream import Upstream
+from conductor.front.admin import Admin, errors_as_json
+from conductor.front.auth import Auth, MadeToken
+from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.membership import Membership
+from conductor.front.metrics import Metrics
+from conductor.front.prompts import Prompts
+from conductor.front.proxy import Parts, Proxy
+from conductor.front.upstream import Upstream
+from conductor.front.waiting import RequestQueue
+from conductor.routing.decisions import DecisionLog
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.policy import POLICIES, Scheduler
+from conductor.routing.prefixes import PrefixView
+from conductor.routing.queue import QueueRules
 from kvstore.config import show
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
+from kvstore.index.followers import Followers, SourceBounds
 from kvstore.index.holders import PrefixIndex
 from kvstore.process.faults import Faults
 
@@ -76,7 +77,10 @@ class Conductor:
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index = PrefixIndex(config.index.entries_max, secrets.randbits(64))
-        self.followers = EventFollowers(self.index, config.index, config.events, self._pump_soon)
+        of_each = SourceBounds(
+            config.events.replay_s, config.events.verify_s, config.index.foreign_blocks_max
+        )
+        self.followers = Followers(self.index, of_each, self._pump_soon)
         self._upstream = Upstream(config.deadline)
         scheduler = Scheduler(config.policy.name)
         prefixes = PrefixView(
@@ -85,9 +89,8 @@ class Conductor:
             self.followers.is_current,
             needed=scheduler.policy.needs_prefixes,
         )
-        self.queue = RequestQueue(
-            self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max, clock=clock
-        )
+        rules = QueueRules(self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max)
+        self.queue = RequestQueue(rules, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.followers, self._pump, clock
         )
@@ -143,7 +146,7 @@ class Conductor:
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
             "engine_in_flight": {
-                (engine.info.id,): float(self.queue.in_flight(engine.info.id))
+                (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
                 for engine in self.registry
             },
             **self.followers.gauges(),

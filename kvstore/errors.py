@@ -26,8 +26,8 @@ class KVStoreError(Exception):
     """Root of all errors of this project.
 
     Attributes:
-        code: stable identifier, ``snake_case``; never changes once released.
-        retryable: the same call may succeed later without anything being changed by the caller.
+        code: stable identifier in ``snake_case``, the same on the socket, over HTTP and in metrics.
+        retryable: the same call may succeed later, although the caller changes nothing.
     """
 
     code: ClassVar[str] = "internal"
@@ -35,13 +35,17 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError):
-    """A configuration key is unknown or its value does not fit."""
+    """A configuration key is unknown, or its value is not allowed; the message names both."""
 
     code = "config"
 
 
 class CapacityError(KVStoreError):
-    """There is no room now, or a budget or quota is used up; ``field`` says which, if one is."""
+    """There is no room now, or a budget or quota is used up.
+
+    Attributes:
+        field: the budget or quota; empty when there is no room.
+    """
 
     code = "capacity"
     retryable = True
@@ -52,7 +56,11 @@ class CapacityError(KVStoreError):
 
 
 class InvalidArgument(KVStoreError):
-    """The call cannot be right; ``field`` says which argument is wrong."""
+    """An argument is wrong; the same call can never succeed.
+
+    Attributes:
+        field: the name of the wrong argument.
+    """
 
     code = "invalid_argument"
 
@@ -62,19 +70,19 @@ class InvalidArgument(KVStoreError):
 
 
 class LayoutMismatch(InvalidArgument):
-    """The caller's page layout is not the one this space holds; ``field`` differs."""
+    """The caller's page layout is not the layout of this space; ``field`` is what differs."""
 
     code = "layout_mismatch"
 
 
 class NotFound(InvalidArgument):
-    """What ``field`` names does not exist here."""
+    """The thing that ``field`` names does not exist on this node."""
 
     code = "not_found"
 
 
 class TransferError(KVStoreError):
-    """Bytes or a message did not arrive."""
+    """A message or the bytes of a page did not arrive."""
 
     code = "transfer"
 
@@ -87,32 +95,32 @@ class TransferTimeout(TransferError):
 
 
 class PeerUnreachable(TransferError):
-    """Nobody answers at that address, or the connection broke."""
+    """No node answers at that address, or the connection broke."""
 
     code = "peer_unreachable"
     retryable = True
 
 
 class TierUnavailable(KVStoreError):
-    """The memory or device behind a tier cannot be had."""
+    """The memory or the device of a tier is not available."""
 
     code = "tier_unavailable"
 
 
 class DurabilityUnavailable(TierUnavailable):
-    """A durable put of what is never synced: by this node, or of a page kept off the SSD tier."""
+    """Pages cannot be made durable: the node never syncs, or a page may not go to an SSD."""
 
     code = "durability_unavailable"
 
 
 class PageCorrupt(KVStoreError):
-    """The bytes are not those of the page that was asked for; it is quarantined and a miss."""
+    """A page failed its digest; it is quarantined, and every lookup of it is a miss."""
 
     code = "page_corrupt"
 
 
 class ProtocolError(KVStoreError):
-    """A message or a protocol version is not understood."""
+    """The other side does not understand a message or the protocol version."""
 
     code = "protocol"
 

@@ -48,9 +48,13 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tenant: isolation domain; memory of one tenant is never mapped by another.
         model: model name as the operator knows it.
         revision: weights revision or checksum; empty when the name pins the weights.
-        kv_dtype: element type of K and V, one of the keys of the dtype table.
-        page_tokens: tokens in a page, at least 1.
-        scope: empty for shared pages; a name for a private space (hand-offs use one).
+        kv_dtype: element type of K and V: ``float32``, ``float16``, ``bfloat16``,
+            ``float8_e4m3``, ``float8_e5m2`` or ``uint8``.
+        page_tokens: number of tokens in a page, 1 to 65,536.
+        scope: empty for shared pages; a name for a private space (handoffs use one).
+
+    Raises:
+        InvalidArgument: ``model`` is empty, or ``kv_dtype`` or ``page_tokens`` has another value.
     """
 
     model: str
@@ -79,8 +83,11 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class CanonicalLayout(msgspec.Struct, frozen=True, tag="canonical", forbid_unknown_fields=True):
     """``[layer][k|v][token][kv_head][head_dim]``: the layout engines can share and re-shard.
 
+    The elements have the space's ``kv_dtype``. A page's shape is ``(layers, 2, page_tokens, heads,
+    head_dim)`` in C order, with the layers and KV heads of the shard.
+
     Attributes:
-        head_dim: elements of one head.
+        head_dim: number of elements of one head.
     """
 
     head_dim: int
@@ -90,10 +97,10 @@ class OpaqueLayout(msgspec.Struct, frozen=True, tag="opaque", forbid_unknown_fie
     """``[layer][block][the engine's own bytes]``: shared only by engines that agree on every field.
 
     Attributes:
-        engine: for example ``vllm``.
+        engine: the engine's name, for example ``vllm``.
         version: version of the engine's block format.
         isa: instruction set the bytes are packed for; empty when they do not depend on one.
-        block_tokens: tokens in one of the engine's blocks; divides ``page_tokens``.
+        block_tokens: number of tokens in one of the engine's blocks; divides ``page_tokens``.
         block_bytes: bytes of one block of one layer.
     """
 
@@ -114,9 +121,12 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         layout: how its bytes are arranged.
         layers: half-open range ``(start, stop)`` of the model's layers.
         heads: half-open range ``(start, stop)`` of the model's KV heads.
-        group: KV group; layers of one group have the same need.
-        window_pages: what a hit of n pages needs of this group: 0 = every page; w = the last w
-            pages (sliding window; 1 = only the last, as for a Mamba state).
+        group: KV group: the layers of a group need the same pages for a hit.
+        window_pages: the pages that a hit of n pages needs of this group: 0 = every page; w = the
+            last w pages (sliding window; 1 = only the last, as for a Mamba state).
+
+    Raises:
+        InvalidArgument: a range is empty or reversed, or ``window_pages`` is negative.
     """
 
     layout: Layout
@@ -135,7 +145,7 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def layer_count(self) -> int:
-        """Layers of this shard."""
+        """Number of layers of this shard."""
         return self.layers[1] - self.layers[0]
 
     @property
@@ -147,7 +157,7 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Bytes of one page of this shard.
 
         Raises:
-            LayoutMismatch: the layout does not fit the space; names the field.
+            LayoutMismatch: the layout does not fit the space; ``field`` says where.
         """
         match self.layout:
             case CanonicalLayout(head_dim=head_dim):
@@ -204,14 +214,15 @@ def page_seeds(packed_keys: bytes, seed: int) -> npt.NDArray[np.uint64]:
 
 
 class PrefixKeys(Sequence[PrefixKey]):
-    """A run of consecutive prefix keys of one chain; slices know what precedes them.
+    """Consecutive prefix keys of one chain; a slice knows the key before it. Do not change it.
 
     Attributes:
         packed: the keys, 32 bytes each, in chain order.
-        parent: the key before the first; empty when the run starts its chain.
-        tokens: uint32, the tokens of exactly these pages, or None when only keys are known.
-        page_tokens: tokens in a page; 0 when unknown.
-        seed: what the chain was started with (salt, LoRA or multimodal identity); may be empty.
+        parent: the key before the first, 32 bytes; empty at the start of the chain.
+        tokens: the tokens of exactly these pages, shape ``(pages * page_tokens,)``, dtype uint32;
+            None when only the keys are known. The array is not copied.
+        page_tokens: number of tokens in a page; 0 when unknown.
+        seed: what the chain started with (salt, LoRA or multimodal identity); may be empty.
     """
 
     __slots__ = ("packed", "page_tokens", "parent", "seed", "tokens")
@@ -224,7 +235,11 @@ class PrefixKeys(Sequence[PrefixKey]):
         page_tokens: int = 0,
         seed: bytes = b"",
     ) -> None:
-        """Wrap keys that exist; :func:`page_keys` makes new ones."""
+        """Wrap keys that exist; :func:`page_keys` makes new ones.
+
+        Raises:
+            InvalidArgument: a length is wrong; ``field`` says of what.
+        """
         if len(packed) % KEY_BYTES:
             raise InvalidArgument(
                 "keys", f"{len(packed)} bytes are no whole number of 32-byte keys"
@@ -289,13 +304,16 @@ def page_keys(
 
     Args:
         tokens: token ids in 0..2**32-1; a numpy integer array is the fastest input.
-        page_tokens: tokens in a page.
+        page_tokens: number of tokens in a page, at least 1.
         seed: salt, LoRA or multimodal identity; empty for none.
-        known: keys of an earlier, shorter form of this prompt: only new pages are hashed. Keys
-            whose tokens are not a prefix of ``tokens`` (or that carry no tokens) are not used.
+        known: keys of an earlier, shorter form of this prompt, so that only new pages are hashed.
+            Keys whose tokens are not a prefix of ``tokens`` (or that carry no tokens) are not used.
+
+    Returns:
+        The keys of all full pages, with a copy of their tokens.
 
     Raises:
-        InvalidArgument: a token id does not fit 32 bits.
+        InvalidArgument: a token id does not fit 32 bits, or ``page_tokens`` is less than 1.
     """
     if page_tokens < 1:
         raise InvalidArgument("page_tokens", f"{page_tokens} is not positive")

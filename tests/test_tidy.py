@@ -37,7 +37,7 @@ LONG_FILES: dict[str, str] = {
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
 CATCH_ALL: dict[str, str] = {
-    "conductor/admin.py:errors_as_json.told": "what one request does ends that request alone",
+    "conductor/front/admin.py:errors_as_json.told": "what one request does ends that request alone",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""

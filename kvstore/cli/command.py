@@ -25,7 +25,7 @@ Show = Callable[[Any, Console], None]
 
 _JOB_WAIT_S: Final = 3600.0
 _INTERVAL_MAX_S: Final = 3600.0
-_SPACE: Final = f"its model, or {PREFIX_MIN} or more digits of its label"
+_SPACE: Final = f"model of the space, or {PREFIX_MIN} or more hex digits of its label"
 _KEY: Final = f"64 hex digits, or the first {PREFIX_MIN} or more"
 
 
@@ -102,20 +102,20 @@ def _anywhere(**defaults: Any) -> _Parser:
     unset = argparse.SUPPRESS
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
-                        help="http://HOST:PORT, or unix:// and the path of the node's admin socket"
+                        help="the node: http://HOST:PORT, or unix:// and its admin socket's path"
                         " (or KVSTORE_URL); default: the node of this machine")  # fmt: skip
     shared.add_argument("--token", default=defaults.get("token", unset),
-                        help="for an http address: a bearer token (or KVSTORE_TOKEN, or a file of"
-                        " it: KVSTORE_TOKEN_FILE)")  # fmt: skip
+                        help="bearer token for an http address (or KVSTORE_TOKEN, or the file named"
+                        " by KVSTORE_TOKEN_FILE)")  # fmt: skip
     shared.add_argument("--json", action="store_true", default=defaults.get("json", unset),
-                        help="JSON instead of tables")  # fmt: skip
+                        help="print JSON instead of tables")  # fmt: skip
     return shared
 
 
 def _parser() -> argparse.ArgumentParser:
     url, token = cli_defaults()
     parser = _Parser(
-        prog="kvstore", description="Ask a node what it holds and why, and operate it.",
+        prog="kvstore", description="Inspect and operate a node.",
         parents=[_anywhere(url=url, token=token, json=False)],
     )  # fmt: skip
     version = f"kvstore {version_of()}"
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
-    live = verb("top", "rates and fill of a node, live", _nothing, show.anything)
+    live = verb("top", "live rates and sizes of a node", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print once and exit")
     live.add_argument("--interval", type=seconds(zero=False, most=_INTERVAL_MAX_S), default=1.0,
                       metavar="SECONDS", help="time between updates; default: 1")  # fmt: skip
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="test this directory for an SSD tier; default: those of --config, else"
                      " those of the running node, else the current one")  # fmt: skip
     ill.add_argument("--config", type=Path,
-                     help="the TOML file of a node; check what it asks for")  # fmt: skip
+                     help="TOML file of a node: check that this machine can run it")  # fmt: skip
     parser.verbs = list(verbs.choices)
     return parser
 
@@ -163,31 +163,31 @@ def _add_looks(verb: _Add) -> None:
          show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
     pages.add_argument("space", help=_SPACE)
-    pages.add_argument("--prefix", metavar="KEY", help="only this page and the pages after it")
+    pages.add_argument("--prefix", metavar="KEY", help="only this page and its descendants")
     pages.add_argument("--tier", choices=["host", "ssd"], help="only pages in this tier")
     for bound, compared in (("min", "at least"), ("max", "at most")):
         pages.add_argument(f"--age-{bound}", type=seconds(zero=True), metavar="SECONDS",
                            help=f"only pages stored {compared} this long ago")  # fmt: skip
         pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
                            help=f"only pages with {compared} this many hits")  # fmt: skip
-    pages.add_argument("--limit", type=count(1), default=100, help="default: 100")
+    pages.add_argument("--limit", type=count(1), default=100, help="most pages; default: 100")
     page = verb("page", "one page", _page, show.page)
-    tree = verb("tree", "the pages after a page", _tree, show.tree)
+    tree = verb("tree", "the descendants of a page", _tree, show.tree)
     tree.add_argument("space", help=_SPACE)
-    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: all first pages")
+    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
     tree.add_argument("--depth", type=count(1), default=8, help="levels; default: 8")
-    tree.add_argument("--limit", type=count(1), default=100, help="pages; default: 100")
-    explain = verb("explain", "why a key or a prompt is (not) a hit", _explain, show.explanation)
+    tree.add_argument("--limit", type=count(1), default=100, help="most pages; default: 100")
+    explain = verb("explain", "why a key or prompt is a hit or a miss", _explain, show.explanation)
     explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
     explain.add_argument("--space", help=f"{_SPACE}; default: the space that fits best")
-    explain.add_argument("--shard", type=count(0), help="its number in the space; default: any")
+    explain.add_argument("--shard", type=count(0), help="number of a shard; default: any")
     _names_page(page)
 
 
 def _add_changes(verb: _Add) -> None:
     """The verbs that need the role operate and are done at once."""
-    pin = verb("pin", "keep a page, and all pages before it, from eviction", _pin, show.anything)
+    pin = verb("pin", "protect a page and all pages before it from eviction", _pin, show.anything)
     _names_page(pin)
     pin.add_argument("--ttl", type=seconds(zero=True), default=3600.0, metavar="SECONDS",
                      help="how long it lasts; 0 = no end; default: 3600")  # fmt: skip
@@ -199,9 +199,10 @@ def _add_changes(verb: _Add) -> None:
     quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
     quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
-                       help="the most it may use; 0 = no quota; default: unchanged")  # fmt: skip
+                       help="most bytes it may use; 0 = no quota; default: unchanged")  # fmt: skip
     quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
-                       help="what others must leave it; 0 = none; default: unchanged")  # fmt: skip
+                       help="bytes that other spaces cannot take from it; 0 = none;"
+                       " default: unchanged")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
                        help="the tier to limit; default: host")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
@@ -213,8 +214,8 @@ def _add_changes(verb: _Add) -> None:
 def _add_jobs(verb: _Add) -> None:
     """The verbs that start a job and wait for it, and the one that shows jobs."""
     for name, summary in (
-        ("evict", "remove a page and all pages after it, or a whole space"),
-        ("verify", "read pages again and compare them with their digests"),
+        ("evict", "evict a page and its descendants, or a whole space"),
+        ("verify", "read stored pages again and compare them with their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
         made.add_argument("space", nargs="?" if name == "verify" else None, help=_SPACE)
@@ -232,7 +233,7 @@ def _add_jobs(verb: _Add) -> None:
     clear.add_argument("--yes", action="store_true", help="do not ask before emptying every space")
     _waits(clear)
     for name, summary in (
-        ("prefetch", "bring pages from the SSD into host memory"),
+        ("prefetch", "load pages from the SSD tier into host memory"),
         ("move", "move pages to another tier"),
     ):
         made = verb(name, summary, _moved, show.job)
@@ -242,12 +243,12 @@ def _add_jobs(verb: _Add) -> None:
                           help="stop after this time; default: 60")  # fmt: skip
         if name == "move":
             made.add_argument("--to", choices=["host", "ssd"], default="ssd",
-                              help="default: ssd; the pages behind a page leave first")  # fmt: skip
+                              help="default: ssd; descendants of a page move first")  # fmt: skip
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
     jobs.add_argument("job", type=count(1), nargs="?", help="its number; default: all")
     jobs.add_argument(
-        "--cancel", action="store_true", help="stop the job; what it has done stays done"
+        "--cancel", action="store_true", help="stop the job; what it has done is not undone"
     )
 
 

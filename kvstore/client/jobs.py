@@ -108,16 +108,16 @@ class Job(Generic[T]):
 
     @property
     def refused(self) -> bool:
-        """Whether the worker did not take it: nobody but the caller will run it."""
+        """Whether the job was not queued, because too many wait; it has failed and never runs."""
         return self._refused
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: it touches no memory any more."""
+        """Whether the job has ended; it reads and writes no memory any more."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False when the time ran out first."""
+        """Wait until the job has ended; False when ``timeout_s`` seconds passed first."""
         # A forked child may have a copy of the event whose lock is held for ever.
         return self._ended.is_set() or self._ended.wait(timeout_s)
 
@@ -153,14 +153,14 @@ class Job(Generic[T]):
 
 
 class StoreJob(Job[T]):
-    """A put in the background."""
+    """A put or prefetch in the background."""
 
     def result(self, timeout_s: float = 60.0) -> T:
-        """What was stored.
+        """Wait for the end; return what the job gives: :class:`PutResult`, or a number of pages.
 
         Raises:
-            TransferTimeout: it has not ended yet.
-            KVStoreError: what :meth:`~kvstore.client.space.Space.put` raises.
+            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it goes on.
+            KVStoreError: what :meth:`Space.put` raises; for a prefetch, why the node refused.
         """
         return self._outcome(timeout_s)
 
@@ -179,10 +179,13 @@ class RestoreJob(Job[RestoreResult]):
             progress.finish()
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
-        """Wait until layer ``layer`` of all restored pages is in place, or the job has ended.
+        """Wait until layer ``layer`` of all restored pages is copied, or the job has ended.
 
-        Only a job of order ``segment`` tells layers apart; for others this waits for the end. Which
-        pages hold valid KV of the layer: the first ``verified_pages``.
+        The first :attr:`verified_pages` pages hold valid KV of the layer then. Only a job of order
+        ``segment`` copies layer by layer; for others this waits for the end.
+
+        Returns:
+            False when ``timeout_s`` seconds passed first, or the job ended without this layer.
         """
         if not self._layered:
             return self.wait(timeout_s)
@@ -192,22 +195,23 @@ class RestoreJob(Job[RestoreResult]):
 
     @property
     def verified_pages(self) -> int:
-        """Leading pages that verified: of a ``segment`` job known once layer 0 is in place.
+        """Number of leading pages that verified; for order ``segment`` known after layer 0.
 
-        Of a page that changes before its last layer was copied it takes back that the page is good;
-        ask again after each :meth:`wait_layer`.
+        It becomes smaller when a page changes before its last layer was copied: read it again after
+        each :meth:`wait_layer`.
         """
         return self._progress.good_pages
 
     def cancel(self) -> None:
-        """Ask it to stop early: a hint. Wait for its end before using the blocks otherwise."""
+        """Ask the job to stop early. Wait for its end before you use the blocks again."""
         self._progress.cancel()
 
     def result(self, timeout_s: float = 60.0) -> RestoreResult:
-        """How much was restored.
+        """Wait for the end; return how much was restored.
 
         Raises:
-            TransferTimeout: it has not ended yet.
+            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it goes on, and the
+                blocks are still in use.
         """
         try:
             return self._outcome(timeout_s)

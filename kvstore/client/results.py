@@ -15,10 +15,10 @@ class Hit(NamedTuple):
 
     Attributes:
         pages: length of the longest prefix that is READY on every shard asked for; 0 = a miss.
-        pending: further pages that are being written now.
-        tiers: tier name → pages of the hit in it.
-        load_seconds: estimate of how long loading the hit takes, from what loads from memory
-            and from disk took so far.
+        pending: number of pages after those that are being written now.
+        tiers: tier name (``gpu``, ``host``, ``ssd``) → number of pages of the hit in it.
+        load_seconds: estimate of how long loading the hit takes, from the speed of earlier loads
+            from memory and from disk.
     """
 
     pages: int
@@ -28,7 +28,14 @@ class Hit(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """What became of the pages of a put."""
+    """What became of the pages of a put, as numbers of pages.
+
+    Attributes:
+        stored: stored by this put.
+        existing: were there already.
+        pending: are being written by somebody else now.
+        refused: were not stored; a put that refuses pages raises ``CapacityError``.
+    """
 
     stored: int
     existing: int = 0
@@ -47,9 +54,10 @@ class RestoreResult(NamedTuple):
     """How a restore ended.
 
     Attributes:
-        pages: leading pages whose blocks now hold verified KV; the rest holds nothing valid.
-        size_bytes: bytes of those pages.
-        seconds: from the job's start to its end.
+        pages: number of leading pages whose blocks now hold verified KV; the blocks of the other
+            pages hold nothing valid.
+        size_bytes: total size of those pages.
+        seconds: time from the job's start to its end.
     """
 
     pages: int
@@ -60,18 +68,19 @@ class RestoreResult(NamedTuple):
 class PageViews:
     """Read-only views of pages in the node's memory, under a lease; use it as a context manager.
 
-    The bytes were verified when :meth:`Space.get` returned, and until ``close`` the node gives
-    their memory to nobody else. It is shared all the same: a process of the same tenant that writes
-    outside of its own slots can change what a view shows, and nobody would notice. Who needs bytes
-    that are proved to be the page's copies them, with ``get(out=...)``.
+    The bytes were verified before :meth:`Space.get` returned, and the node does not reuse their
+    memory until ``close``. But the memory is shared: a process of the same tenant that writes
+    outside its own slots can change what a view shows, and nobody would notice. If you need bytes
+    that are proved to be the page's, copy them with ``get(out=...)``.
 
-    Views that are forgotten without ``close`` keep their pages for as long as this process lives.
-    A forked child has none of its parent's: it cannot know when the parent closes them, so the
-    memory is not mapped there. They are empty in the child, and an array that was taken out of
-    them before is memory that is not there: a child that looks at it dies of SIGSEGV.
+    Views that are never closed keep their pages in memory for as long as this process lives. A
+    forked child does not inherit them: the child cannot know when its parent closes them, so the
+    memory is not mapped there. Its copy of this object is empty, and reading an array that was
+    taken out before the fork ends the child with SIGSEGV.
 
     Attributes:
-        arrays: uint8, one of ``page_bytes`` a page. After ``close`` they must not be looked at.
+        arrays: one read-only array for each page, shape ``(page_bytes,)``, dtype uint8. The node
+            owns the memory; do not read an array after ``close``.
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:
@@ -85,7 +94,7 @@ class PageViews:
         return len(self.arrays)
 
     def close(self) -> None:
-        """Give the lease back."""
+        """Give the lease back; the arrays must not be read any more. May be called twice."""
         release, self._release = self._release, None
         self.arrays = []
         if release is not None:

@@ -47,13 +47,17 @@ class Keep(NamedTuple):
 
 
 class Space:
-    """The pages of one space, as the shards of one engine.
+    """The pages of one space, as the shards of one engine. All methods are thread-safe.
+
+    ``keys`` are always consecutive keys of one chain, as :meth:`page_keys` makes them and slices of
+    those are. ``shard`` is an index into ``shards``; one that is out of range raises
+    ``InvalidArgument``.
 
     Attributes:
-        identity: what decides, besides tokens, whether KV may be shared.
-        shards: the engine's shards; the ``shard`` arguments below index them.
-        page_bytes: bytes of a page of each shard.
-        pages: what the pages of each shard are to a device slab.
+        identity: what must be equal, besides tokens, for two engines to share pages.
+        shards: the engine's shards.
+        page_bytes: bytes of one page of each shard.
+        pages: the name of the pages of each shard in a device slab.
     """
 
     def __init__(
@@ -73,19 +77,31 @@ class Space:
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""
     ) -> PrefixKeys:
-        """Keys of all full pages of ``tokens``; see :func:`kvstore.page.page_keys`."""
+        """Keys of all full pages of ``tokens``; see :func:`kvstore.page_keys`.
+
+        Raises:
+            InvalidArgument: a token id does not fit 32 bits.
+        """
         return page_keys(tokens, self.identity.page_tokens, seed=seed, known=known)
 
     def lookup(
         self, keys: PrefixKeys, shards: Sequence[int] | None = None, wait_s: float = 0.0
     ) -> Hit:
-        """How long a prefix of ``keys`` is there for every shard, at the node or in our own slab.
+        """Find the longest prefix of ``keys`` that every shard has, at the node or in the slab.
+
+        The pages are not pinned: they may be evicted before they are read.
 
         Args:
             keys: from the start of the chain.
-            shards: which of the engine's shards are needed; all by default.
-            wait_s: how long to wait while more of the prefix is being written.
+            shards: indexes of the shards that must have a page; None = all.
+            wait_s: how long to wait, in seconds, while more of the prefix is being written; at
+                most 60.
+
+        Returns:
+            The hit. It has 0 pages when nothing is there or the node is in trouble.
         """
+        for shard in shards or ():
+            self._size(shard)
         if not len(keys):
             return MISS
         services = self._services
@@ -126,23 +142,29 @@ class Space:
         no_store: bool = False,
         durable: bool = False,
     ) -> PutResult:
-        """Store pages; returns when others can read them.
+        """Store pages; return when others can read them.
 
         Args:
-            keys: one for each page, consecutive.
-            pages: C-contiguous buffers of ``page_bytes[shard]`` bytes; not kept.
-            shard: whose pages they are.
-            ttl_s: they leave by themselves after so long; 0 = never. Such pages never go to disk.
-            read_once: they leave when their first reader is done, and never go to disk.
-            no_store: they never go to disk.
-            durable: return when these pages, and all before them, survive a crash of the node.
+            keys: one key for each page.
+            pages: C-contiguous buffers of ``page_bytes[shard]`` bytes each. They are copied; the
+                caller must not change them until this returns, and may reuse them after that.
+            shard: the shard of all these pages.
+            ttl_s: the pages expire after this many seconds; 0 = never. Such pages are never
+                written to an SSD.
+            read_once: the pages leave after their first read and are never written to an SSD.
+            no_store: the pages are never written to an SSD.
+            durable: return when these pages and all pages before them survive a crash of the node;
+                this can take 30 seconds. It excludes the three options above.
 
         Raises:
-            InvalidArgument, LayoutMismatch: what was passed cannot be these pages.
-            CapacityError: no room for some of them (the others are stored); retryable.
-            DurabilityUnavailable: ``durable``, and the node syncs nothing, or a page was stored
-                never to go to disk; they may be stored.
-            TransferTimeout, PeerUnreachable: it is not known whether they were stored; retryable.
+            InvalidArgument: the number of pages, a buffer or a combination of options is wrong;
+                ``field`` names it.
+            LayoutMismatch: the node has this space with another layout.
+            CapacityError: there is no room for some pages; the others are stored. Retryable.
+            DurabilityUnavailable: ``durable`` was asked for, but the node never syncs, or a page
+                may not be written to an SSD. The pages may be stored in memory.
+            TransferTimeout, PeerUnreachable: the node did not answer; the pages may or may not be
+                stored. Retryable.
         """
         size = self._size(shard)
         if len(pages) != len(keys):
@@ -157,17 +179,25 @@ class Space:
         return result
 
     def persist(self, keys: PrefixKeys, shard: int = 0) -> None:
-        """Return when these stored pages, and all before them, survive a crash of the node.
+        """Make stored pages durable: return when they and all before them survive a crash.
+
+        It waits up to 30 seconds for the disk for each batch of pages (256 MiB or less).
+
+        Args:
+            keys: the pages, stored before.
+            shard: the shard of these pages.
 
         Raises:
-            CapacityError: some are not stored, or the disk has no room now; retryable.
-            DurabilityUnavailable: the node has no SSD tier or syncs nothing, or a page was stored
-                never to go to disk.
-            TransferTimeout: they are not synced yet, but may be later; retryable.
+            CapacityError: some pages are not stored, or the disk has no room now. Retryable.
+            DurabilityUnavailable: the node has no SSD tier or never syncs, or a page may not be
+                written to an SSD.
+            TransferTimeout: the pages are not synced yet; they may be later. Retryable.
+            PeerUnreachable: the node is away. Retryable.
         """
+        batches = self._batches(len(keys), shard)
         # Not the one that puts wait on for room: a sync can take much longer.
         link = self._services.waiting_link("persist")
-        for start, stop in self._batches(len(keys), shard):
+        for start, stop in batches:
             opened = self.numbers(link)
             number, wait_ms = opened.shards[shard], int(SYNC_WAIT_S * 1000)
             request = wire.Persist(0, opened.space, number, keys[start:stop].packed, wait_ms)
@@ -212,21 +242,27 @@ class Space:
     def get(
         self, keys: PrefixKeys, out: Sequence[Buffer] | None = None, shard: int = 0
     ) -> PageViews | int:
-        """Read the leading run of pages that is there, verified.
+        """Read pages from the first key on, up to the first that is missing; all are verified.
 
         Args:
-            keys: consecutive; whole prefixes are what is worth asking for.
-            out: buffers of ``page_bytes[shard]`` bytes to copy into, verified as they are copied;
-                without it the pages are verified and then viewed where they are, under a lease.
-                See :class:`PageViews` for what that promises.
-            shard: whose pages.
+            keys: the pages to read.
+            out: writable C-contiguous buffers of ``page_bytes[shard]`` bytes, one for each key.
+                They stay the caller's. Pages are verified as they are copied; after this returns,
+                buffers beyond the returned number hold nothing valid. None = no copy: the pages are
+                verified and then viewed in the node's memory, under a lease; :class:`PageViews`
+                says what that promises.
+            shard: the shard to read.
 
         Returns:
-            how many pages were copied, or views of them (empty on any trouble).
+            With ``out`` the number of pages that were copied, else views of the pages. A store in
+            trouble gives 0 pages.
+
+        Raises:
+            InvalidArgument: ``out`` does not fit the keys or the shard.
         """
+        size = self._size(shard)
         if out is None:
             return self._loads.view(keys, shard) if len(keys) else PageViews([], lambda: None)
-        size = self._size(shard)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
         target = mover.Pieces.contiguous(addresses(out, size, writable=True), size)
@@ -238,21 +274,26 @@ class Space:
     ) -> RestoreJob:  # fmt: skip
         """Copy pages into an engine's blocks, in the background.
 
-        Blocks may be used for anything else only after the job has ended, cancelled or not. Those
-        of pages beyond ``result().pages`` hold no valid KV.
+        The engine may use the blocks for something else only after the job has ended, even if it
+        was cancelled. Blocks of pages beyond ``result().pages`` hold no valid KV.
 
         Args:
-            keys: consecutive.
+            keys: the pages to copy.
             pool: where the engine keeps K and V.
-            blocks: block numbers, in page order.
-            shard: whose pages.
-            order: ``page``: fastest. ``segment``: all pages are verified first, then layer after
-                layer is copied, and ``wait_layer(i)`` returns when layer i is there (of a pool on
-                a device: when all are).
+            blocks: block numbers, integers of any shape, in page order:
+                ``pool.blocks_per_page(page_bytes[shard])`` for each key.
+            shard: the shard to read.
+            order: ``page``: page after page, the fastest. ``segment``: layer after layer;
+                :meth:`RestoreJob.wait_layer` returns when a layer is copied (for a pool on a
+                device: when all layers are).
+
+        Returns:
+            The job. A store in trouble restores 0 pages; the job raises nothing for it.
 
         Raises:
-            InvalidArgument: what was passed cannot be these pages, or the pool is on a device
+            InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device
                 where this store has no slab.
+            LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
         size = self._size(shard)
         target = pool.pieces(blocks, size, by_layer=order == "segment")
@@ -277,9 +318,26 @@ class Space:
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
         ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
     ) -> StoreJob[PutResult]:  # fmt: skip
-        """Store pages straight from an engine's blocks, in the background.
+        """Store pages from an engine's blocks, in the background.
 
-        The blocks must not change until the job has ended. Arguments as for :meth:`put`.
+        The engine must not change the blocks until the job has ended.
+
+        Args:
+            pool: where the engine keeps K and V; in host memory (``device="cpu"``).
+            blocks: block numbers, integers of any shape, in page order:
+                ``pool.blocks_per_page(page_bytes[shard])`` for each key.
+            keys: one key for each page.
+            shard: the shard of these pages.
+            ttl_s: see :meth:`put`.
+            read_once: see :meth:`put`.
+            no_store: see :meth:`put`.
+
+        Returns:
+            The job; its ``result()`` is what :meth:`put` returns, or raises what that raises.
+
+        Raises:
+            InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device.
+            LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
         size = self._size(shard)
         if pool.device != "cpu":
@@ -290,10 +348,18 @@ class Space:
         return StoreJob(self._services.stores, lambda: self.put_pieces(keys, source, shard, keep))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
-        """Bring pages from disk to memory, in the background; the job tells how many are there.
+        """Load pages from the SSD tier into host memory, in the background.
 
-        They may be evicted again at any time after.
+        They are not pinned and may be evicted again.
+
+        Args:
+            keys: the pages to load.
+            shard: the shard to load.
+
+        Returns:
+            The job; its ``result()`` is the number of leading pages that are in memory.
         """
+        self._size(shard)
 
         def run() -> int:
             there = 0
@@ -351,7 +417,7 @@ class Space:
         """Pages that one message may pin or reserve."""
         quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
         most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit side by side
-        return max(1, min(wire.BATCH_KEYS_MAX, most // self.page_bytes[shard]))
+        return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 
     def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
         each = self._batch_pages(shard)

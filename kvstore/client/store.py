@@ -43,7 +43,10 @@ _SEGMENT_BYTES_MAX: Final = 256 << 20
 
 
 class KVStore:
-    """A node as an engine uses it. Make one with :meth:`connect` or :meth:`open`; thread-safe."""
+    """A connection to a node, or a node in this process. All methods may be called by any thread.
+
+    Make one with :meth:`connect` or :meth:`open`, and close it, or use it in a ``with`` statement.
+    """
 
     def __init__(
         self, link: NodeLink, timeout_s: float = TIMEOUT_S, promotion: Promotion | None = None
@@ -60,7 +63,7 @@ class KVStore:
 
     @property
     def troubles(self) -> Counter[str]:
-        """Error code → how often a read became a miss because of it."""
+        """Error code → how many reads became misses because of that error."""
         return self._services.troubles
 
     @classmethod
@@ -74,20 +77,25 @@ class KVStore:
         device_slab: DeviceSlabConfig | None = None,
         log_level: int = logging.WARNING,
     ) -> "KVStore":
-        """Connect to the node at ``address``; with nobody there, everything misses until there is.
+        """Connect to the node at ``address``.
+
+        If no node is there, this returns all the same: reads miss, puts raise ``PeerUnreachable``,
+        and a background thread connects when the node is back.
 
         Args:
-            address: ``unix://`` and the socket's path.
-            name: what the node calls this engine in its statistics.
-            session: ``session_token`` of the engine's first process, to join its session.
-            timeout_s: longest wait for any answer; a missed one opens the circuit breaker.
-            device_slab: keep copies of what is loaded in memory of our own; None = no slab.
-            log_level: at which it says that the node is away; lower it in an engine's further
-                processes, so that the engine says it once.
+            address: ``unix://`` and the absolute path of the node's socket.
+            name: the engine's name in the node's statistics.
+            session: :attr:`session_token` of the engine's first process, to join its session.
+            timeout_s: the longest wait for an answer, in seconds. A request that misses it opens
+                the circuit breaker: further requests fail at once until the node answers again.
+            device_slab: keep copies of loaded pages in memory that this store allocates on the
+                engine's device; None = no slab.
+            log_level: the level at which it logs that the node is away. Lower it in an engine's
+                further processes, so that the engine logs it once.
 
         Raises:
-            InvalidArgument: the address is malformed, or no such device.
-            TierUnavailable: the device, its memory or torch is not there.
+            InvalidArgument: the address is malformed, or the device does not exist.
+            TierUnavailable: the device, its memory or torch is missing.
         """
         scheme, _, path = address.partition("://")
         if scheme != "unix" or not path.startswith("/"):
@@ -101,22 +109,25 @@ class KVStore:
         ssd_directories: Sequence[str | Path] = (), ssd_capacity_bytes: int = 64 << 30,
         sync: SyncName = "interval", device_slab: DeviceSlabConfig | None = None,
     ) -> "KVStore":  # fmt: skip
-        """Run a node of ``capacity_bytes`` in this process, for it alone.
+        """Run a node in this process, for this process alone.
 
         Args:
-            capacity_bytes: of memory.
-            extent_bytes: of one piece of it, a multiple of 4096.
-            prefault: touch all of it in the background.
-            ssd_directories: where pages go that memory has no room for, best one a disk; a store
-                opened on them again finds them. Empty = memory only.
-            ssd_capacity_bytes: of each directory, never exceeded.
-            sync: when what is written there survives a power cut; with ``none``, nothing can be
-                put durably.
-            device_slab: keep copies of what is loaded on the engine's device; None = no slab.
+            capacity_bytes: size of the host-memory tier, at least 64 KiB.
+            extent_bytes: size of the pieces in which it is mapped; at least 64 KiB and a multiple
+                of 4096. No page may be larger.
+            prefault: touch all of the memory in the background.
+            ssd_directories: directories of the SSD tier, best one per disk. A store that is opened
+                on them again finds the pages that were written. Empty = memory only.
+            ssd_capacity_bytes: the most that each directory may hold, at least 1 MiB.
+            sync: when written pages survive a power cut: ``always`` at once, ``interval`` after a
+                second, ``none`` perhaps never; with ``none`` a durable put is refused.
+            device_slab: keep copies of loaded pages in memory that this store allocates on the
+                engine's device; None = no slab.
 
         Raises:
-            InvalidArgument: a value that cannot be; names it.
-            ConfigError, TierUnavailable: a directory or a device cannot be used; names it and why.
+            InvalidArgument: an argument has an impossible value; ``field`` names it.
+            ConfigError, TierUnavailable: a directory or a device cannot be used; the message says
+                which and why.
         """
         for field, size in (("capacity_bytes", capacity_bytes), ("extent_bytes", extent_bytes)):
             if size < 1 << 16:
@@ -141,25 +152,34 @@ class KVStore:
 
     @property
     def connected(self) -> bool:
-        """Whether the node answers, as far as is known."""
+        """Whether there is a connection to the node, as far as is known; sends nothing."""
         return self._link.connected
 
     @property
     def session_token(self) -> bytes:
-        """What other processes of the same engine pass to :meth:`connect`; empty when embedded."""
+        """What other processes of the same engine pass to :meth:`connect` as ``session``.
+
+        Empty for a store that was made with :meth:`open`.
+        """
         return self._link.session if isinstance(self._link, Link) else b""
 
     @property
     def load_bytes_per_s(self) -> float:
-        """How fast loads have been (moving average)."""
+        """Speed of loads, in bytes per second (moving average)."""
         return self._services.load_bytes_per_s
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> "Space":
-        """The pages of one model, as the ranks of one engine hold them.
+        """Open a space: the pages of one model, as the ranks of one engine hold them.
+
+        Args:
+            identity: what must be equal for two engines to share pages.
+            shards: the shards of this engine, at least one. ``shard`` arguments of :class:`Space`
+                are indexes into it.
 
         Raises:
-            InvalidArgument, LayoutMismatch: the node refuses; names the field. A node that is away
-                is asked when it is back, and a refusal then makes everything miss.
+            InvalidArgument, LayoutMismatch: the node refuses; ``field`` names what is wrong. If the
+                node is away, the space is opened when it is back; if it refuses then, every read of
+                the space misses.
         """
         space = Space(self._services, identity, shards)
         try:
@@ -169,24 +189,26 @@ class KVStore:
         return space
 
     def report_prefill(self, seconds_per_token: float) -> None:
-        """Tell the node what computing a token costs this engine."""
+        """Tell the node how long this engine takes to compute one token, in seconds."""
         self._link.send(wire.ReportPrefill(seconds_per_token))
 
     def ping(self) -> float:
-        """Seconds that one round trip to the node takes.
+        """Measure one round trip to the node, in seconds.
 
         Raises:
-            TransferTimeout, PeerUnreachable: it does not answer.
+            TransferTimeout, PeerUnreachable: the node does not answer.
         """
         start = perf_counter()
         self._link.request(wire.Ping(0), self._timeout_s)
         return perf_counter() - start
 
     def stats(self) -> dict[str, Any]:
-        """The node's statistics, and under ``slab`` those of our own device slab, if there is one.
+        """The node's statistics, as ``GET /v1/stats`` gives them.
+
+        With a device slab, the entry ``slab`` is what :meth:`slab_stats` returns.
 
         Raises:
-            TransferTimeout, PeerUnreachable: it does not answer.
+            TransferTimeout, PeerUnreachable: the node does not answer.
         """
         mine = self.slab_stats()
         own = {} if mine is None else {"slab": mine}
@@ -197,20 +219,23 @@ class KVStore:
         return {**json.loads(answer.json), **own}
 
     def slab_stats(self) -> dict[str, Any] | None:
-        """Statistics of our own device slab, whether the node is there or not; None without one."""
+        """Statistics of this store's device slab; None without one. Asks nothing of the node."""
         promotion = self._services.promotion
         return None if promotion is None else promotion.stats()
 
     def clear_slab(self) -> int:
-        """Empty our own device slab; returns how many pages were there. The node keeps its own."""
+        """Empty this store's device slab; returns how many pages it held. The node keeps its pages.
+
+        Without a slab it returns 0.
+        """
         promotion = self._services.promotion
         return 0 if promotion is None else promotion.slab.clear()
 
     def close(self) -> None:
-        """Finish submitted jobs, then leave the node; nothing of it stays mapped.
+        """Finish submitted jobs, then disconnect and unmap the node's memory.
 
-        While a view is open, or a put of another thread goes on, its memory stays, and the node is
-        left when that has ended. Whatever else is asked of the store is a miss, or refused.
+        While a view is open or another thread is in a put, the memory stays mapped; the store
+        disconnects when they have ended. Any other call after this is a miss, or is refused.
         """
         promotion = self._services.promotion
         with ExitStack() as steps:  # each is done, whatever becomes of the one before

@@ -158,8 +158,8 @@ class DeviceSlabConfig(Section, frozen=True):
     """L1: a cache of whole pages that belongs to one client, on the device of its engine.
 
     Attributes:
-        capacity_bytes: taken at once, and kept.
-        device: ``cpu``, or ``cuda:0``, …
+        capacity_bytes: size of the slab, at least 4096; allocated at once.
+        device: ``cpu``, or ``cuda:N``.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=4096)]

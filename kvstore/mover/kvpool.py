@@ -18,16 +18,24 @@ from kvstore.mover import Pieces
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The memory an engine keeps K and V in. Addresses stay the engine's; it must outlive all jobs.
+    """The memory an engine keeps K and V in, as addresses and strides.
+
+    A plane holds one part (say, the K of layer 3) of every block. Block b of plane i is the
+    ``block_bytes`` contiguous bytes at ``planes[i] + b * block_stride_bytes``. A page is the planes
+    in order, and in each plane the page's blocks in order. The engine owns the memory and must keep
+    it until every job that uses the pool has ended.
 
     Attributes:
         planes: address of block 0 of each plane, in page order: for canonical pages
-            ``[layer 0 K, layer 0 V, layer 1 K, …]``, for opaque ones one plane a layer.
+            ``[layer 0 K, layer 0 V, layer 1 K, …]``, for opaque pages one plane per layer.
         block_bytes: bytes of one block in one plane, contiguous.
         block_stride_bytes: distance from block to block in a plane, ``block_bytes`` or more.
-        block_count: blocks in the pool.
-        planes_per_layer: 2 when K and V are apart, 1 when they are one.
-        device: where the memory is: ``cpu``, or ``cuda:0``, …, which needs a device slab there.
+        block_count: number of blocks in the pool.
+        planes_per_layer: 2 when K and V are separate planes, 1 when they share one.
+        device: where the memory is: ``cpu``, or ``cuda:N``, which needs a device slab there.
+
+    Raises:
+        InvalidArgument: the numbers cannot describe memory; ``field`` names the wrong one.
     """
 
     planes: tuple[int, ...]
@@ -50,14 +58,17 @@ class KVPool:
 
     @property
     def layer_count(self) -> int:
-        """Layers in the pool."""
+        """Number of layers in the pool."""
         return len(self.planes) // self.planes_per_layer
 
     def blocks_per_page(self, page_bytes: int) -> int:
         """How many blocks one page spans.
 
+        Args:
+            page_bytes: bytes of one page, see :attr:`Space.page_bytes`.
+
         Raises:
-            LayoutMismatch: pages of that size are not made of whole blocks of this pool.
+            LayoutMismatch: a page of that size is not a whole number of the pool's blocks.
         """
         count, rest = divmod(page_bytes, len(self.planes) * self.block_bytes)
         if rest or not count:

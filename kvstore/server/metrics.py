@@ -1,4 +1,4 @@
-"""The node's statistics as Prometheus series; ``docs/operations.md`` lists them.
+"""The node's statistics as Prometheus series; ``docs/operations/metrics.md`` lists them.
 
 The admin process makes the text, and reads there what the kernel knows of the node's process; the
 loop that owns the state only hands over its numbers.
@@ -21,45 +21,47 @@ from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
 _LATENCIES: Final = {
-    "lookup": "From a lookup's arrival to its answer, waiting included.",
-    "acquire": "From the arrival of a request for pages to its answer, waiting and loads included.",
-    "put": "From the grant of a put's slots to its commit: the engine writes meanwhile.",
-    "wait": "From the arrival of a request that had to wait, of whatever kind, to its answer.",
-    "disk_load": "From the decision to read a page from the SSDs until it is READY in memory.",
+    "lookup": "Seconds from a lookup's arrival to its answer, including waits.",
+    "acquire": "Seconds from the arrival of a request for pages to its answer, including loads.",
+    "put": "Seconds from the grant of a put's slots to its commit; the engine writes meanwhile.",
+    "wait": "Seconds from the arrival of a request of any kind that had to wait to its answer.",
+    "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
 }
 COUNTED: Final = {
-    "lookup_pages": "Keys that answered lookups had asked for; a lookup that waits counts once.",
-    "hit_pages": "Keys of answered lookups that were found on every shard asked for, in any tier.",
+    "lookup_pages": "Keys in answered lookups; a lookup that waits counts once.",
+    "hit_pages": "Keys in answered lookups that were found on every shard asked for, in any tier.",
     "stored_pages": "Pages of one shard that became READY by a put.",
     "stored_bytes": "Bytes of pages that became READY by a put.",
     "loaded_bytes": "Bytes of pages that readers got a lease for.",
-    "aborted_puts": "Puts that were taken back, lost ones too.",
-    "lost_puts": "Puts taken back while their writer may still be writing.",
-    "expired_leases": "Leases that ran out before they were given back.",
-    "contradicting_pages": "Pages of puts refused because their key follows another page already.",
+    "aborted_puts": "Puts that were aborted, including lost ones.",
+    "lost_puts": "Puts that were aborted while their engine may still be writing.",
+    "expired_leases": "Leases that expired before they were given back.",
+    "contradicting_pages": "Pages refused because their key already follows another page.",
     "closed_spaces": "Idle spaces that were closed to make room for new ones.",
-    "retired_extents": "Extents taken out of use because an unwatched process may touch them.",
-    "demoted_pages": "Pages of one shard that are on the SSDs since they were written there.",
+    "retired_extents":
+        "Extents that got new memory because an unwatched process may touch the old.",
+    "demoted_pages": "Pages of one shard that were written from memory to the SSDs.",
     "promoted_pages": "Pages of one shard that were loaded from the SSDs into memory.",
-    "evicted_to_disk": "Pages of one shard that left memory and stay on the SSDs.",
+    "evicted_to_disk": "Pages of one shard that were evicted from memory and stay on the SSDs.",
     "not_admitted_pages":
         "Times that admission refused to write a page, or the rest of a chain, to the SSDs.",
-    "unwritten_pages": "Pages whose writing failed, or that left the store before it ended.",
+    "unwritten_pages": "Pages whose write failed, or that left the store before it ended.",
     "demotions_failed":
-        "Pages evicted without being written first because writes to the SSDs had just failed.",
+        "Pages evicted without being written, because writes to the SSDs had just failed.",
     "disk_full_pages": "Pages that found no room on the SSDs.",
-    "reclaimed_pages": "Pages that were let go with their segment when it was reclaimed.",
+    "reclaimed_pages": "Pages that left the SSDs with their segment when it was reclaimed.",
     "carried_pages": "Pages that were carried over to another segment when theirs was reclaimed.",
-    "disk_kept_pages": "Pages to be carried over for a pin or a reservation.",
-    "disk_quota_pages": "Pages taken off the SSDs for their own space's quota.",
-    "disk_seals_failed": "Segment files that got no index; a start reads all of them instead.",
+    "disk_kept_pages": "Pages chosen to be carried over for a pin or a reservation.",
+    "disk_quota_pages": "Pages removed from the SSDs because their space was over its quota.",
+    "disk_seals_failed": "Segment files that got no index; a start reads the whole file instead.",
     "disk_drops_failed": "Segment files that could not be deleted.",
     "orphaned_bytes":
-        "Bytes of records on the SSDs that the start left out: their heads were gone.",
+        "Bytes of records on the SSDs that the start left out because their heads were gone.",
     "recovery_refused_shards":
-        "Shards of spaces on the SSDs that the start left out: they do not fit this node.",
+        "Shards on the SSDs that the start left out because they do not fit this node.",
     "tombstone_keys": "Pages whose removal was written to the SSDs.",
-    "tombstone_keys_lost": "Pages whose removal could not be: a restart may find them.",
+    "tombstone_keys_lost":
+        "Pages whose removal could not be written to the SSDs; a restart may find them.",
 }  # fmt: skip
 """Counts of the node's state that are series of their own, and what each counts."""
 _CAUSES: Final = (
@@ -80,14 +82,14 @@ _EVENTS: Final = {
         "batches_dropped", "Batches of KV events that were lost because too many waited.",
     ),
     "event_batches_lost": (
-        "batches_lost", "Batches of KV events that one follower each lost because it was slow.",
+        "batches_lost", "Batches of KV events that a slow follower lost, once per follower.",
     ),
     "event_followers_cut": (
         "followers_cut", "Connections of followers of KV events that were refused or closed.",
     ),
-    "event_replays": ("replays_served", "Requests of followers for earlier batches, answered."),
+    "event_replays": ("replays_served", "Requests for earlier batches that were answered."),
     "event_replays_cut": (
-        "replays_cut", "Requests of followers for earlier batches, not answered to the end.",
+        "replays_cut", "Requests for earlier batches that were not answered to the end.",
     ),
 }  # fmt: skip
 
@@ -116,7 +118,7 @@ class _Snapshot:
         )
         yield _counter(
             "kvstore_admin_restarts",
-            "Times that the process which serves HTTP ended and was started again.",
+            "Restarts of the process that serves HTTP.",
             stats["admin"]["restarts"],
         )
         yield from _latencies(stats)
@@ -143,7 +145,7 @@ def _build(stats: Mapping[str, Any]) -> Metric:
         "mover": stats["mover"],
     }
     family = GaugeMetricFamily(
-        "kvstore_build_info", "Always 1; its labels say what runs.", labels=list(labels)
+        "kvstore_build_info", "Always 1; the labels say which versions run.", labels=list(labels)
     )
     family.add_metric(list(labels.values()), 1)
     return family
@@ -153,24 +155,24 @@ def _open(stats: Mapping[str, Any]) -> Iterator[Metric]:
     """What is there or under way now."""
     for name, of, help_text in (
         ("pages", "pages",
-         "Keys in the index, in any tier, those being written too; a key counts once."),
+         "Keys in the index, in any tier, including those being written; a key counts once."),
         ("spaces", "spaces_total", "Spaces that are open."),
         ("sessions", "sessions_total",
          "Engines with a process that is connected or still holds something."),
         ("session_bytes", "session_bytes",
-         "Slot bytes that engines read, write or have left behind, by their leases and puts."),
+         "Slot bytes that engines read, write or have left behind."),
         ("connections", "connections", "Open connections of engines' processes."),
         ("unwatched_processes", "unwatched_processes",
-         "Processes of engines whose end the kernel does not tell."),
-        ("leases", "leases", "Leases that readers have not given back, expired ones too."),
-        ("open_puts", "puts", "Puts neither committed nor taken back, those of lost writers too."),
-        ("waiting_requests", "waiting_requests", "Requests waiting for pages, room or a sync."),
+         "Processes of engines whose end the kernel does not report."),
+        ("leases", "leases", "Leases that readers have not given back, including expired ones."),
+        ("open_puts", "puts", "Puts neither committed nor aborted, also of lost engines."),
+        ("waiting_requests", "waiting_requests", "Requests that wait for pages, room or a sync."),
         ("waiting_bytes", "waiting_bytes", "Bytes of the requests that wait."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_{name}", help_text, stats[of])
     yield _counter(
         "kvstore_accepted_connections",
-        "Connections to the socket, those that were refused too.",
+        "Connections to the socket, including refused ones.",
         stats["accepted_connections"],
     )
 
@@ -188,8 +190,8 @@ def _latencies(stats: Mapping[str, Any]) -> Iterator[Metric]:
 def _lookups(lookups: list[dict[str, Any]]) -> Metric:
     family = CounterMetricFamily(
         "kvstore_lookup_tier_pages",
-        "Keys that answered lookups had asked for, by where they were found (ssd: on the SSDs only,"
-        " for some shard) and by model: the first 32 models, and other.",
+        "Keys in answered lookups, by where they were found (ssd: for some shard on the SSDs only)"
+        " and by model (the first 32 models, and other).",
         labels=["tier", "model"],
     )
     for one in lookups:
@@ -203,13 +205,13 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
     host = stats["host"]
     yield _gauge(
         "kvstore_host_capacity_bytes",
-        "Memory that the host tier has for pages, used or not; withheld memory is not counted.",
+        "Size of the host-memory tier, used or not, without withheld memory.",
         host["capacity_bytes"],
     )
     states = GaugeMetricFamily(
         "kvstore_host_bytes",
-        "Memory of the host tier, by state of its slots; pinned is a part of ready, retiring: of"
-        " extents that get new memory, whatever their slots are; withheld is beyond the capacity.",
+        "Memory of the host tier by state of its slots. pinned is part of ready; retiring is in"
+        " extents that get new memory, whatever the slots' state; withheld is beyond the capacity.",
         labels=["state"],
     )
     for state in _SLOT_STATES:
@@ -217,17 +219,17 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield states
     yield _gauge(
         "kvstore_host_populated_bytes",
-        "Memory of the host tier that the kernel has given, because it was touched.",
+        "Memory of the host tier that was touched, so that the kernel has allocated it.",
         stats["populated_bytes"],
     )
     yield _gauge(
         "kvstore_host_missing_bytes",
-        "Memory that extents should have and that could not be had yet.",
+        "Memory of extents that could not be allocated yet.",
         stats["missing_bytes"],
     )
     yield _counter(
         "kvstore_host_memory_failures",
-        "Times that an extent could not be given new memory; it is tried again.",
+        "Times that new memory for an extent could not be allocated; the node tries again.",
         stats["memory_failures"],
     )
 
@@ -246,11 +248,11 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
         ("written_bytes", "Bytes of records of pages written to the SSDs for the first time."),
         (
             "carried_bytes",
-            "Bytes of records written once more because their segment was reclaimed.",
+            "Bytes of records rewritten because their segment was reclaimed.",
         ),
-        ("read_bytes", "Bytes of records of pages read from the SSDs and found whole."),
+        ("read_bytes", "Bytes of records of pages that were read from the SSDs and verified."),
         ("syncs", "Segment files that were synced."),
-        ("reclaimed_segments", "Segment files whose room was given back."),
+        ("reclaimed_segments", "Segment files that were reclaimed."),
     ):
         yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
     for name in ("checked", "corrupt"):
@@ -267,7 +269,7 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
         ("backlog_pages", "backlog_pages", "Pages that wait to be written to the SSDs."),
         ("loads", "loads", "Pages that are being read from the SSDs into memory."),
         ("tombstone_keys_waiting", "tombstone_keys_waiting",
-         "Pages taken out whose removal is not written to the SSDs yet."),
+         "Pages whose removal is not written to the SSDs yet."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_ssd_{name}", help_text, ssd[of])
     yield _gauge("kvstore_ssd_segments", "Segment files in all directories.", ssd["segments"])
@@ -293,11 +295,12 @@ def _wear(wear: Mapping[str, int]) -> Iterator[Metric]:
     """What is written for ordinary pages, against the endurance budget."""
     for name, of, help_text in (
         ("day_bytes", "today_bytes",
-         "Bytes written to the SSDs for ordinary pages, carried over too, since the day began (of"
-         " 24 h, by the machine's time since boot); goes back to 0."),
+         "Bytes written to the SSDs for ordinary pages since the day began, including those"
+         " carried over; a day is 24 h of the machine's time since boot. Falls back to 0."),
         ("day_forecast_bytes", "forecast_bytes",
-         "Such bytes that a whole day comes to, at the mean rate since the first one."),
-        ("day_budget_bytes", "budget_bytes", "Such bytes that a day may have; 0 = no limit."),
+         "The same bytes for a whole day, at the mean rate."),
+        ("day_budget_bytes", "budget_bytes",
+         "The most such bytes per day (ssd.bytes_per_day_max); 0 = no limit."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_ssd_{name}", help_text, wear[of])
 
@@ -323,10 +326,13 @@ class _Slab:
         for name, help_text in (
             ("pages_hit", "Pages loaded from the slab."),
             ("pages_promoted", "Pages copied to the slab."),
-            ("pages_evicted", "Pages that left the slab for others."),
-            ("pages_refused", "Pages not let in: no room, and read for the first time."),
-            ("pages_forgotten", "Pages taken out because they were wrong or may not stay."),
-            ("pages_failed", "Pages whose copy did not verify or was given up."),
+            ("pages_evicted", "Pages evicted from the slab to make room for others."),
+            ("pages_refused", "Pages not copied: no room, and read for the first time."),
+            (
+                "pages_forgotten",
+                "Copies removed: wrong, not allowed to stay, or cleared.",
+            ),
+            ("pages_failed", "Pages whose copy failed its digest or was abandoned."),
             ("errors", "Pages that failed in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])

@@ -313,6 +313,25 @@ def test_wrong_buffers_are_refused_by_name(store):
     assert space.lookup(keys).pages == 0
 
 
+@pytest.mark.parametrize("shard", [1, -1])
+def test_a_shard_that_the_engine_does_not_have_is_refused_by_name(store, shard):
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    space.put(keys, content(2, SIZE))
+
+    for ask in (
+        lambda: space.lookup(keys, [shard]),
+        lambda: space.put(keys, content(2, SIZE), shard),
+        lambda: space.get(keys, shard=shard),
+        lambda: space.get(keys, content(2, SIZE), shard),
+        lambda: space.persist(keys, shard),
+        lambda: space.prefetch(keys, shard),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            ask()
+        assert refused.value.field == "shard"
+
+
 @pytest.mark.parametrize(
     ("blocks", "field"),
     [([0, 1, 2], "blocks"), ([0], "blocks"), ([0, 8], "blocks"), ([0, -1], "blocks")],

@@ -1,35 +1,19 @@
 """Fake engines and a Conductor in the test's own process and loop, everything on port 0."""
 
 import asyncio
-import contextlib
-import functools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 from aiohttp import web
 
 from conductor.config import ConductorConfig
 from conductor.service import Conductor
 
-WAIT_S = 10.0
 OPERATE = "operate-token-of-tests"
-PAUSE_S = 0.002
-
-
-async def eventually(condition: Callable[[], object], what: str = "") -> None:
-    """Give the loop to others until ``condition`` is true; fail after a while."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.Event().wait(), PAUSE_S)
-    except TimeoutError:
-        pytest.fail(f"not within {WAIT_S} s: {what or condition}")
 
 
 class FakeEngine:
@@ -297,13 +281,3 @@ async def serving(*engines: FakeEngine, **sections: Any) -> AsyncIterator[Client
                     engine.tokenize_gate.set()
                     engine.mid_gate.set()
                 stop.set()
-
-
-def in_loop(case: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as a plain one, in a loop of its own."""
-
-    @functools.wraps(case)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(case(*args, **kwargs))
-
-    return run

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from conductor.auth import Auth
 from conductor.config import HttpConfig, load_conductor
+from conductor.front.auth import Auth
 from conductor.service import main
 from kvstore.config import show
 from kvstore.errors import ConfigError
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults
-from tests.conductor.fakes import OPERATE, FakeEngine, bearer, in_loop, serving
+from tests.conductor.fakes import OPERATE, FakeEngine, bearer, serving
+from tests.loops import in_loop
 
 CLIENT, READ = "client-token-of-tests", "read-token-of-tests-"
 OPEN = ("GET /health", "GET /readyz")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conductor.fakes import OPERATE, FakeEngine, bearer, eventually, in_loop, serving
+from tests.conductor.fakes import OPERATE, FakeEngine, bearer, serving
+from tests.loops import eventually, in_loop
 
 END = b"\r\n\r\n"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.engines import Health, Role
-from conductor.policy import (
+from conductor.routing.engines import Health, Role
+from conductor.routing.policy import (
     POLICIES,
     Assign,
     EngineView,

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tests.conductor.fakes import FakeEngine, eventually, in_loop, serving, sse, texts
+from tests.conductor.fakes import FakeEngine, serving, sse, texts
+from tests.loops import eventually, in_loop
 
 
 @in_loop
@@ -97,7 +98,7 @@ async def test_an_engine_never_has_more_than_it_said_and_the_rest_waits_in_order
         assert [(await request)[0] for request in requests] == [200] * 5
         assert engine.running_most == 2
         assert len(engine.requests) == 5
-        client.conductor.queue.check()
+        client.conductor.queue.rules.check()
 
 
 @in_loop
@@ -261,8 +262,8 @@ async def test_a_client_that_goes_away_ends_the_engine_s_work() -> None:
         request.cancel()
         await eventually(lambda: p.aborted == 1, "prefill was aborted")
         await eventually(lambda: client.conductor.proxy.active == 0)
-        assert client.conductor.queue.in_flight("p") == 0
-        assert client.conductor.queue.in_flight("d") == 0
+        assert client.conductor.queue.rules.in_flight("p") == 0
+        assert client.conductor.queue.rules.in_flight("d") == 0
         assert client.conductor.decisions.newest(1)[0].outcome == "client_gone"
 
 

@@ -12,7 +12,8 @@ from kvstore.config import show
 from kvstore.errors import ConfigError
 from kvstore.events.publisher import EventPublisher, StoredEvent
 from kvstore.page import PrefixKeys, page_keys
-from tests.conductor.fakes import FakeEngine, eventually, in_loop, serving
+from tests.conductor.fakes import FakeEngine, serving
+from tests.loops import eventually, in_loop
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SPACE = "ab" * 32

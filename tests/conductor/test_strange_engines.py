@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from conductor.upstream import SMALL_ANSWER_BYTES_MAX
-from tests.conductor.fakes import OPERATE, FakeEngine, eventually, in_loop, serving
+from conductor.front.upstream import SMALL_ANSWER_BYTES_MAX
+from tests.conductor.fakes import OPERATE, FakeEngine, serving
 from tests.conductor.test_front import END, raw
+from tests.loops import eventually, in_loop
 
 
 class StrangeEngine:

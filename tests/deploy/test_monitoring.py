@@ -23,9 +23,10 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, eventually, serving
+from tests.conductor.fakes import FakeEngine, serving
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
+from tests.loops import eventually
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
@@ -301,8 +302,8 @@ def named(series: dict[str, Series]) -> dict[str, set[str]]:
     return found
 
 
-def test_the_operations_page_lists_every_series_of_a_node_with_its_labels(node_series):
-    there = dict(documented("operations.md", "## Watching it"))
+def test_the_metrics_page_lists_every_series_of_a_node_with_its_labels(node_series):
+    there = dict(documented("operations/metrics.md", "## Series of a node"))
     there = {name: labels for name, labels in there.items() if re.match("kvstore_|process_", name)}
     assert there == named(node_series)
 
@@ -315,8 +316,8 @@ def test_the_conductors_page_lists_every_series_of_a_conductor(conductor_series)
     assert there == named(conductor_series)
 
 
-def test_the_operations_page_says_what_every_alert_is(exported):
-    text = (ROOT / "docs/operations.md").read_text()
+def test_the_metrics_page_says_what_every_alert_is(exported):
+    text = (ROOT / "docs/operations/metrics.md").read_text()
     assert [one["alert"] for one in RULES if f"`{one['alert']}`" not in text] == []
 
 

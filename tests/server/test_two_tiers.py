@@ -50,7 +50,7 @@ def test_pages_on_disk_are_shown_explained_limited_and_cleared(two_tiers, wait_u
 
 
 def test_every_metric_of_a_node_is_documented(two_tiers):
-    known = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    known = (Path(__file__).parents[2] / "docs" / "operations" / "metrics.md").read_text()
     lines = two_tiers.ask("/metrics").decode().splitlines()
     named = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from conductor.config import HttpConfig
-from conductor.openai import error_response
+from conductor.front.openai import error_response
 from kvstore.errors import ConfigError, reason
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults

@@ -1,9 +1,9 @@
 """Following KV events: one subscription an engine or node, replay, restarts.
 
-Each follower is a task on the Conductor's loop with one connection for live batches and another one
-for each replay. What a worker holds counts only while its connection stands (``is_current``): a
-daemon that is gone, or stopped (heartbeats), attracts no requests. Long bursts and long batches
-give the loop back every few milliseconds, so that neither delays a stream.
+Each follower is a task with one connection for live batches and another one for each replay. What a
+worker holds counts only while its connection stands (``is_current``): a daemon that is gone, or
+stopped (heartbeats), attracts no requests. Long bursts and long batches give the loop back every
+few milliseconds, so that neither delays a stream.
 
 Whatever a publisher sends costs what is known of that worker, at most: a batch that cannot be read,
 a message that is none, a replay without an end. Each is counted by its cause.
@@ -15,9 +15,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, NamedTuple
 
-from conductor.config import EventsConfig, IndexConfig, NodeEntry
-from conductor.engines import EngineInfo
-from conductor.prefixes import engine_worker, node_worker
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, wall_clock
 from kvstore.index.channel import Channel
@@ -43,15 +40,38 @@ _AGAIN_S_MAX: Final = 1.0
 """Pause before a lost connection is made again; it grows from the one to the other."""
 
 
-class _Source(NamedTuple):
-    """Where a worker's events come from."""
+class Source(NamedTuple):
+    """Where a worker's events come from.
+
+    Attributes:
+        worker: its name in the index.
+        domain: what its pages are indexed under where its events name no space.
+        page_tokens: tokens in a page of that domain, at least 1.
+        endpoint: of its publisher; ``ipc://`` or ``tcp://``.
+        replay_endpoint: where missed batches are asked for; None: nowhere.
+        token: what its publisher asks for over TCP; empty for nothing.
+    """
 
     worker: str
     domain: str
     page_tokens: int
     endpoint: str
-    replay_endpoint: str | None
+    replay_endpoint: str | None = None
     token: str = ""
+
+
+class SourceBounds(NamedTuple):
+    """What one source may cost.
+
+    Attributes:
+        replay_s: longest silence during a replay.
+        verify_s: without a live message for so long, the last batch is asked for again.
+        foreign_blocks: blocks with hashes of the source's own that are remembered.
+    """
+
+    replay_s: float
+    verify_s: float
+    foreign_blocks: int
 
 
 class _NoReplayError(Exception):
@@ -73,9 +93,9 @@ class Follower:
 
     def __init__(
         self,
-        source: _Source,
+        source: Source,
         ingest: WorkerIngest,
-        config: EventsConfig,
+        bounds: SourceBounds,
         changed: Callable[[], None],
     ) -> None:
         self.source = source
@@ -86,7 +106,7 @@ class Follower:
         self.sequence = Sequence()
         self.ingest = ingest
         self.faults = Faults(_log, f"events of {source.worker}")
-        self._config = config
+        self._bounds = bounds
         self._changed = changed
         self._turn_ends = 0.0
 
@@ -129,7 +149,7 @@ class Follower:
         heard_at, missed = loop.time(), 0
         while True:
             try:
-                wait_s = min(_BEAT_S, self._config.verify_s)
+                wait_s = min(_BEAT_S, self._bounds.verify_s)
                 async with asyncio.timeout(wait_s):
                     messages = await channel.receive()
             except TimeoutError:
@@ -148,7 +168,7 @@ class Follower:
             if messages:
                 heard_at = loop.time()
                 self._changed()
-            elif loop.time() - heard_at >= self._config.verify_s:
+            elif loop.time() - heard_at >= self._bounds.verify_s:
                 await self._replay()
                 heard_at = loop.time()
 
@@ -253,7 +273,7 @@ class Follower:
             await channel.send([b"", self.sequence.replay_from.to_bytes(8, "big")])
             before = -1
             while True:
-                async with asyncio.timeout(self._config.replay_s):
+                async with asyncio.timeout(self._bounds.replay_s):
                     while not (messages := await channel.receive()):
                         await self._let_others()
                 for message in messages:
@@ -277,65 +297,42 @@ def _said(error: OSError) -> str:
     return str(error) or type(error).__name__
 
 
-class EventFollowers:
-    """One follower for each engine and node whose events are known where to find."""
+class Followers:
+    """One follower for each source."""
 
     def __init__(
-        self,
-        index: PrefixIndex,
-        index_config: IndexConfig,
-        events_config: EventsConfig,
-        changed: Callable[[], None],
+        self, index: PrefixIndex, bounds: SourceBounds, changed: Callable[[], None]
     ) -> None:
         """Follow nobody yet.
 
         Args:
             index: changed in place.
-            index_config: page size and bounds for engines with hashes of their own.
-            events_config: bounds and deadlines.
+            bounds: of each source.
             changed: called after batches were applied and when a connection comes.
         """
         self._index = index
-        self._index_config = index_config
-        self._events_config = events_config
+        self._bounds = bounds
         self._changed = changed
         self._followers: dict[str, Follower] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
-    def follow_engine(self, info: EngineInfo) -> None:
-        """Follow an engine's events from now on; it is not followed yet."""
-        if info.events is not None:
-            worker = engine_worker(info.id)
-            self._follow(
-                _Source(worker, info.domain, info.page_tokens, info.events, info.events_replay)
-            )
+    def follow(self, source: Source) -> None:
+        """Follow a source from now on; nothing changes when that is done already.
 
-    def follow_node(self, node: NodeEntry) -> None:
-        """Follow a node's events from now on; it is not followed yet."""
-        worker = node_worker(node.id)
-        page_tokens = self._index_config.page_tokens
-        token = node.events_token or ""
-        self._follow(_Source(worker, worker, page_tokens, node.events, node.events_replay, token))
-
-    def _follow(self, source: _Source) -> None:
-        assert source.worker not in self._followers, source.worker
-        foreign = ForeignBlocks(source.page_tokens, self._index_config.foreign_blocks_max)
+        What is known of its worker from another place is forgotten.
+        """
+        known = self._followers.get(source.worker)
+        if known is not None and known.source == source:
+            return
+        self.drop(source.worker)
+        foreign = ForeignBlocks(source.page_tokens, self._bounds.foreign_blocks)
         ingest = WorkerIngest(self._index, source.worker, source.domain, foreign)
-        self._followers[source.worker] = Follower(
-            source, ingest, self._events_config, self._changed
-        )
+        self._followers[source.worker] = Follower(source, ingest, self._bounds, self._changed)
         self._wake.set()
 
-    def drop_engine(self, engine_id: str) -> None:
-        """Forget what an engine holds, and follow it no longer."""
-        self._drop(engine_worker(engine_id))
-
-    def drop_node(self, node_id: str) -> None:
-        """Forget what a node holds, and follow it no longer."""
-        self._drop(node_worker(node_id))
-
-    def _drop(self, worker: str) -> None:
+    def drop(self, worker: str) -> None:
+        """Forget what a worker holds, and follow it no longer; nothing to do when it is not."""
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()

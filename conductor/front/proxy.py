@@ -13,15 +13,14 @@ import re
 import uuid
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 from aiohttp import web
 
 from conductor.config import DeadlineConfig, QueueConfig
-from conductor.decisions import Attempt, Decision, DecisionLog
-from conductor.engines import EngineRegistry
-from conductor.metrics import Metrics
-from conductor.openai import (
+from conductor.front.metrics import Metrics
+from conductor.front.openai import (
     BadRequestError,
     Completion,
     error_body,
@@ -31,11 +30,14 @@ from conductor.openai import (
     read_body,
     read_stream_end,
 )
-from conductor.policy import Plan, Waiting
-from conductor.prefixes import PrefixView
-from conductor.prompts import Prompts
-from conductor.queue import Lease, RejectedError, RequestQueue
-from conductor.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.prompts import Prompts
+from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.waiting import Lease, RequestQueue
+from conductor.routing.decisions import Attempt, Decision, DecisionLog
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.policy import Plan, Waiting
+from conductor.routing.prefixes import PrefixView
+from conductor.routing.queue import RejectedError
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TAIL_PIECES: Final = 4
@@ -118,13 +120,13 @@ class Proxy:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
-        if self.active >= self._parts.queue.requests_max:
+        if self.active >= self._parts.queue.rules.requests_max:
             self._parts.metrics.refused(429, "rejected")
             return error_response(
                 429,
                 "queue_full",
                 f"{self.active} requests are here already",
-                retry_after_s=self._parts.queue.retry_after_s,
+                retry_after_s=self._parts.queue.rules.retry_after_s,
             )
         raw = await read_body(http)
         try:
@@ -146,7 +148,9 @@ class Proxy:
             return error_response(
                 404, "model_not_found", what, field="model", request_id=request_id
             )
-        decision = self._parts.decisions.open(request_id, model, self._policy, stream=body.stream)
+        decision = self._parts.decisions.open(
+            request_id, model, self._policy, stream=body.stream, at=datetime.now(UTC)
+        )
         run = _Run(http, body, decision, arrived, next(self._numbers))
         self.active += 1
         self.idle.clear()
@@ -221,7 +225,7 @@ class Proxy:
                     return self._relay_refusal(run, error)
         what = f"{self._queue.tries} tries failed; the last: {last_error}"
         return await self._give_up(
-            run, 503, "engines_failed", what, retry_after_s=parts.queue.retry_after_s
+            run, 503, "engines_failed", what, retry_after_s=parts.queue.rules.retry_after_s
         )
 
     async def _tokens(self, run: _Run) -> list[int] | None:

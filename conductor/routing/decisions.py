@@ -5,12 +5,12 @@ and is joined with what was measured when it ends. The log keeps the newest ones
 """
 
 from collections import OrderedDict
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import islice
 
 import msgspec
 
-from conductor.policy import Assign, Candidate
+from conductor.routing.policy import Assign, Candidate
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -144,10 +144,12 @@ class DecisionLog:
         self._kept = kept
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
 
-    def open(self, request_id: str, model: str, policy: str, *, stream: bool) -> Decision:
+    def open(
+        self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
+    ) -> Decision:
         """Start a decision; one of the same id is replaced, the oldest one goes when full."""
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        decision = Decision(id=request_id, at=at, model=model, policy=policy, stream=stream)
+        when = at.isoformat(timespec="milliseconds")
+        decision = Decision(id=request_id, at=when, model=model, policy=policy, stream=stream)
         self._decisions.pop(request_id, None)
         self._decisions[request_id] = decision
         while len(self._decisions) > self._kept:

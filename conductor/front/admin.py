@@ -9,15 +9,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from conductor.auth import Auth, Role
 from conductor.config import EngineEntry, NodeEntry
-from conductor.engines import Engine, EngineRegistry
-from conductor.membership import Membership
-from conductor.metrics import Metrics
-from conductor.openai import BadRequestError, ModelName, error_response, parse, read_body
-from conductor.prompts import Prompts
-from conductor.proxy import Parts, Proxy
-from conductor.upstream import EngineError, EngineRefusedError
+from conductor.front.auth import Auth, Role
+from conductor.front.membership import Membership
+from conductor.front.metrics import Metrics
+from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
+from conductor.front.prompts import Prompts
+from conductor.front.proxy import Parts, Proxy
+from conductor.front.upstream import EngineError, EngineRefusedError
+from conductor.routing.engines import Engine, EngineRegistry
 from kvstore.process.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
@@ -124,7 +124,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.queue.in_flight(engine.info.id),
+            "in_flight": self._parts.queue.rules.in_flight(engine.info.id),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -140,7 +140,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.queue.forget(engine_id)
+        self._parts.queue.rules.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 

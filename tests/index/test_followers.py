@@ -5,12 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from conductor.config import EventsConfig
-from conductor.engines import EngineInfo, Role
 from kvstore.events.publisher import ClearedEvent, EventPublisher
+from kvstore.index.followers import Source, SourceBounds
 from kvstore.page import page_keys
-from tests.conductor.fakes import eventually, in_loop
-from tests.conductor.publishers import KEYS, following, removed, stored, with_fake
+from tests.index.publishers import KEYS, following, node, removed, stored, with_fake
+from tests.loops import eventually, in_loop
 
 
 @in_loop
@@ -159,7 +158,7 @@ async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() ->
 @in_loop
 async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follower() -> None:
     async with with_fake() as (it, publisher):
-        it.followers._events_config = EventsConfig(replay_s=0.05, verify_s=0.05)
+        it.followers._bounds = SourceBounds(replay_s=0.05, verify_s=0.05, foreign_blocks=100)
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
         await publisher.subscribed()
@@ -177,16 +176,7 @@ async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: i
     keys = page_keys(tokens, 64)
     hashes = [2**63 + n for n in range(256 // size)]
     async with with_fake(topic=b"kv-events") as (it, publisher):
-        info = EngineInfo(
-            id="v",
-            role=Role.MIXED,
-            url="http://x",
-            model="m",
-            page_tokens=64,
-            domain="model:m",
-            events=publisher.endpoint,
-        )
-        it.followers.follow_engine(info)
+        it.followers.follow(Source("engine/v", "model:m", 64, publisher.endpoint))
         await eventually(lambda: it.followers.is_current("engine/v"))
         await publisher.subscribed()
         event = {
@@ -208,6 +198,21 @@ async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: i
         gone = {"type": "BlockRemoved", "block_hashes": hashes[-1:], "medium": "GPU"}
         await publisher.send(1, with_lora, gone)
         await eventually(lambda: it.prefix(keys, "engine/v", "model:m") == 3)
-        it.followers.drop_engine("v")
+        it.followers.drop("engine/v")
         assert len(it.index) == 0
         assert not it.followers.is_current("engine/v")
+
+
+@in_loop
+async def test_a_source_that_is_named_again_is_followed_on_and_another_place_begins_anew() -> None:
+    async with with_fake() as (it, publisher):
+        await publisher.send(0, stored(KEYS[:2]), live=False)
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        first = it.node
+        await it.follow(publisher.endpoint, publisher.replay_endpoint)
+        assert it.node is first
+        assert it.prefix() == 2
+        it.followers.follow(node(publisher.endpoint))
+        assert it.node is not first
+        assert it.prefix() == 0, "what the first place said may not be true of the second"
+        await eventually(lambda: it.node.current)

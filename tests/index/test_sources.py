@@ -7,15 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from conductor import events
-from conductor.config import NodeEntry
 from kvstore.events import zmtp
 from kvstore.events.publisher import Access, EventPublisher
-from kvstore.index import ingest
+from kvstore.index import followers, ingest
 from kvstore.index.channel import MESSAGE_BYTES_MAX
 from kvstore.index.holders import HOLDERS_MAX
-from tests.conductor.fakes import eventually, in_loop
-from tests.conductor.publishers import KEYS, SPACE, following, stored, with_fake
+from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake
+from tests.loops import eventually, in_loop
 
 UNREADABLE = {
     "no UTF-8 in a type": b"\x81\xa4type\xa2\xff\xfe",
@@ -78,7 +76,7 @@ async def test_a_topic_that_is_too_long_is_no_topic() -> None:
     async with with_fake() as (it, publisher):
         await it.follow(publisher.endpoint, None)
         await publisher.subscribed()
-        for size in (events.TOPIC_BYTES_MAX + 1, events.TOPIC_BYTES_MAX):
+        for size in (followers.TOPIC_BYTES_MAX + 1, followers.TOPIC_BYTES_MAX):
             publisher.topic = b"t" * size
             await publisher.send(0, stored(KEYS[:2]))
         await eventually(lambda: it.prefix() == 2)
@@ -116,11 +114,10 @@ async def test_a_failed_assertion_of_ours_is_no_fault_of_a_source() -> None:
 
 @in_loop
 async def test_a_replay_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_REPLAY_S_MAX", 0.1)
+    monkeypatch.setattr(followers, "_REPLAY_S_MAX", 0.1)
     async with with_fake() as (it, publisher):
         publisher.endless = True
-        node = NodeEntry(id="n", events=publisher.endpoint, events_replay=publisher.replay_endpoint)
-        it.followers.follow_node(node)
+        it.followers.follow(node(publisher.endpoint, publisher.replay_endpoint))
         await eventually(lambda: it.node.faults.counts["replay"] >= 1)
         assert it.node.batches > 10
         publisher.endless = False
@@ -141,7 +138,7 @@ async def test_a_replay_whose_numbers_do_not_grow_is_none() -> None:
 async def test_a_publisher_that_gives_no_sign_of_life_counts_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_BEAT_S", 0.02)
+    monkeypatch.setattr(followers, "_BEAT_S", 0.02)
     alive = asyncio.Event()
     alive.set()
 
@@ -175,14 +172,8 @@ async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None
     async with following() as it:
         with EventPublisher(where, where, topic=b"kvstore@n@aa", access=access) as publisher:
             publisher.publish([stored(KEYS[:4])])
-            it.followers.follow_node(
-                NodeEntry(
-                    id="n",
-                    events=publisher.bound_endpoint,
-                    events_replay=publisher.bound_replay_endpoint,
-                    events_token=token,
-                )
-            )
+            ends = (publisher.bound_endpoint, publisher.bound_replay_endpoint)
+            it.followers.follow(node(*ends, token=token or ""))
             if token == "the token of this node":
                 await eventually(lambda: it.prefix() == 4)
             else:
@@ -199,7 +190,7 @@ async def test_who_is_followed_no_longer_holds_nothing_any_more() -> None:
         for _ in range(20):
             await it.follow(publisher.endpoint, publisher.replay_endpoint)
             await publisher.subscribed()
-            it.followers.drop_node("n")
+            it.followers.drop("node/n")
         await eventually(lambda: len(asyncio.all_tasks()) == before)
         assert it.followers.gauges()["events_faults"] == {}
         assert len(it.index._free_bits) == HOLDERS_MAX

@@ -6,9 +6,9 @@ from typing import Final
 
 import msgspec
 
-from conductor.engines import EngineRegistry, Health
-from conductor.openai import TokenId
-from conductor.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.openai import TokenId
+from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.routing.engines import EngineRegistry, Health
 from kvstore.index.reading import UnreadableError, read
 
 TOKENS_KEPT_MAX: Final = 2_000_000

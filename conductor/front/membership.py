@@ -8,7 +8,7 @@ it every few seconds): nothing changes when nothing changed, and a dead engine i
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -24,9 +24,11 @@ from conductor.config import (
     Tokens,
     check_endpoint,
 )
-from conductor.engines import EngineInfo, EngineRegistry, Health, Role
-from conductor.openai import BadRequestError
-from conductor.upstream import EngineError, Upstream
+from conductor.front.openai import BadRequestError
+from conductor.front.upstream import EngineError, Upstream
+from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.prefixes import engine_worker, node_worker
+from kvstore.index.followers import Followers, Source
 from kvstore.index.reading import UnreadableError, read
 
 _log = logging.getLogger(__name__)
@@ -39,22 +41,6 @@ _ROLES: Final = {
     "mono": Role.MIXED,
     "mixed": Role.MIXED,
 }
-
-
-class Followers(Protocol):
-    """Whoever follows the KV events of engines and nodes."""
-
-    def follow_engine(self, info: EngineInfo) -> None:
-        """Follow an engine's events from now on; its endpoints are new."""
-
-    def follow_node(self, node: NodeEntry) -> None:
-        """Follow a node's events from now on; its endpoints are new."""
-
-    def drop_engine(self, engine_id: str) -> None:
-        """Forget what an engine holds, and follow it no longer."""
-
-    def drop_node(self, node_id: str) -> None:
-        """Forget what a node holds, and follow it no longer."""
 
 
 class _Described(msgspec.Struct):
@@ -91,7 +77,7 @@ class Membership:
             config: its ``engines`` and ``nodes`` are taken up by :meth:`run`.
             registry: what is kept up to date.
             upstream: how engines are asked.
-            followers: told of endpoints.
+            followers: told where events come from.
             changed: called after each change that may let a waiting request go.
             clock: seconds, monotonic.
         """
@@ -115,10 +101,18 @@ class Membership:
             raise BadRequestError("id", "too many engines are registered")
         info = _combine(entry, await self._describe(entry), self._config.index.page_tokens)
         before = self._registry.register(info, self._clock())
-        if before is None or _endpoints(before) != _endpoints(info):
-            self._followers.drop_engine(info.id)
-            if info.events is not None:
-                self._followers.follow_engine(info)
+        if info.events is None:
+            self._followers.drop(engine_worker(info.id))
+        else:
+            self._followers.follow(
+                Source(
+                    engine_worker(info.id),
+                    info.domain,
+                    info.page_tokens,
+                    info.events,
+                    info.events_replay,
+                )
+            )
         if before != info:
             _log.info("engine %s is %s at %s, model %s", info.id, info.role, info.url, info.model)
         self._wake.set()
@@ -139,7 +133,7 @@ class Membership:
         """Forget an engine; False when it was not known."""
         if self._registry.remove(engine_id) is None:
             return False
-        self._followers.drop_engine(engine_id)
+        self._followers.drop(engine_worker(engine_id))
         self._changed()
         return True
 
@@ -149,19 +143,26 @@ class Membership:
         Raises:
             BadRequestError: there are too many.
         """
-        if self.nodes.get(node.id) == node:
-            return
         if node.id not in self.nodes and len(self.nodes) >= NODES_MAX:
             raise BadRequestError("id", "too many nodes are registered")
-        self._followers.drop_node(node.id)
         self.nodes[node.id] = node
-        self._followers.follow_node(node)
+        worker = node_worker(node.id)
+        self._followers.follow(
+            Source(
+                worker,
+                worker,
+                self._config.index.page_tokens,
+                node.events,
+                node.events_replay,
+                node.events_token or "",
+            )
+        )
 
     def remove_node(self, node_id: str) -> bool:
         """Forget a node; False when it was not known."""
         if self.nodes.pop(node_id, None) is None:
             return False
-        self._followers.drop_node(node_id)
+        self._followers.drop(node_worker(node_id))
         return True
 
     def worked(self, engine_id: str) -> None:
@@ -239,10 +240,6 @@ class Membership:
             for engine in self._registry
             for state in Health
         }
-
-
-def _endpoints(info: EngineInfo) -> tuple[str | None, str | None, str, int]:
-    return (info.events, info.events_replay, info.domain, info.page_tokens)
 
 
 def _combine(entry: EngineEntry, said: _Described, page_tokens_default: int) -> EngineInfo:

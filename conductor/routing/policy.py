@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from conductor.engines import Health, Role
+from conductor.routing.engines import Health, Role
 
 HERD_LOAD_GAP: Final = 0.5
 """A longer prefix does not attract when its engine's load is this much above the least one.

@@ -9,7 +9,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from conductor.decisions import Measured
+from conductor.routing.decisions import Measured
 from kvstore.index.reading import UnreadableError, read
 
 ModelName = Annotated[str, msgspec.Meta(max_length=512)]

@@ -18,19 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from conductor import events
-from conductor.config import EventsConfig, IndexConfig, NodeEntry
-from conductor.events import EventFollowers
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.events.server import PEERS_MAX, Bounds, EventServer
+from kvstore.index import followers as following
+from kvstore.index.followers import Followers, SourceBounds
 from kvstore.index.foreign import ForeignBlocks
 from kvstore.index.holders import PrefixIndex
 from kvstore.index.ingest import WorkerIngest
 from kvstore.index.reading import UnreadableError
 from kvstore.process.listeners import Listener, Unix
-from tests.conductor.fakes import eventually, in_loop
-from tests.conductor.hostile import TOPICS, Hostile
+from tests.index.hostile import TOPICS, Hostile
+from tests.index.publishers import node
+from tests.loops import eventually, in_loop
 
 STALL_S = 0.05
 QUICK_SEED = 10
@@ -185,18 +185,16 @@ def page(number: int) -> bytes:
 
 
 @in_loop
-async def test_hostile_publishers_cost_neither_the_conductor_nor_an_honest_one_anything(
+async def test_hostile_publishers_cost_neither_who_follows_them_nor_an_honest_one_anything(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("_AGAIN_S_MIN", 0.001), ("_AGAIN_S_MAX", 0.01), ("_CONNECT_S", 0.2),
                         ("_REPLAY_S_MAX", 1.0), ("_BEAT_S", 0.1)):  # fmt: skip
-        monkeypatch.setattr(events, name, value)
+        monkeypatch.setattr(following, name, value)
     with seeded(seconds) as hostile:
         index = PrefixIndex(20_000, hostile.getrandbits(64))
-        config = EventsConfig(replay_s=0.3, verify_s=0.2)
-        followers = EventFollowers(
-            index, IndexConfig(foreign_blocks_max=5_000), config, lambda: None
-        )
+        bounds = SourceBounds(replay_s=0.3, verify_s=0.2, foreign_blocks=5_000)
+        followers = Followers(index, bounds, lambda: None)
         honest = f"ipc://{tmp_path}/honest"
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(
@@ -205,12 +203,10 @@ async def test_hostile_publishers_cost_neither_the_conductor_nor_an_honest_one_a
             folders = [tmp_path / name for name in ("a", "b")]
             for folder in folders:
                 folder.mkdir()
-                ends = {"events": f"ipc://{folder}/live", "events_replay": f"ipc://{folder}/replay"}
-                followers.follow_node(NodeEntry(id=folder.name, **ends))
+                ends = (f"ipc://{folder}/live", f"ipc://{folder}/replay")
+                followers.follow(node(*ends, name=folder.name))
             stack.enter_context(HostilePublishers(hostile.randrange(2**32), folders))
-            followers.follow_node(
-                NodeEntry(id="h", events=honest, events_replay=f"{honest}-replay")
-            )
+            followers.follow(node(honest, f"{honest}-replay", name="h"))
             running = asyncio.create_task(followers.run())
             try:
                 there = await publish_honestly(publisher, hostile, running, seconds)
@@ -228,7 +224,7 @@ async def test_hostile_publishers_cost_neither_the_conductor_nor_an_honest_one_a
                 causes = {cause for one in bad if one is not None for cause in one.faults.counts}
                 assert causes >= {"batch", "connection"}
                 for name in ("a", "b", "h"):
-                    followers.drop_node(name)
+                    followers.drop(f"node/{name}")
                 assert len(index) == 0
             finally:
                 running.cancel()

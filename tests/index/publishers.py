@@ -10,12 +10,11 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from conductor.config import EventsConfig, IndexConfig, NodeEntry
-from conductor.events import EventFollowers, Follower
 from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
+from kvstore.index.followers import Follower, Followers, Source, SourceBounds
 from kvstore.index.holders import PrefixIndex
 from kvstore.page import PrefixKeys, page_keys
-from tests.conductor.fakes import eventually
+from tests.loops import eventually
 
 SPACE = "ab" * 32
 KEYS = page_keys(np.arange(64), 4)
@@ -101,6 +100,13 @@ class FakePublisher:
         self._router.close(linger=0)
 
 
+def node(
+    endpoint: str, replay_endpoint: str | None = None, *, name: str = "n", token: str = ""
+) -> Source:
+    worker = f"node/{name}"
+    return Source(worker, worker, 64, endpoint, replay_endpoint, token)
+
+
 class Following:
     """Followers over an index of their own."""
 
@@ -109,8 +115,8 @@ class Following:
         self.context = zmq.asyncio.Context()
         self.running: asyncio.Task[None]
         self.expected = False  # that it ends by itself
-        config = EventsConfig(replay_s=10.0, verify_s=0.05)
-        self.followers = EventFollowers(self.index, IndexConfig(), config, lambda: None)
+        bounds = SourceBounds(replay_s=10.0, verify_s=0.05, foreign_blocks=200_000)
+        self.followers = Followers(self.index, bounds, lambda: None)
 
     @property
     def node(self) -> Follower:
@@ -127,8 +133,7 @@ class Following:
 
     async def follow(self, endpoint: str | None, replay_endpoint: str | None) -> None:
         assert endpoint is not None
-        node = NodeEntry(id="n", events=endpoint, events_replay=replay_endpoint)
-        self.followers.follow_node(node)
+        self.followers.follow(node(endpoint, replay_endpoint))
         await eventually(lambda: self.node.current, "connected")
 
 

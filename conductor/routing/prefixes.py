@@ -7,8 +7,8 @@ may differ in page size and space; a prompt is hashed once for each such pair.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conductor.engines import EngineInfo, EngineRegistry
-from conductor.policy import Prefix, Waiting
+from conductor.routing.engines import EngineInfo, EngineRegistry
+from conductor.routing.policy import Prefix, Waiting
 from kvstore.index.holders import Match, PrefixIndex, prefix_length
 from kvstore.page import PrefixKeys, page_keys
 

@@ -1,0 +1,1 @@
+"""Who serves which request: engines, the prefixes they need not compute, the queue, the choice."""

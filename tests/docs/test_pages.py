@@ -1,0 +1,47 @@
+"""Goal: whoever follows a link finds the section, and pages can be read side by side with code."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+WRAPPED = [
+    ROOT / "docs/python-api.md",
+    ROOT / "docs/engines/writing-an-adapter.md",
+    *sorted((ROOT / "docs/operations").glob("*.md")),
+]
+WIDTH = 120
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s#:]*)#([^)\s]+)\)")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the sections of a page."""
+    prose = _FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ +(.+?) *$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_section_of_ours_leads_to_one(page):
+    lost = [
+        f"{path}#{anchor}"
+        for path, anchor in _LINK.findall(_FENCE.sub("", page.read_text()))
+        if anchor not in anchors((page.parent / path).resolve() if path else page)
+    ]
+    assert not lost
+
+
+def test_links_to_sections_are_found():
+    assert sum(len(_LINK.findall(page.read_text())) for page in PAGES) > 20
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: page.name)
+def test_prose_of_a_page_is_wrapped(page):
+    lines = _FENCE.sub("", page.read_text()).splitlines()
+    assert not [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
