@@ -20,7 +20,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = set(PYPROJECT["tool"]["setuptools"]["packages"])
 PRODUCT = sorted({name.partition(".")[0] for name in PACKAGES})
 
-FILE_LINES_MAX = 500
+CODE_LINES_MAX = 350
+"""Lines without docstrings, comments and blanks: nobody cuts an explanation to meet it."""
+C_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 BASES_MAX = 2
 BANNED_FILE_NAMES = re.compile(r"(utils?|helpers?|common|misc|base_.*|.*_v\d+|v\d+|new_.*)\.py")
@@ -30,10 +32,23 @@ ENVIRONMENT_READERS = {
 }  # fmt: skip
 WORKPLACE = ("/work/", ".library")
 
-LONG_FILES: dict[str, str] = {
-    "kvstore/state/table/pages.py": "to be split when runs of pages replace single ones",
+LONG_FILES: dict[str, int] = {
+    "kvstore/engine/scheduler.py": 351,
+    "kvstore/server/daemon.py": 375,
+    "kvstore/state/table/pages.py": 374,  # to be split when runs of pages replace single ones
+    "kvstore/testing/powercut.py": 370,
+    "kvstore/testing/simulation.py": 376,
+    "tests/client/test_daemon.py": 354,
+    "tests/faults/puppet.py": 358,
+    "tests/mover/test_mover.py": 382,
+    "tests/server/test_fuzz.py": 385,
+    "tests/state/disk/test_disk_pages.py": 352,
+    "tests/state/disk/test_log.py": 364,
+    "tests/state/table/test_page_table_model.py": 364,
+    "tests/tier/ssd/fuzzed.py": 354,
+    "tests/tier/ssd/test_recovery.py": 373,
 }
-"""path: why it is longer."""
+"""path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
 CATCH_ALL: dict[str, str] = {
@@ -58,7 +73,8 @@ def files() -> tuple[Path, ...]:
             for name in folders
             if name == ".ci" or not (name.startswith(".") or name in _BUILT or "egg-info" in name)
         ]
-        found += [Path(folder, name) for name in names if not name.endswith((".so", ".pyc"))]
+        names = [name for name in names if not name.endswith((".so", ".pyc"))]
+        found += [Path(folder, name) for name in names if name != ".git"]  # of a worktree
     return tuple(sorted(found))
 
 
@@ -141,14 +157,67 @@ def test_the_walk_sees_the_whole_project():
 
 def test_no_file_is_too_long_to_read():
     faults = []
-    for path in files():
-        if path.suffix not in {".py", ".c"} or shown(path) in LONG_FILES:
-            continue
-        count = len(path.read_text().splitlines())
-        if count > FILE_LINES_MAX:
-            faults.append(f"{shown(path)}: {count} lines")
+    for path in python_files():
+        count, most = code_lines(path), LONG_FILES.get(shown(path), CODE_LINES_MAX)
+        if count > most:
+            faults.append(f"{shown(path)}: {count} code lines, {most} at most")
+        elif count <= CODE_LINES_MAX < most:
+            faults.append(f"{shown(path)}: {count} code lines: take it out of LONG_FILES")
 
-    refuse(faults, f"more than {FILE_LINES_MAX} lines: find the second thing in the file, move it")
+    faults += [
+        f"{shown(path)}: {count} lines"
+        for path in files()
+        if path.suffix == ".c" and (count := len(path.read_text().splitlines())) > C_LINES_MAX
+    ]
+    refuse(faults, "too much code: find the second thing in the file, move it")
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are no docstring, comment or blank."""
+    prose: set[int] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
+            head = node.body[0]
+            if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant):
+                prose |= set(range(head.lineno, (head.end_lineno or head.lineno) + 1))
+    lines = enumerate(path.read_text().splitlines(), start=1)
+    return sum(at not in prose and not re.match(r"\s*(#.*)?$", line) for at, line in lines)
+
+
+SAME_NAMES = {
+    "Access", "Channel", "Connection", "Counts", "Directory", "Fault", "Faults", "Found", "Job",
+    "Limits", "Link", "Load", "Loads", "Match", "Memory", "Move", "Names", "Node", "Operation",
+    "Outcome", "Peer", "Pin", "Ping", "Prefetch", "Process", "Progress", "Put", "Refusal",
+    "Segment", "Server", "Space", "Spaces", "Stats", "Verdict", "Wear",
+}  # fmt: skip
+"""Classes that two modules of ``kvstore`` call the same; none is to be added."""
+
+
+def test_no_two_classes_of_the_package_have_one_name():
+    places: dict[str, list[str]] = {}
+    for path in python_files("kvstore"):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(shown(path))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+
+    refuse(
+        [f"{name}: {', '.join(twice[name])}" for name in sorted(twice.keys() - SAME_NAMES)],
+        "one word, one thing: find a name for the second",
+    )
+    refuse(sorted(SAME_NAMES - twice.keys()), "these are used once now; take them out")
+
+
+def test_no_room_is_empty():
+    rooms = {path.parent for path in python_files(*PRODUCT)}
+    faults = [
+        shown(room)
+        for room in rooms
+        if not [path for path in room.iterdir() if path.suffix == ".py" and path.name[0] != "_"]
+        and not list(room.glob("*/__init__.py"))
+        and not (room / "__init__.py").read_text().count("\n") > 5
+    ]
+    refuse(faults, "a room with nothing in it: take it out")
 
 
 def test_no_function_is_too_long_to_see_at_once():
