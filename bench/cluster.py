@@ -135,7 +135,6 @@ class Cluster:
     """The processes; a context manager that ends them all."""
 
     def __init__(self, options: Options) -> None:
-        """Start nothing yet."""
         self.options = options
         self.services: dict[str, Service] = {}
         self.store_url = self.node_url = self.conductor_url = self.mono_url = ""

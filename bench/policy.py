@@ -19,7 +19,7 @@ from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
-from kvstore.state.tree.prefix_tree import Node, Shard, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.slots import Slot
 
 SLOT_BYTES: Final = 4096
@@ -103,10 +103,9 @@ class Simulation:
     """One tier of ``capacity`` pages of one size, and the policy that empties it."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
-        """Start empty."""
         self.capacity = capacity
         self.policy = policy
-        self.space = Space(0, _IDENTITY, [Shard(_SPEC, SLOT_BYTES, SLOT_BYTES)])
+        self.space = PrefixTree(0, _IDENTITY, [Shard(_SPEC, SLOT_BYTES, SLOT_BYTES)])
         self.tick = 0
         self.stored = 0
 
@@ -141,7 +140,7 @@ class Simulation:
             self.policy.offer(at, self.tick)
         return hits
 
-    def _make_room(self, wanted: Node) -> bool:
+    def _make_room(self, wanted: PrefixNode) -> bool:
         victim = self.policy.pop(self.tick)
         while victim is not None and (victim.children or victim is wanted):
             victim = self.policy.pop(self.tick)
@@ -179,17 +178,17 @@ class Furthest:
         self._next_uses.reverse()
         self._next: dict[bytes, int] = {}
         self._done = 0
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap: list[tuple[int, int, PrefixNode]] = []
         self._sequence = 0
 
-    def stored(self, node: Node, tick: int) -> None:
+    def stored(self, node: PrefixNode, tick: int) -> None:
         """All is known already."""
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """Its next use is another one now."""
         self.offer(node, tick)
 
-    def offer(self, node: Node, tick: int) -> None:
+    def offer(self, node: PrefixNode, tick: int) -> None:
         """Rank it by its next use as of now; older entries of it count no more."""
         while self._done < tick:
             ids, uses = self._requests[self._done], self._next_uses[self._done]
@@ -200,7 +199,7 @@ class Furthest:
         self._sequence += 1
         heapq.heappush(self._heap, (-self._next[node.key], self._sequence, node))
 
-    def pop(self, tick: int) -> Node | None:  # noqa: ARG002
+    def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
         """The leaf needed last."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)

@@ -372,7 +372,6 @@ class FrameReader:
     """Cuts a byte stream into frame bodies."""
 
     def __init__(self) -> None:
-        """Start with nothing received."""
         self._buffer = bytearray()
 
     @property

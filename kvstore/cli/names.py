@@ -25,7 +25,6 @@ class Names:
     """
 
     def __init__(self, node: Remote) -> None:
-        """Ask nothing yet."""
         self._node = node
         self._spaces: list[dict[str, Any]] | None = None
         self._keys: dict[str, list[str]] = {}

@@ -24,7 +24,6 @@ class Worker:
     """One thread that runs jobs in the order they came; it starts with the first."""
 
     def __init__(self, name: str) -> None:
-        """Start no thread yet."""
         self._name = name
         self._closed = False
         self._begin_empty()

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvstore import wire
 from kvstore.client.link import NodeLink
-from kvstore.client.resources import Opened, Services
+from kvstore.client.resources import Opened, StoreResources
 from kvstore.page import DIGEST_BYTES, PrefixKeys
 
 LEASE_S: Final = 30.0
@@ -28,9 +28,11 @@ class Leases:
     """
 
     def __init__(
-        self, services: Services, page_bytes: Sequence[int], numbers: Callable[[NodeLink], Opened]
+        self,
+        services: StoreResources,
+        page_bytes: Sequence[int],
+        numbers: Callable[[NodeLink], Opened],
     ) -> None:
-        """Ask for nothing yet."""
         self._services = services
         self._page_bytes = page_bytes
         self._numbers = numbers

@@ -103,7 +103,6 @@ class Moving:
     """
 
     def __init__(self, begin: Callable[[], tuple[Move, Use]], end: Callable[[Move], None]) -> None:
-        """Begin nothing yet."""
         self._begin = begin
         self._end = end
 

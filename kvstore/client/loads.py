@@ -14,7 +14,7 @@ from kvstore.client.leases import Leases, names
 from kvstore.client.link import NodeLink
 from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
-from kvstore.client.resources import Opened, Services
+from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.mover.kvpool import KVPool
@@ -55,7 +55,7 @@ class _Blocks(NamedTuple):
     fence: "Fence | None"
 
 
-class Loads:
+class Loader:
     """The loads of one space.
 
     Args:
@@ -65,10 +65,9 @@ class Loads:
     """
 
     def __init__(
-        self, services: Services, pages: tuple[PageSet, ...],
+        self, services: StoreResources, pages: tuple[PageSet, ...],
         numbers: Callable[[NodeLink], Opened],
     ) -> None:  # fmt: skip
-        """Load nothing yet."""
         self._services = services
         self._pages = pages
         self._numbers = numbers

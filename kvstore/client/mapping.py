@@ -91,7 +91,6 @@ class Mapping:
     """
 
     def __init__(self, boot: bytes, fetch: Fetch) -> None:
-        """Map nothing yet."""
         self.boot = boot
         self._fetch = fetch
         self._read: dict[int, Region] = {}

@@ -33,7 +33,6 @@ class Promotion:
     """
 
     def __init__(self, slab: "DeviceSlab") -> None:
-        """Start no thread yet."""
         self.slab = slab
         self._worker = Worker("kvstore-promote")
         #: Protects the two below.

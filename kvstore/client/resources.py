@@ -18,7 +18,7 @@ DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
 
 
-class Services:
+class StoreResources:
     """What the spaces of one store share.
 
     Attributes:

@@ -13,9 +13,9 @@ from kvstore.client.buffers import Buffer, addresses, same_length
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.leases import DISK_WAIT_S, names
 from kvstore.client.link import NodeLink
-from kvstore.client.loads import Loads
+from kvstore.client.loads import Loader
 from kvstore.client.mapping import Use
-from kvstore.client.resources import Opened, Services
+from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError
 from kvstore.mover.kvpool import KVPool
@@ -61,7 +61,7 @@ class Space:
     """
 
     def __init__(
-        self, services: Services, identity: SpaceIdentity, shards: Sequence[ShardSpec]
+        self, services: StoreResources, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> None:
         """Made by :meth:`KVStore.space`."""
         if not shards:
@@ -72,7 +72,7 @@ class Space:
         self.pages = tuple(PageSet(identity, spec) for spec in shards)
         self.page_bytes = tuple(pages.page_bytes for pages in self.pages)
         self._opened: dict[int, Opened] = {}
-        self._loads = Loads(services, self.pages, self.numbers)
+        self._loads = Loader(services, self.pages, self.numbers)
 
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""

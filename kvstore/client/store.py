@@ -22,7 +22,7 @@ from kvstore import wire
 from kvstore.client import forks
 from kvstore.client.link import Link, NodeLink
 from kvstore.client.promotion import Promotion
-from kvstore.client.resources import Services
+from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space
 from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
 from kvstore.errors import (
@@ -58,7 +58,7 @@ class KVStore:
         self._waiting: dict[str, Link] = {}
         self._closed = False
         self._timeout_s = timeout_s
-        self._services = Services(link, self._waiting_link, timeout_s, promotion)
+        self._services = StoreResources(link, self._waiting_link, timeout_s, promotion)
         forks.register(self)
 
     @property

@@ -12,7 +12,6 @@ class Chain:
     """Keys of the full pages of a request whose tokens name its KV."""
 
     def __init__(self, page_tokens: int, seed: bytes = b"") -> None:
-        """Start with no token."""
         empty = np.empty(0, dtype=np.uint32)
         self.keys = PrefixKeys(b"", b"", empty, page_tokens, seed)
 

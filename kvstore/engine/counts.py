@@ -42,7 +42,6 @@ class Counts:
     """Sums since they were last taken."""
 
     def __init__(self, series: Mapping[str, str] = SERIES) -> None:
-        """Start at nothing."""
         self._series = series
         self._sums: Counter[str] = Counter()
         self._seen: Counter[str] = Counter()

@@ -21,7 +21,6 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self.seconds_per_token = 0.0
         self.seconds_per_page = 0.0
         self._report_at = 0.0

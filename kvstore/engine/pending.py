@@ -19,7 +19,6 @@ class PendingWait:
     __slots__ = ("_until", "ask_at")
 
     def __init__(self) -> None:
-        """Wait for nothing yet."""
         self.ask_at = 0.0
         self._until: float | None = None
 

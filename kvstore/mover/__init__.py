@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument
 from kvstore.mover.fallback import Fallback
-from kvstore.mover.jobs import Addresses, Digests, Job, Mode, Pieces, Word, Words
+from kvstore.mover.jobs import Addresses, Digests, Mode, MoverJob, Pieces, Word, Words
 from kvstore.mover.native import LIBRARY, Native, load
 from kvstore.page import DIGEST_BYTES
 
@@ -182,7 +182,7 @@ def _run(
         _check_shapes(pieces, count)
     if not count:
         return
-    finished = _chosen.move(Job(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
+    finished = _chosen.move(MoverJob(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
     if finished < 0:
         why = "is nowhere, or not filled exactly by its own"
         raise InvalidArgument("pieces", f"page {-1 - finished} {why}")

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvstore.mover.jobs import STEP_BYTES, Job, Mode, Word, Words, first_wrong
+from kvstore.mover.jobs import STEP_BYTES, Mode, MoverJob, Word, Words, first_wrong
 
 
 class Fallback:
@@ -16,7 +16,7 @@ class Fallback:
 
     description: Final = "fallback numpy+xxhash"
 
-    def move(self, job: Job) -> int:
+    def move(self, job: MoverJob) -> int:
         """As :meth:`kvstore.mover.native.Native.move`."""
         wrong = first_wrong(job)
         if wrong is not None:
@@ -37,7 +37,7 @@ class Fallback:
                 job.ok[page] = bool((found == job.digests[page]).all())
         return len(job.pages)
 
-    def _by_segment(self, job: Job) -> None:
+    def _by_segment(self, job: MoverJob) -> None:
         """Verify all pages, then copy segment after segment; no page is ok until the end."""
         assert job.ok is not None
         reading, pages = _Reading(job), range(len(job.pages))
@@ -89,7 +89,7 @@ class Fallback:
 class _Reading:
     """What a job reads comes to a buffer of our own, and is digested and copied from there."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: MoverJob) -> None:
         self._job = job
         self._buffer = np.empty(min(STEP_BYTES, job.page_bytes), dtype=np.uint8)
         self.segments = range(job.pieces.segments if job.pieces is not None else 1)

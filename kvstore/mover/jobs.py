@@ -110,7 +110,7 @@ class Words:
         return bool(self.words[Word.FINISHED])
 
 
-class Job(NamedTuple):
+class MoverJob(NamedTuple):
     """One job as both implementations take it: shapes are checked, what pieces say is not.
 
     Shapes and dtypes are those of the public functions, with n at least 1. ``digests`` is written,
@@ -132,7 +132,7 @@ class Job(NamedTuple):
         return self.progress is not None and self.progress.cancelled
 
 
-def first_wrong(job: Job) -> int | None:
+def first_wrong(job: MoverJob) -> int | None:
     """Index of the first page that is nowhere, or that its pieces do not fill exactly."""
     pieces, begin = job.pieces, 0
     for page, address in enumerate(job.pages.tolist()):

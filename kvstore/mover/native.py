@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.mover.jobs import Job, Word, Words
+from kvstore.mover.jobs import MoverJob, Word, Words
 
 # As in ``_mover.c``: the version of its calls (no other is used), its instruction sets in order,
 # and what it returns when it cannot begin.
@@ -43,7 +43,7 @@ class Native:
         self._isa = library.kv_best_isa() if isa is None else isa
         self.description = f"native {ISAS[self._isa]}"
 
-    def move(self, job: Job) -> int:
+    def move(self, job: MoverJob) -> int:
         """Do it. Returns pages finished, or -1 - p: page p is nowhere, or not filled exactly.
 
         Raises:

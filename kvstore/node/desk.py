@@ -83,7 +83,6 @@ class Desk:
         clock: Callable[[], int] = monotonic_ns,
         soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:  # fmt: skip
-        """Carry nothing out yet."""
         self.node = node
         self.memory = memory
         self.disk: DiskSide | None = None

@@ -12,7 +12,7 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import PrefixKey
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Fetch
 
 Moves = Generator[float | None, None, None]
@@ -42,9 +42,8 @@ class Prefetch:
     """
 
     def __init__(
-        self, table: PageTable, space: Space, keys: Sequence[PrefixKey], deadline_ns: int
+        self, table: PageTable, space: PrefixTree, keys: Sequence[PrefixKey], deadline_ns: int
     ) -> None:
-        """Begin nothing yet."""
         _refuse_too_many(space, keys)
         self.done = self.total = 0
         self._table = table
@@ -52,7 +51,7 @@ class Prefetch:
         self._space = space
         self._keys = keys
         self._deadline_ns = deadline_ns
-        self._missing: deque[tuple[Node, int]] = deque()
+        self._missing: deque[tuple[PrefixNode, int]] = deque()
         self._fetches: list[Fetch] = []
 
     def steps(self) -> Moves:
@@ -117,9 +116,8 @@ class Demotion:
     """
 
     def __init__(
-        self, table: PageTable, space: Space, keys: Sequence[PrefixKey], deadline_ns: int
+        self, table: PageTable, space: PrefixTree, keys: Sequence[PrefixKey], deadline_ns: int
     ) -> None:
-        """Begin nothing yet."""
         _refuse_too_many(space, keys)
         self.done = self.total = 0
         self._table = table
@@ -140,7 +138,7 @@ class Demotion:
         waiting = [node for node in nodes if node not in stay]
         self.done = len(stay)
         while waiting and not self._over:
-            kept: list[Node] = []
+            kept: list[PrefixNode] = []
             for count, node in enumerate(reversed(waiting), start=1):
                 if is_live(node) and node.slots and not self._table.release_memory(node):
                     kept.append(node)
@@ -160,8 +158,8 @@ class Demotion:
     def _over(self) -> bool:
         return self._cancelled or self._table.now_ns >= self._deadline_ns
 
-    def _find(self) -> Generator[float | None, None, list[Node]]:
-        found: list[Node] = []
+    def _find(self) -> Generator[float | None, None, list[PrefixNode]]:
+        found: list[PrefixNode] = []
         for count, key in enumerate(self._keys, start=1):
             node = self._space.nodes.get(key)
             if node is not None and node.slots:
@@ -170,9 +168,9 @@ class Demotion:
                 yield None
         return found
 
-    def _heads(self, first: Node) -> Generator[float | None, None, list[Node]]:
+    def _heads(self, first: PrefixNode) -> Generator[float | None, None, list[PrefixNode]]:
         """The pages before a page that are not on disk yet, the first one first."""
-        heads: list[Node] = []
+        heads: list[PrefixNode] = []
         at = first.parent
         while at is not None and at is not self._space.root and at.slots.keys() - at.disk.keys():
             heads.append(at)
@@ -181,10 +179,10 @@ class Demotion:
                 yield None
         return heads[::-1]
 
-    def _write(self, nodes: Sequence[Node]) -> Generator[float | None, None, set[Node]]:
+    def _write(self, nodes: Sequence[PrefixNode]) -> Generator[float | None, None, set[PrefixNode]]:
         """Write pages, heads first and a few at a time; returns the nodes that cannot be."""
-        under_way: deque[Node] = deque()
-        refused: set[Node] = set()
+        under_way: deque[PrefixNode] = deque()
+        refused: set[PrefixNode] = set()
         for node in nodes:
             while len(under_way) >= AT_ONCE:
                 if self._over:
@@ -204,7 +202,7 @@ class Demotion:
                 yield _POLL_S
         return refused
 
-    def _written(self, node: Node, refused: set[Node]) -> bool:
+    def _written(self, node: PrefixNode, refused: set[PrefixNode]) -> bool:
         """Whether a node's pages are on disk, or never will be; they are on their way now."""
         if not is_live(node):
             return True
@@ -223,11 +221,11 @@ class DiskMovements:
         """Move pages of a table with a disk side."""
         self._table = table
 
-    def prefetch(self, space: Space, keys: list[PrefixKey], deadline_ns: int) -> Prefetch:
+    def prefetch(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Prefetch:
         """Bring pages from the SSD into host memory, as far as that works by the deadline."""
         return Prefetch(self._table, space, keys, deadline_ns)
 
-    def demote(self, space: Space, keys: list[PrefixKey], deadline_ns: int) -> Demotion:
+    def demote(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Demotion:
         """Write pages of host memory to the SSD, then let go of their memory."""
         return Demotion(self._table, space, keys, deadline_ns)
 
@@ -238,7 +236,7 @@ def _disk_of(table: PageTable) -> DiskPages:
     return table.disk
 
 
-def _refuse_too_many(space: Space, keys: Sequence[PrefixKey]) -> None:
+def _refuse_too_many(space: PrefixTree, keys: Sequence[PrefixKey]) -> None:
     if len(keys) * len(space.shards) > PAGES_MAX:
         what = f"{len(keys)} keys of {len(space.shards)} shards are more than {PAGES_MAX} pages"
         raise InvalidArgument("keys", f"{what}; move fewer at a time")

@@ -67,7 +67,6 @@ class Node:
         self, name: str, boot: bytes, slots: SlotTable, limits: NodeLimits,
         new_token: Callable[[], bytes], policy: str = "lru",
     ) -> None:  # fmt: skip
-        """Start with no pages and no sessions."""
         self.name = name
         self.boot = boot
         self.limits = limits

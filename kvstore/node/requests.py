@@ -16,8 +16,8 @@ from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
-from kvstore.state.tree.prefix_tree import Node as TreeNode
-from kvstore.state.tree.prefix_tree import Retention, Space
+from kvstore.state.tree.prefix_tree import PrefixNode as TreeNode
+from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Fetch, Process
 
 PUT_PAGES_MAX: Final = 512
@@ -67,7 +67,6 @@ class Requests:
     """
 
     def __init__(self, pages: PageTable, limits: NodeLimits, boot: bytes) -> None:
-        """Carry out nothing yet."""
         self._pages = pages
         self._limits = limits
         self._boot = boot
@@ -217,7 +216,7 @@ class Requests:
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
 
-    def _space(self, process: Process, number: int, shards: list[int]) -> Space:
+    def _space(self, process: Process, number: int, shards: list[int]) -> PrefixTree:
         space = self._pages.spaces.get(number, process.session)
         _refuse_others(process, space.identity.tenant)  # another process of the session opened it
         if not 1 <= len(shards) <= len(space.shards):

@@ -50,7 +50,6 @@ class WaitingRoom:
     """All requests of one node that wait."""
 
     def __init__(self) -> None:
-        """Start empty."""
         #: Those that are not ready yet, by what they wait for, in the order they came.
         self._by_thing: dict[Hashable, dict[Waiter, None]] = {}
         self._ready: deque[Waiter] = deque()

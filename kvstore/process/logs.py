@@ -79,7 +79,6 @@ class Sparing(logging.Filter):
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Have seen nothing."""
         super().__init__()
         self._clock = clock
         #: Kind → when its window began, and its lines since then. Protected by the lock.

@@ -36,7 +36,6 @@ class Dispatcher:
     def __init__(
         self, observed: Observed, turns: Turns, send: Callable[[Answered | Refused], None]
     ) -> None:
-        """Carry out nothing yet."""
         self._turns = turns
         self._send = send
         self._tasks: dict[int, Task] = {}

@@ -17,7 +17,7 @@ from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
 from kvstore.state.ask.traversal import subtree
 from kvstore.state.choice.pins import Pin
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Session
 
 STRETCH_ROWS: Final = 250
@@ -45,7 +45,6 @@ class Inspection:
     """
 
     def __init__(self, observed: Observed) -> None:
-        """Look at nothing yet."""
         self._observed = observed
         self.handlers: dict[type[operations.Operation], Callable[[Any], Work[Any]]] = {
             operations.ShowReadiness: self.readiness,
@@ -233,14 +232,14 @@ class Inspection:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _stored(self, space: Space, text: str, field: str) -> PrefixKey:
+    def _stored(self, space: PrefixTree, text: str, field: str) -> PrefixKey:
         """The key that a request names, if the space has it."""
         key = key_of(text, field)
         if key not in space.nodes:
             raise not_stored(key.hex(), field)
         return key
 
-    def _space_row(self, space: Space) -> answers.SpaceRow:
+    def _space_row(self, space: PrefixTree) -> answers.SpaceRow:
         pages, of = self._observed.node.pages, space.identity
         host = pages.quotas.get(space)
         ssd = pages.disk.limits.quotas.get(space) if pages.disk is not None else None
@@ -269,7 +268,7 @@ def _at_once(shown: Callable[[], Any]) -> Work[Any]:
 
 
 def _rows(
-    nodes: Iterable[Node], wanted: operations.ListPages | None, most: int = STRETCH_ROWS
+    nodes: Iterable[PrefixNode], wanted: operations.ListPages | None, most: int = STRETCH_ROWS
 ) -> Work[list[answers.PageRow]]:
     """The rows of the first nodes that are there and wanted."""
     rows: list[answers.PageRow] = []
@@ -284,7 +283,7 @@ def _rows(
     return rows
 
 
-def _is_wanted(node: Node, wanted: operations.ListPages, now_ns: int) -> bool:
+def _is_wanted(node: PrefixNode, wanted: operations.ListPages, now_ns: int) -> bool:
     if wanted.hits_min is not None and node.hits < wanted.hits_min:
         return False
     if wanted.hits_max is not None and node.hits > wanted.hits_max:
@@ -303,7 +302,7 @@ def _is_wanted(node: Node, wanted: operations.ListPages, now_ns: int) -> bool:
     )
 
 
-def _row(node: Node, now_ns: int) -> answers.PageRow:
+def _row(node: PrefixNode, now_ns: int) -> answers.PageRow:
     """One key."""
     parent = node.parent.key if node.parent is not None else b""
     shards = node.space.shards

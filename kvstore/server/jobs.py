@@ -17,7 +17,7 @@ RUNNING_MAX: Final = 4
 KEPT_MAX: Final = 256
 
 
-class Job:
+class OperatorJob:
     """One piece of an operator's work.
 
     Attributes:
@@ -75,9 +75,8 @@ class Jobs:
     """
 
     def __init__(self, turns: Turns) -> None:
-        """Start with none."""
         self._turns = turns
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, OperatorJob] = {}
         self._number = 0
 
     def refuse_if_full(self) -> None:
@@ -91,7 +90,11 @@ class Jobs:
             raise Refusal(409, "busy", message)
 
     def start(
-        self, kind: str, subject: dict[str, Value], by: Caller, work: Callable[[Job], Work[None]]
+        self,
+        kind: str,
+        subject: dict[str, Value],
+        by: Caller,
+        work: Callable[[OperatorJob], Work[None]],
     ) -> JobRow:
         """Begin a job.
 
@@ -106,7 +109,7 @@ class Jobs:
         """
         self.refuse_if_full()
         self._number += 1
-        job = Job(self._number, kind, subject, by)
+        job = OperatorJob(self._number, kind, subject, by)
         over = [number for number, one in self._jobs.items() if one.state != "running"]
         for number in over[: max(0, len(self._jobs) - KEPT_MAX + 1)]:
             del self._jobs[number]
@@ -115,7 +118,7 @@ class Jobs:
         self._turns.start(work(job), lambda end: job.end(end))
         return shown
 
-    def get(self, number: int) -> Job:
+    def get(self, number: int) -> OperatorJob:
         """A job that runs or that ended not long ago.
 
         Raises:

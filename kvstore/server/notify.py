@@ -31,7 +31,6 @@ class ServiceManager:
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Say nothing yet."""
         self._socket: socket.socket | None = None
         self._address = ""
         self._states: dict[str, str] = {}

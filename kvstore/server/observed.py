@@ -9,7 +9,7 @@ from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server.refusal import Refusal
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.tier.host import HostMemory
 
 
@@ -33,10 +33,10 @@ class Movement(Protocol):
 class Movements(Protocol):
     """What moves pages between tiers; every call is made on the state's loop."""
 
-    def prefetch(self, space: Space, keys: list[PrefixKey], deadline_ns: int) -> Movement:
+    def prefetch(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Movement:
         """Bring pages from the SSD into host memory, as far as that works by the deadline."""
 
-    def demote(self, space: Space, keys: list[PrefixKey], deadline_ns: int) -> Movement:
+    def demote(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Movement:
         """Write pages of host memory to the SSD, then let go of their memory."""
 
 
@@ -80,7 +80,7 @@ class Observed(Protocol):
         """
 
 
-def space_of(observed: Observed, label: str, field: str = "space") -> Space:
+def space_of(observed: Observed, label: str, field: str = "space") -> PrefixTree:
     """The space of a label, or of the beginning of one (8 or more hex digits).
 
     Raises:

@@ -12,7 +12,7 @@ from kvstore.page import PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
-from kvstore.server.jobs import Job, Jobs
+from kvstore.server.jobs import Jobs, OperatorJob
 from kvstore.server.observed import (
     Movement,
     Movements,
@@ -27,7 +27,7 @@ from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
 from kvstore.state.choice.pins import expiry
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 
 LIMIT_S: Final = 60.0
 """So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
@@ -55,7 +55,6 @@ class Operation:
     """
 
     def __init__(self, observed: Observed, turns: Turns) -> None:
-        """Change nothing yet."""
         self._observed = observed
         self._jobs = Jobs(turns)
         self._verifier = Verifier(observed.node.pages, observed.memory)
@@ -211,7 +210,7 @@ class Operation:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _write(self, nodes: list[Node]) -> Work[None]:
+    def _write(self, nodes: list[PrefixNode]) -> Work[None]:
         """Have pages written that are not on disk, the first of a chain first."""
         disk = self._observed.node.pages.disk
         assert disk is not None
@@ -227,7 +226,7 @@ class Operation:
             message = "this node has no SSD tier: give it ssd.directories"
             raise Refusal(409, "tier_unavailable", message, "tier")
 
-    def _limit(self, job: Job, space: Space, tier: str) -> Work[None]:
+    def _limit(self, job: OperatorJob, space: PrefixTree, tier: str) -> Work[None]:
         """Offer every page anew, then evict until the quota is kept.
 
         ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
@@ -260,7 +259,7 @@ class Operation:
             # What is being written goes when that is done.
             yield None if freed else _POLL_S
 
-    def _shrink(self, job: Job, space: Space, tier: str) -> tuple[int, bool, bool]:
+    def _shrink(self, job: OperatorJob, space: PrefixTree, tier: str) -> tuple[int, bool, bool]:
         """Take some pages of a space out: the bytes, whether it is in its quota, what waits."""
         table = self._observed.node.pages
         disk = table.disk
@@ -284,7 +283,7 @@ class Operation:
         return movements
 
     def _moved(
-        self, kind: str, begin: Callable[[Space, list[PrefixKey], int], Movement],
+        self, kind: str, begin: Callable[[PrefixTree, list[PrefixKey], int], Movement],
         asked: operations.Move | operations.Prefetch, to: str, by: Caller,
     ) -> Work[JobRow]:  # fmt: skip
         space = space_of(self._observed, asked.space)
@@ -300,7 +299,7 @@ class Operation:
         deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
         movement = begin(space, keys, deadline_ns)
 
-        def work(job: Job) -> Work[None]:
+        def work(job: OperatorJob) -> Work[None]:
             try:
                 for pause in movement.steps():
                     job.done, job.total = movement.done, movement.total
@@ -321,7 +320,7 @@ class Operation:
         return self._jobs.start(kind, subject, by, work)
 
 
-def _node(space: Space, key: PrefixKey) -> Node:
+def _node(space: PrefixTree, key: PrefixKey) -> PrefixNode:
     node = space.nodes.get(key)
     if node is None:
         raise not_stored(key.hex(), "key")
@@ -340,7 +339,7 @@ def _policy(shown: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _outcome(space: Space, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:
+def _outcome(space: PrefixTree, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:
     """How many keys' pages a movement left in the tier it went to."""
     there = kept = 0
     for count, key in enumerate(keys, start=1):

@@ -61,7 +61,6 @@ class Processes:
     """
 
     def __init__(self, ended: Callable[[int], None]) -> None:
-        """Watch nobody yet."""
         self._ended = ended
         self._pidfds: dict[int, int] = {}
         self._anonymous = count(-1, -1)

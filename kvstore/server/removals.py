@@ -3,19 +3,19 @@
 from time import monotonic_ns
 from typing import Final
 
-from kvstore.server.jobs import Job
+from kvstore.server.jobs import OperatorJob
 from kvstore.server.turns import Work
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.disk.jobs import SyncPolicy
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 
 SYNC_S: Final = 30.0
 """A job waits so long for its tombstones; they are tried further when it has ended."""
 _POLL_S: Final = 0.02
 
 
-def drop(table: PageTable, job: Job, tops: list[Node], cause: str) -> Work[None]:
+def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str) -> Work[None]:
     """Take out what lies at and below each node, then wait until no restart brings it back.
 
     ``job.result`` says how many pages were ``dropped``, how many nodes were ``kept``, and whether
@@ -40,7 +40,7 @@ def drop(table: PageTable, job: Job, tops: list[Node], cause: str) -> Work[None]
         job.result["why"] = why
 
 
-def _wait(table: PageTable, job: Job, lost_keys: int) -> Work[str]:
+def _wait(table: PageTable, job: OperatorJob, lost_keys: int) -> Work[str]:
     """Why a restart may bring pages back that were taken out; empty when it cannot."""
     disk = table.disk
     if disk is None:

@@ -31,7 +31,6 @@ class Rounds:
     """All connections whose messages wait for their turn."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
         #: Process → its connections; whose turn it is first.
         self._waiting: dict[int, deque[Taker]] = {}
         self._queued: set[Taker] = set()

@@ -45,7 +45,6 @@ class Turns:
     """
 
     def __init__(self, desk: Desk) -> None:
-        """Take no turn yet."""
         self._desk = desk
         self._tasks: set[Task] = set()
         self._ready: deque[Task] = deque()

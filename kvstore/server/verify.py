@@ -20,10 +20,10 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import TierUnavailable
 from kvstore.page import digest_seed, page_seeds
-from kvstore.server.jobs import Job
+from kvstore.server.jobs import OperatorJob
 from kvstore.server.turns import Work
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import Slot
 from kvstore.tier.host import HostMemory
@@ -39,7 +39,7 @@ _LEASE_NS: Final = 60 * 1_000_000_000
 class _Page:
     """One page to check; ``extent`` and ``offset`` are valid while the batch's lease stands."""
 
-    node: Node
+    node: PrefixNode
     shard: int
     slot: Slot
     digest: bytes
@@ -56,7 +56,6 @@ class Verifier:
     """
 
     def __init__(self, table: PageTable, memory: HostMemory) -> None:
-        """Check nothing yet."""
         self._table = table
         self._memory = memory
         self._process = Process(-1, Peer(0), Session(b"", "verify", 1 << 62))
@@ -68,22 +67,22 @@ class Verifier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def page(
-        self, node: Node, tiers: Sequence[str], deadline_ns: int
-    ) -> Callable[[Job], Work[None]]:
+        self, node: PrefixNode, tiers: Sequence[str], deadline_ns: int
+    ) -> Callable[[OperatorJob], Work[None]]:
         """Work that checks the pages of one key."""
 
-        def work(job: Job) -> Work[None]:
+        def work(job: OperatorJob) -> Work[None]:
             total = len(_listed([node], tiers)) if is_live(node) else 0
             yield from self._check_nodes(_Scan(job, tiers, deadline_ns, total), [node])
 
         return work
 
     def spaces(
-        self, spaces: list[Space], tiers: Sequence[str], deadline_ns: int
-    ) -> Callable[[Job], Work[None]]:
+        self, spaces: list[PrefixTree], tiers: Sequence[str], deadline_ns: int
+    ) -> Callable[[OperatorJob], Work[None]]:
         """Work that checks all pages of some spaces, those included that come meanwhile."""
 
-        def work(job: Job) -> Work[None]:
+        def work(job: OperatorJob) -> Work[None]:
             scan = _Scan(job, tiers, deadline_ns, 0)
             for space in spaces:
                 yield from _count(scan, space)
@@ -92,7 +91,7 @@ class Verifier:
 
         return work
 
-    def _check_space(self, scan: "_Scan", space: Space) -> Work[None]:
+    def _check_space(self, scan: "_Scan", space: PrefixTree) -> Work[None]:
         shelves, cursor = space.shelves, 0
         step = max(1, _STEP_PAGES // max(1, len(space.shards)))
         while numbers := shelves.numbers(cursor):
@@ -105,14 +104,14 @@ class Verifier:
             cursor = shelves.after(numbers[-1])
             yield None
 
-    def _check_nodes(self, scan: "_Scan", nodes: list[Node]) -> Work[None]:
+    def _check_nodes(self, scan: "_Scan", nodes: list[PrefixNode]) -> Work[None]:
         """Check the pages of some nodes of one space, tier by tier."""
         if "host" in scan.tiers:
             yield from self._check_memory(scan, _listed(filter(is_live, nodes), ["host"]))
         if "ssd" in scan.tiers:
             yield from self._check_disk(scan, _listed(filter(is_live, nodes), ["ssd"]))
 
-    def _check_disk(self, scan: "_Scan", pages: list[tuple[Node, int]]) -> Work[None]:
+    def _check_disk(self, scan: "_Scan", pages: list[tuple[PrefixNode, int]]) -> Work[None]:
         """Have the state read a stretch of pages on disk, and wait for it."""
         if not pages:
             return
@@ -131,7 +130,7 @@ class Verifier:
         scan.add("skipped", run.skipped)
         scan.job.done = done + run.ended
 
-    def _check_memory(self, scan: "_Scan", pages: list[tuple[Node, int]]) -> Work[None]:
+    def _check_memory(self, scan: "_Scan", pages: list[tuple[PrefixNode, int]]) -> Work[None]:
         """Check pages in memory, in batches."""
         start = 0
         while start < len(pages) and not scan.over():
@@ -153,7 +152,7 @@ class Verifier:
             yield None
 
     def _take(
-        self, scan: "_Scan", pages: list[tuple[Node, int]], start: int
+        self, scan: "_Scan", pages: list[tuple[PrefixNode, int]], start: int
     ) -> tuple[int, list[_Page], int]:
         """Pin the next batch; returns the lease, the pages, and where the batch ends."""
         table = self._table
@@ -187,7 +186,9 @@ class _Scan:
         total: pages there are to check, as far as is known.
     """
 
-    def __init__(self, job: Job, tiers: Sequence[str], deadline_ns: int, total: int) -> None:
+    def __init__(
+        self, job: OperatorJob, tiers: Sequence[str], deadline_ns: int, total: int
+    ) -> None:
         self.job = job
         self.tiers = tiers
         self._counts = dict.fromkeys(("checked", "corrupt", "unreadable", "skipped"), 0)
@@ -209,7 +210,7 @@ class _Scan:
         return late or self.job.cancelled
 
 
-def _count(scan: _Scan, space: Space) -> Work[None]:
+def _count(scan: _Scan, space: PrefixTree) -> Work[None]:
     """Count the pages of a space in the tiers that are looked at."""
     for number in space.shelves.numbers(0):
         nodes = space.shelves.nodes(number)
@@ -220,7 +221,7 @@ def _count(scan: _Scan, space: Space) -> Work[None]:
         yield None
 
 
-def _listed(nodes: Iterable[Node], tiers: Sequence[str]) -> list[tuple[Node, int]]:
+def _listed(nodes: Iterable[PrefixNode], tiers: Sequence[str]) -> list[tuple[PrefixNode, int]]:
     """The pages of some nodes in some tiers; one that is in both tiers is listed twice."""
     every = list(nodes)
     pages = [(node, shard) for node in every for shard in node.slots if "host" in tiers]

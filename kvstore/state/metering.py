@@ -33,7 +33,6 @@ class Histogram:
     __slots__ = ("counts", "sum_ns")
 
     def __init__(self) -> None:
-        """Start empty."""
         self.counts = [0] * (len(_BOUNDS_NS) + 1)
         self.sum_ns = 0
 
@@ -73,7 +72,6 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        """Start with nothing measured."""
         self.lookup, self.acquire, self.put = Histogram(), Histogram(), Histogram()
         self.wait, self.disk_load = Histogram(), Histogram()
         self._models: dict[str, ModelLookups] = {}

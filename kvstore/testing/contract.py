@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore import mover, wire
 from kvstore.client.embedded import Embedded
-from kvstore.client.resources import Services
+from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space
 from kvstore.config import HostConfig
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
@@ -85,7 +85,6 @@ class TierContract:
     )
 
     def __init__(self, open_holder: Callable[[], Holder]) -> None:
-        """Open nothing yet."""
         self._open = open_holder
 
     def check_pages_come_back_byte_for_byte(self) -> None:
@@ -219,7 +218,6 @@ class SlabHolder:
     """
 
     def __init__(self, slab: "DeviceSlab", damage: Callable[[PageSet, PrefixKeys], None]) -> None:
-        """Nothing is there yet."""
         self._slab = slab
         self._damage = damage
 
@@ -290,7 +288,7 @@ class HostHolder:
             session_quota_bytes=4 * capacity_bytes,
         )  # fmt: skip
         self._link = Embedded(host, "contract")
-        self._services = Services(self._link, lambda _: self._link, WAIT_S)
+        self._services = StoreResources(self._link, lambda _: self._link, WAIT_S)
         self._numbers = count(1 << 32)
         self._written: list[PageInMemory] = []
 

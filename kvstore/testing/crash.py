@@ -210,7 +210,6 @@ class CrashRun:
     """
 
     def __init__(self, folder: Path, seed: int, sync: str, say: Say = lambda _line: None) -> None:
-        """Start nothing yet."""
         self.outcome = Outcome()
         self._folder = folder
         self._seed = seed

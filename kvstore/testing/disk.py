@@ -59,7 +59,6 @@ class SimulatedDisk:
     def __init__(
         self, capacity_bytes: int = 1 << 40, *, direct_io: bool = True, seed: int = 0
     ) -> None:
-        """An empty disk."""
         self._capacity_bytes = capacity_bytes
         self._direct_io = direct_io
         self._random = Random(seed)
@@ -331,7 +330,6 @@ class FaultyDisk:
     """
 
     def __init__(self, disk: Disk, seed: int = 0) -> None:
-        """Nothing is armed."""
         self.hits = 0
         self.slow_ends = threading.Event()
         self._disk = disk

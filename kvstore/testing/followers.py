@@ -12,11 +12,10 @@ Page = tuple[object, object, BlockHash]
 """Space, shard, key."""
 
 
-class Followers:
+class KnownPages:
     """Two indexes: one keeps the media of each page apart, one takes no notice of media."""
 
     def __init__(self) -> None:
-        """Know of nothing."""
         self._media: dict[Page, set[str]] = defaultdict(set)
         self._plain: set[Page] = set()
 

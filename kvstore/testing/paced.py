@@ -20,7 +20,6 @@ class PacedDisk(OSDisk):
     """
 
     def __init__(self, bytes_per_s: float) -> None:
-        """Start idle."""
         self._bytes_per_s = bytes_per_s
         self._never = threading.Event()
         self._lock = threading.Lock()

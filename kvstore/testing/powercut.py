@@ -35,7 +35,7 @@ from kvstore.page import (
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.disk.jobs import Durable, SyncPolicy, WritePolicy
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
 from kvstore.testing.failing_power import FailingPower, PowerCut, UnorderedLog, WaitedMemory
@@ -302,7 +302,7 @@ class Life:
             for shard in node.disk
         }
 
-    def _tree(self) -> Space:
+    def _tree(self) -> PrefixTree:
         return next(iter(self.node.pages.spaces))
 
     def _note_durable(self, shard: int, keys: PrefixKeys) -> None:

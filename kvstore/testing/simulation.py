@@ -27,7 +27,7 @@ from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing import slowtier
-from kvstore.testing.followers import Followers
+from kvstore.testing.followers import KnownPages
 
 PAGE_BYTES: Final = slowtier.PAGE_BYTES
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
@@ -165,7 +165,7 @@ class Simulation:
         self.now_ns = 1
         slots = SlotTable(EXTENT_BYTES, extents)
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
-        self.followers = Followers()
+        self.followers = KnownPages()
         limits = NodeLimits(extents * EXTENT_BYTES // 2, LEASE_MS_MAX, TURN_PAGES, UNWATCHED_NS)
         self.node = Node("simulated", b"b" * 16, slots, limits, lambda: self.random.randbytes(16))
         self.desk = Desk(

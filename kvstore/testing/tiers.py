@@ -105,7 +105,6 @@ class TierDriver:
     """
 
     def __init__(self, tier: Tier) -> None:
-        """Nothing was submitted yet."""
         self.tier = tier
         self._jobs = count(1)
 
@@ -181,7 +180,6 @@ class LogContract:
     )
 
     def __init__(self, open_tier: Callable[[], Tier], damage: Callable[[Place], None]) -> None:
-        """Open nothing yet."""
         self._open = open_tier
         self._damage = damage
 

@@ -124,7 +124,6 @@ class OSDisk:
     """The disk of this machine."""
 
     def __init__(self) -> None:
-        """Nothing was asked yet."""
         self._says_sparse = True
 
     def make_directory(self, path: Path) -> None:

@@ -26,7 +26,7 @@ DESCRIPTORS_MAX: Final = 256
 
 
 @dataclass(slots=True)
-class Segment:
+class LogFile:
     """One segment file.
 
     Attributes:
@@ -80,19 +80,18 @@ class Segments:
     def __init__(
         self, disk: Disk, log: bytes, directories: list[OpenDirectory], segment_bytes: int
     ) -> None:
-        """Know no segment yet."""
         self.disk = disk
         self.log = log
         self.directories = directories
         self.segment_bytes = segment_bytes
-        self._table: dict[int, Segment] = {}
-        self._open: dict[int, Segment] = {}
+        self._table: dict[int, LogFile] = {}
+        self._open: dict[int, LogFile] = {}
         """All and only those with a descriptor, the longest unused first."""
-        self._dirty: dict[int, Segment] = {}
+        self._dirty: dict[int, LogFile] = {}
         """All and only those with writes that are not synced."""
         self._lock = threading.Lock()
 
-    def adopt(self, segment: Segment) -> None:
+    def adopt(self, segment: LogFile) -> None:
         """Take a segment that was found at start."""
         with self._lock:
             assert segment.number not in self._table, "a number is used once"
@@ -101,7 +100,7 @@ class Segments:
             self.directories[segment.directory].used_bytes += segment.size_bytes
 
     @contextmanager
-    def using(self, number: int, *, write: bool) -> Iterator[tuple[Segment, int]]:
+    def using(self, number: int, *, write: bool) -> Iterator[tuple[LogFile, int]]:
         """A segment and its open file, which stays open inside; made when it is to be written.
 
         Raises:
@@ -122,7 +121,7 @@ class Segments:
         finally:
             self._leave(segment)
 
-    def pair_index(self, segment: Segment, packed: bytes) -> int:
+    def pair_index(self, segment: LogFile, packed: bytes) -> int:
         """The footer's number for a pair.
 
         Raises:
@@ -139,7 +138,7 @@ class Segments:
                 segment.pairs[packed] = index
             return index
 
-    def note_written(self, segment: Segment, entries: list[bytes], end: int) -> None:
+    def note_written(self, segment: LogFile, entries: list[bytes], end: int) -> None:
         """Records were written; ``end`` is behind the last of them."""
         with self._lock:
             segment.written += len(entries)
@@ -270,13 +269,13 @@ class Segments:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _enter(self, number: int, *, make: bool) -> Segment:
+    def _enter(self, number: int, *, make: bool) -> LogFile:
         with self._lock:
             segment = self._table.get(number)
             if segment is None:
                 if not make:
                     raise TierUnavailable(f"there is no segment {number}")
-                segment = Segment(number, self._roomiest(), self.segment_bytes)
+                segment = LogFile(number, self._roomiest(), self.segment_bytes)
                 self._table[number] = segment
                 self.directories[segment.directory].used_bytes += segment.size_bytes
             if segment.dropped:
@@ -294,7 +293,7 @@ class Segments:
             raise CapacityError("no directory has room for another segment: drop one first")
         return max(roomy, key=lambda at: (not self.directories[at].failing, room[at]))
 
-    def _leave(self, segment: Segment) -> None:
+    def _leave(self, segment: LogFile) -> None:
         with self._lock:
             segment.users -= 1
             if segment.users:
@@ -305,7 +304,7 @@ class Segments:
                 del self._table[segment.number]
                 self.directories[segment.directory].used_bytes -= segment.size_bytes
 
-    def _close_file(self, segment: Segment) -> None:
+    def _close_file(self, segment: LogFile) -> None:
         descriptor, segment.descriptor = segment.descriptor, None
         if descriptor is not None:
             del self._open[segment.number]
@@ -318,7 +317,7 @@ class Segments:
             if lock >= 0:
                 self.disk.close(lock)
 
-    def _opened(self, segment: Segment) -> int:
+    def _opened(self, segment: LogFile) -> int:
         """The descriptor of a segment in use, which makes or opens the file; its lock is held."""
         if segment.descriptor is not None:
             return segment.descriptor
@@ -343,7 +342,7 @@ class Segments:
                 self._close_file(one)
         return descriptor
 
-    def _make(self, segment: Segment, directory: OpenDirectory) -> int:
+    def _make(self, segment: LogFile, directory: OpenDirectory) -> int:
         path = directory.path / segment_name(segment.number)
         descriptor = self.disk.create(path, segment.size_bytes, direct=directory.direct_io)
         try:
@@ -354,7 +353,7 @@ class Segments:
             raise
         return descriptor
 
-    def _synced(self, segment: Segment, written: int) -> bool:
+    def _synced(self, segment: LogFile, written: int) -> bool:
         with self._lock:
             covered, descriptor = segment.written, segment.descriptor
         if segment.synced >= written:

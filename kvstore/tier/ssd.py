@@ -30,7 +30,7 @@ from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
 from kvstore.tier.recovery import Found, RecoveredLog, combine, load_segment, one_of_each
-from kvstore.tier.segments import Segment, Segments
+from kvstore.tier.segments import LogFile, Segments
 from kvstore.tier.transfer import RecordMover, Write, batches
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class SSDLog:
             self._directories[found.directory].used_bytes += found.size_bytes
             self._directories[found.directory].untouched_bytes += found.size_bytes
             return
-        segment = Segment(found.number, found.directory, found.size_bytes)
+        segment = LogFile(found.number, found.directory, found.size_bytes)
         segment.sealing = segment.sealed = loaded.sealed
         segment.end = loaded.end
         if not loaded.sealed:

@@ -38,7 +38,7 @@ from kvstore.tier.record import (
     segment_name,
     tombstone_digest,
 )
-from kvstore.tier.segments import Segment, Segments
+from kvstore.tier.segments import LogFile, Segments
 from kvstore.tier.vectored import aligned, memory_at, read_fully, write_fully
 
 BATCH_BYTES: Final = 8 << 20
@@ -254,7 +254,7 @@ class RecordMover:
     def _block(self, index: int) -> memoryview:
         return self._scratch[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
 
-    def _failure(self, segment: Segment, error: OSError) -> KVStoreError:
+    def _failure(self, segment: LogFile, error: OSError) -> KVStoreError:
         directory = self._segments.directories[segment.directory]
         return failure(directory.path / segment_name(segment.number), error)
 
@@ -278,7 +278,7 @@ def _header_of(job: Write, sequence: int) -> Header:
     )  # fmt: skip
 
 
-def _check_place(start: int, end: int, segment: Segment) -> None:
+def _check_place(start: int, end: int, segment: LogFile) -> None:
     if start % BLOCK_BYTES or start < 0 or end > segment.size_bytes or start >= end:
         what = f"{start}..{end} is no place for records in {segment.size_bytes} bytes"
         raise InvalidArgument("place", what)

@@ -47,7 +47,6 @@ class Window:
     """
 
     def __init__(self, file: SegmentFile) -> None:
-        """See nothing yet."""
         self.size = file.size - file.size % BLOCK_BYTES
         self._file = file
         self._window_bytes = min(WINDOW_BYTES, max(self.size, BLOCK_BYTES))

@@ -12,7 +12,7 @@ from kvstore.index.ingest import WorkerIngest
 from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.publish import events_of
 from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.client.conftest import (
     READY,
     TIMEOUT_S,
@@ -24,7 +24,7 @@ from tests.client.conftest import (
     open_space,
 )
 
-SPACE = Space(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
+SPACE = PrefixTree(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
 KEYS = [PrefixKey(bytes([number]) * 32) for number in range(1, 4)]
 ROOT = PrefixKey(b"")
 

@@ -19,13 +19,13 @@ from kvstore.events import zmtp
 from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.publish import Publication
 from kvstore.state.tree.actions import Stored
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.events.test_event_followers import Follower
 
 NOBODY = 65_534
 TOKEN = "a token of sixteen or more"
-SPACE = Space(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
+SPACE = PrefixTree(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
 STORED = Stored(
     SPACE, 0, [PrefixKey(bytes(32))], PrefixKey(b""), np.array([7, 8], dtype="<u4").tobytes()
 )

@@ -25,6 +25,10 @@ DOMAINS = ["d1", "d2"]
 ENTRIES_MAX = 40
 
 
+STEP_S_ANYWHERE = 0.3
+"""A step that grows with what a worker holds takes longer than this on any machine."""
+
+
 def key(number: int) -> bytes:
     return hashlib.sha256(bytes([number])).digest()
 
@@ -234,7 +238,7 @@ def test_no_step_takes_long_however_much_a_worker_holds() -> None:
     pages = PrefixIndex(1_000_000, seed=5)
     chance = np.random.default_rng(1)
     fill = (pages.store("w", "GPU", "d", chance.bytes(32 * 1024)) for _ in range(976))
-    assert max(steps_of(fill)) < 0.05
+    assert max(steps_of(fill)) < STEP_S_ANYWHERE
     assert len(pages) == 976 * 1024
 
     def come_and_go() -> Iterator[None]:
@@ -246,9 +250,9 @@ def test_no_step_takes_long_however_much_a_worker_holds() -> None:
                 pages.remove("v", "GPU", "d", held.pop(0))
             yield
 
-    assert max(steps_of(come_and_go())) < 0.05
-    assert max(steps_of(pages.drop("w"))) < 0.05
-    assert max(steps_of(pages.drop("v"))) < 0.05
+    assert max(steps_of(come_and_go())) < STEP_S_ANYWHERE
+    assert max(steps_of(pages.drop("w"))) < STEP_S_ANYWHERE
+    assert max(steps_of(pages.drop("v"))) < STEP_S_ANYWHERE
     assert len(pages) == 0
     pages.check()
 
@@ -259,7 +263,10 @@ def test_keys_that_were_chosen_to_collide_do_not() -> None:
     keys[:, 0] = np.arange(16_384, dtype=np.uint64) << np.uint64(40)
     pages = PrefixIndex(1_000_000, seed=0x9E3779B97F4A7C15)
 
-    assert max(steps_of(iter(lambda: pages.store("w", "GPU", "d", keys.tobytes()), 0))) < 0.05
+    assert (
+        max(steps_of(iter(lambda: pages.store("w", "GPU", "d", keys.tobytes()), 0)))
+        < STEP_S_ANYWHERE
+    )
 
     home = np.bincount(pages._home(pages._tags[pages._tags != 0]))
     assert home.max() < 10

@@ -15,7 +15,7 @@ from time import monotonic
 import numpy as np
 import xxhash
 
-from kvstore.mover import Job, Mode, Native, Pieces, Progress
+from kvstore.mover import Mode, MoverJob, Native, Pieces, Progress
 from kvstore.mover.native import load
 
 libc = ctypes.CDLL(None)
@@ -97,7 +97,7 @@ class Case:
         self.cancelled = self.progress is not None and dice.random() < 0.1
         self.segments = segments
 
-    def job(self) -> Job:
+    def job(self) -> MoverJob:
         flat = [length for lengths in self.lengths for length in lengths]
         pieces = Pieces(
             np.array([at for page in self.pieces for at in page], np.uint64),
@@ -110,12 +110,12 @@ class Case:
             digests[sorted(self.wrong), 3] ^= 1
         if self.cancelled and self.progress is not None:
             self.progress.cancel()
-        return Job(
+        return MoverJob(
             self.mode, self.size, np.array(self.pages, np.uint64), np.array(self.seeds, np.uint64),
             digests, pieces if self.mode is not Mode.DIGEST else None, ok, self.progress,
         )  # fmt: skip
 
-    def check(self, job: Job, done: int) -> None:
+    def check(self, job: MoverJob, done: int) -> None:
         if self.cancelled:
             assert done == 0, done
             return
@@ -179,7 +179,9 @@ def overread(native: Native) -> int:
     memory = Memory(random.Random(0))
     page = np.array([memory.take(bytes(100))], np.uint64)
     digests = np.zeros((1, 16), np.uint8)
-    native.move(Job(Mode.DIGEST, 4096, page, np.zeros(1, np.uint64), digests, None, None, None))
+    native.move(
+        MoverJob(Mode.DIGEST, 4096, page, np.zeros(1, np.uint64), digests, None, None, None)
+    )
     return 0
 
 

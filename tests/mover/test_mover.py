@@ -154,7 +154,7 @@ def test_digests_equal_those_of_the_xxhash_package_at_every_length(
         shift = length % 5
         digests = np.zeros((1, 16), dtype=np.uint8)
         pages = u64(address(data) + shift)
-        job = mover.Job(Mode.DIGEST, length, pages, u64(seed), digests, None, None, None)
+        job = mover.MoverJob(Mode.DIGEST, length, pages, u64(seed), digests, None, None, None)
         assert implementation.move(job) == 1
         assert digests.tobytes() == expected(data[shift : shift + length], seed), (length, seed)
 

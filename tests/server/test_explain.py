@@ -13,7 +13,7 @@ from kvstore.server.operations import Operation
 from kvstore.state.ask.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
 from kvstore.state.ask.traversal import ended
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.tree.prefix_tree import Node, Retention, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
 
 SECOND = 1_000_000_000
@@ -29,10 +29,12 @@ class Asked:
         self.space = self.world.space(self.process, (FULL, FULL_2))
         self.table.now_ns = 90 * SECOND
 
-    def other(self, **fields: str) -> Space:
+    def other(self, **fields: str) -> PrefixTree:
         return self.table.spaces.open(self.process.session, identity(**fields), [FULL])[0]
 
-    def why(self, path: str, space: Space | None = None, shard: int | None = None) -> Explanation:
+    def why(
+        self, path: str, space: PrefixTree | None = None, shard: int | None = None
+    ) -> Explanation:
         found = Explainer(self.table, 100 * SECOND).key(key(path), space or self.space, shard)
         assert found.verdict in VERDICTS
         assert found.text
@@ -192,7 +194,9 @@ def prompt(asked, monkeypatch):
         return ended(inspection.handlers[type(operation)](operation))
 
     def run(
-        chains: dict[int, list[PrefixKey]], space: Space | None = None, shard: int | None = None
+        chains: dict[int, list[PrefixKey]],
+        space: PrefixTree | None = None,
+        shard: int | None = None,
     ) -> Explanation:
         monkeypatch.setattr(
             prompts, "page_keys", lambda _tokens, size: PrefixKeys(b"".join(chains.get(size, [])))
@@ -251,7 +255,7 @@ def test_a_page_whose_head_left_with_its_own_head_a_thousand_times_is_explained(
     name = "a" * 1_000
     asked.table.ghosts = Ghosts(10_000)
     for depth in range(len(name), 1, -1):
-        node = Node(asked.space, key(name[:depth]), None)
+        node = PrefixNode(asked.space, key(name[:depth]), None)
         asked.table.ghosts.head = key(name[: depth - 1])
         asked.table.ghosts.add(node, 0, "head_lost", SECOND)
 

@@ -8,19 +8,19 @@ from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from tests.state.world import PAGE, ROOT, World, identity, key
 
 SECOND = 1_000_000_000
 
 
-def node_of(space: Space, path: str) -> Node:
-    return Node(space, key(path), None)
+def node_of(space: PrefixTree, path: str) -> PrefixNode:
+    return PrefixNode(space, key(path), None)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60), st.integers(1, 6))
 def test_the_newest_that_left_are_remembered_and_no_others(events, most):
-    spaces = [Space(number, identity(model=f"m{number}")) for number in range(3)]
+    spaces = [PrefixTree(number, identity(model=f"m{number}")) for number in range(3)]
     ghosts = Ghosts(most)
     model: dict[tuple[int, int], int] = {}
     for time, (number, page) in enumerate(events, start=1):
@@ -56,7 +56,7 @@ def test_a_ghost_tells_when_why_and_for_whom(world_of_two):
 
 
 @pytest.fixture
-def world_of_two() -> tuple[World, object, Space, Space]:
+def world_of_two() -> tuple[World, object, PrefixTree, PrefixTree]:
     world = World(extents=1, slots_each=4)
     process = world.process()
     space = world.space(process)
@@ -78,7 +78,7 @@ def test_what_went_with_its_head_says_which_head(world_of_two):
 
 def test_a_list_of_no_length_remembers_nothing_and_says_so():
     ghosts = Ghosts(0)
-    ghosts.add(node_of(Space(0, identity()), "a"), 0, "expired", 1)
+    ghosts.add(node_of(PrefixTree(0, identity()), "a"), 0, "expired", 1)
 
     assert (len(ghosts), ghosts.forgotten, ghosts.oldest_ns()) == (0, 1, 0)
 

@@ -13,11 +13,11 @@ from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
 from kvstore.state.tree.actions import Abandoned, Removed, Stored, TierRemoved, TierStored
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import SlotTable
 
 SPACES = [
-    Space(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2)) for at in (0, 1)
+    PrefixTree(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2)) for at in (0, 1)
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.server.channel import Caller
-from kvstore.server.jobs import Job
+from kvstore.server.jobs import OperatorJob
 from kvstore.server.verify import Verifier
 from tests.server.conftest import TIMEOUT_S
 from tests.state.world import FULL, FULL_2, World, key
@@ -34,7 +34,7 @@ def begun(wait_until):
     world.store(process, space, "a")
     world.store(process, space, "a", shard=1)
     verifier = Verifier(world.table, memory)  # type: ignore[arg-type]
-    job = Job(1, "verify", {}, Caller())
+    job = OperatorJob(1, "verify", {}, Caller())
     work = verifier.page(space.nodes[key("a")], ["host"], 1 << 62)(job)
     next(work)
     assert memory.asked.wait(TIMEOUT_S)

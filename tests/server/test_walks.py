@@ -11,13 +11,13 @@ from kvstore.errors import InvalidArgument
 from kvstore.state.ask import traversal as walks
 from kvstore.state.ask.traversal import DROP_NODES, PASS_NODES, STEP_NODES, Removal, ended, subtree
 from kvstore.state.tree.listing import SHELF_NODES
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.world import FULL, PAGE, ROOT, World, chain, identity, key
 
 paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)
 
 
-def grown(stored: list[str]) -> tuple[World, object, Space]:
+def grown(stored: list[str]) -> tuple[World, object, PrefixTree]:
     world = World(extents=4, slots_each=64)
     process = world.process()
     space = world.space(process)

@@ -7,7 +7,7 @@ from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus, Removed, Stored
-from kvstore.state.tree.prefix_tree import ORDINARY, Node, Retention, Space
+from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention
 from kvstore.state.tree.sessions import Lease, Peer, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
 
@@ -39,7 +39,7 @@ def chain(path: str, start: int = 0) -> list[PrefixKey]:
     return [key(path[:end]) for end in range(start + 1, len(path) + 1)]
 
 
-def drop_below(table: PageTable, top: Node, cause: str) -> tuple[int, int]:
+def drop_below(table: PageTable, top: PrefixNode, cause: str) -> tuple[int, int]:
     """All turns of a removal: pages taken out, and nodes that stay."""
     removal = Removal(top, cause)
     while removal.turn(table):
@@ -74,11 +74,11 @@ class World:
 
     def space(
         self, process: Process, shards: Sequence[ShardSpec] = (FULL,), tenant: str = "red"
-    ) -> Space:
+    ) -> PrefixTree:
         return self.table.spaces.open(process.session, identity(tenant), list(shards))[0]
 
     def begin(
-        self, process: Process, space: Space, path: str, *, start: int = 0, shard: int = 0
+        self, process: Process, space: PrefixTree, path: str, *, start: int = 0, shard: int = 0
     ) -> tuple[int, list[PageStatus], Put]:
         """Ask for the pages of ``path`` from letter ``start`` on; returns the put's number too."""
         self._numbers += 1
@@ -94,7 +94,7 @@ class World:
         return self.table.commit_put(process, number, digests, keep)
 
     def store(
-        self, process: Process, space: Space, path: str, *, start: int = 0, shard: int = 0,
+        self, process: Process, space: PrefixTree, path: str, *, start: int = 0, shard: int = 0,
         keep: Retention = ORDINARY,
     ) -> list[PageStatus]:  # fmt: skip
         """Begin and commit at once; returns what the begin said."""
@@ -103,11 +103,17 @@ class World:
             self.commit(process, number, keep)
         return statuses
 
-    def lookup(self, space: Space, path: str, shards: Sequence[int] = (0,)) -> tuple[int, int]:
+    def lookup(self, space: PrefixTree, path: str, shards: Sequence[int] = (0,)) -> tuple[int, int]:
         return self.table.lookup(space, list(shards), b"".join(chain(path)))
 
     def acquire(
-        self, process: Process, space: Space, path: str, *, shard: int = 0, until_ns: int = 1 << 60
+        self,
+        process: Process,
+        space: PrefixTree,
+        path: str,
+        *,
+        shard: int = 0,
+        until_ns: int = 1 << 60,
     ) -> tuple[int, Lease]:
         self._numbers += 1
         packed = b"".join(chain(path))

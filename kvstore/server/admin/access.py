@@ -24,7 +24,6 @@ class Access:
     """
 
     def __init__(self, tokens: Mapping[str, str], *, group: bool, token_file: str) -> None:
-        """Let nobody in who has neither a token nor the node's user."""
         self._tokens = {role: token.encode() for role, token in tokens.items()}
         self._group = group
         where = f"; it is in {token_file}" if token_file else ""

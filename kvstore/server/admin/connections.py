@@ -51,7 +51,6 @@ class Connections:
     """All connections of one process."""
 
     def __init__(self) -> None:
-        """Start with none."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = max(8, soft - _OTHER_DESCRIPTORS) if soft != resource.RLIM_INFINITY else 1 << 20
         self._most = {True: min(UNIX_MAX, room // 4), False: min(TCP_MAX, room // 2)}

@@ -4,7 +4,7 @@ from itertools import islice
 from typing import Any, Final
 
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Session
 
 LISTED_MAX: Final = 100
@@ -51,7 +51,7 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
     }
 
 
-def _identity(space: Space) -> dict[str, Any]:
+def _identity(space: PrefixTree) -> dict[str, Any]:
     identity = space.identity
     fields = {name: getattr(identity, name) for name in identity.__struct_fields__}
     return {"space": space.label, **fields}

@@ -15,7 +15,7 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.ask.traversal import Steps, ended
 from kvstore.state.choice.ghosts import Ghost
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 VERDICTS: Final = (
     "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
@@ -105,16 +105,21 @@ class Explainer:
     """
 
     def __init__(self, pages: PageTable, now_ns: int) -> None:
-        """Ask nothing yet."""
         self._pages = pages
         self._now_ns = now_ns
 
-    def key(self, key: PrefixKey, space: Space | None, shard: int | None = None) -> Explanation:
+    def key(
+        self, key: PrefixKey, space: PrefixTree | None, shard: int | None = None
+    ) -> Explanation:
         """:meth:`steps` at once."""
         return ended(self.steps(key, space, shard))
 
     def steps(
-        self, key: PrefixKey, space: Space | None, shard: int | None = None, heads: int = HEADS_MAX
+        self,
+        key: PrefixKey,
+        space: PrefixTree | None,
+        shard: int | None = None,
+        heads: int = HEADS_MAX,
     ) -> Steps[Explanation]:
         """Why the page of ``key`` is a hit or not.
 
@@ -127,7 +132,7 @@ class Explainer:
         if space is not None:
             found = yield from self._in_space(space, key, shard, heads)
             return found or (yield from self._elsewhere(space, key))
-        best: tuple[int, Space] | None = None
+        best: tuple[int, PrefixTree] | None = None
         for count, one in enumerate(list(self._pages.spaces), start=1):
             found = yield from self._in_space(one, key, None, 0)
             if found is not None:
@@ -141,7 +146,7 @@ class Explainer:
                 return found
         return self._nothing(None, key)
 
-    def other(self, space: Space, other: Space, key: PrefixKey) -> Explanation:
+    def other(self, space: PrefixTree, other: PrefixTree, key: PrefixKey) -> Explanation:
         """What keeps a page that another space has from being one of ``space``."""
         node = other.nodes.get(key)
         if node is None or not node.present:
@@ -149,7 +154,7 @@ class Explainer:
         return self._of_other(space, other, node)
 
     def _in_space(
-        self, space: Space, key: PrefixKey, shard: int | None, heads: int
+        self, space: PrefixTree, key: PrefixKey, shard: int | None, heads: int
     ) -> Steps[Explanation | None]:
         """The answer that this space alone can give."""
         node = space.nodes.get(key)
@@ -164,7 +169,7 @@ class Explainer:
             return self._other_shard(node, shard)
         return None
 
-    def _present(self, node: Node, shard: int | None) -> Explanation | None:
+    def _present(self, node: PrefixNode, shard: int | None) -> Explanation | None:
         shards = where(node)
         label, key = node.space.label, node.key.hex()
         mask = node.ready if shard is None else node.ready & 1 << shard
@@ -177,7 +182,7 @@ class Explainer:
             return Explanation("pending", text, key, label, shards)
         return None
 
-    def _other_shard(self, node: Node, shard: int) -> Explanation:
+    def _other_shard(self, node: PrefixNode, shard: int) -> Explanation:
         space = node.space
         stored = _bits(node.present)[0]
         if shard >= len(space.shards):
@@ -188,7 +193,7 @@ class Explainer:
         text = f"stored for shard {stored}, not for {shard}: they differ in {names}"
         return Explanation("other_shard", text, node.key.hex(), space.label, where(node), differs)
 
-    def _elsewhere(self, space: Space, key: PrefixKey) -> Steps[Explanation]:
+    def _elsewhere(self, space: PrefixTree, key: PrefixKey) -> Steps[Explanation]:
         """The same key in another space, or nothing."""
         for count, other in enumerate(list(self._pages.spaces), start=1):
             node = other.nodes.get(key) if other is not space else None
@@ -198,13 +203,13 @@ class Explainer:
                 yield
         return self._nothing(space, key)
 
-    def _of_other(self, space: Space, other: Space, node: Node) -> Explanation:
+    def _of_other(self, space: PrefixTree, other: PrefixTree, node: PrefixNode) -> Explanation:
         differs = _differences(space.identity, other.identity)
         names = ", ".join(one["field"] for one in differs)
         text = f"stored in another space ({other.label[:12]}): it differs in {names}"
         return Explanation("other_space", text, node.key.hex(), other.label, where(node), differs)
 
-    def _left(self, space: Space, ghost: Ghost, heads: int) -> Steps[Explanation]:
+    def _left(self, space: PrefixTree, ghost: Ghost, heads: int) -> Steps[Explanation]:
         left = self._remembered(ghost)
         verdict = _VERDICT_OF.get(ghost.cause, ghost.cause)
         head = None
@@ -248,7 +253,7 @@ class Explainer:
             "used_s_ago": self._ago(ghost.used_ns),
         }
 
-    def _nothing(self, space: Space | None, key: PrefixKey) -> Explanation:
+    def _nothing(self, space: PrefixTree | None, key: PrefixKey) -> Explanation:
         ghosts = self._pages.ghosts
         label = space.label if space is not None else ""
         if ghosts.forgotten:
@@ -275,7 +280,7 @@ _SENTENCES: Final = {
 }
 
 
-def where(node: Node) -> dict[str, list[str]]:
+def where(node: PrefixNode) -> dict[str, list[str]]:
     """Shard number → tiers in which the page is READY, or ``["writing"]``."""
     found: dict[str, list[str]] = {}
     for shard in _bits(node.present):
@@ -290,8 +295,8 @@ def _bits(mask: int) -> list[int]:
 
 
 def leading_runs(
-    spaces: Sequence[Space], packed: bytes, shard: int | None
-) -> Steps[list[tuple[Space, int]]]:
+    spaces: Sequence[PrefixTree], packed: bytes, shard: int | None
+) -> Steps[list[tuple[PrefixTree, int]]]:
     """Which spaces hold most of the leading pages of a chain, and how many pages that is.
 
     Args:
@@ -302,7 +307,7 @@ def leading_runs(
     Returns:
         those that hold the most, :data:`RUNS_MAX` at most; none when no space holds the first.
     """
-    best: list[tuple[Space, int]] = []
+    best: list[tuple[PrefixTree, int]] = []
     looked = 0
     for space in spaces:
         count = 0

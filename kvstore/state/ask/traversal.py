@@ -12,7 +12,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey
 from kvstore.state.choice.pins import PINS_MAX
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ def ended(steps: Steps[T]) -> T:
 
 
 def subtree(
-    space: Space, top: PrefixKey, after: PrefixKey, depth: int, limit: int
-) -> Steps[tuple[list[Node], bool]]:
+    space: PrefixTree, top: PrefixKey, after: PrefixKey, depth: int, limit: int
+) -> Steps[tuple[list[PrefixNode], bool]]:
     """Nodes below a key, every parent before its children.
 
     Args:
@@ -62,8 +62,8 @@ def subtree(
     start = space.nodes.get(top) if top else space.root
     if start is None:
         raise InvalidArgument("key", f"{top.hex()} is not in this space")
-    found: list[Node] = []
-    above: Node | None = None
+    found: list[PrefixNode] = []
+    above: PrefixNode | None = None
     if after:
         above = yield from _cursor(space, start, after)
     elif start is not space.root:
@@ -90,12 +90,12 @@ def subtree(
     return found[:limit], len(found) > limit
 
 
-def _children(node: Node, limit: int) -> Iterator[Node]:
+def _children(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
     """As many children as a stretch can need; nobody minds when some leave meanwhile."""
     return iter(list(islice(node.children.values(), limit + 1)))
 
 
-def _younger(node: Node, limit: int) -> Iterator[Node]:
+def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
     """The siblings that come after a node."""
     parent = node.parent
     if parent is None:
@@ -107,7 +107,7 @@ def _younger(node: Node, limit: int) -> Iterator[Node]:
     return iter(siblings[after : after + limit + 1])
 
 
-def _cursor(space: Space, start: Node, after: PrefixKey) -> Steps[Node]:
+def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[PrefixNode]:
     """The node that a walk has shown last, if it stands below ``start``."""
     last = space.nodes.get(after)
     if last is None:
@@ -146,8 +146,7 @@ class Removal:
         kept: nodes that stay, as far as the present pass has come.
     """
 
-    def __init__(self, top: Node, cause: str) -> None:
-        """Take nothing out yet."""
+    def __init__(self, top: PrefixNode, cause: str) -> None:
         self.dropped = self.kept = 0
         self._top = top
         self._cause = cause
@@ -179,7 +178,7 @@ class Removal:
             table.disk.graves.bury_all(top.space)
         return False
 
-    def _take(self, table: PageTable, node: Node) -> int:
+    def _take(self, table: PageTable, node: PrefixNode) -> int:
         """Take a node's pages out if they may go; how many pages or nodes that was."""
         if node.pins or node.children or not node.digests:
             self.kept += 1
@@ -193,7 +192,7 @@ class Removal:
         return len(shards)
 
 
-def _some_children(node: Node) -> list[Node]:
+def _some_children(node: PrefixNode) -> list[PrefixNode]:
     """As many children as a pass looks at: more than may stay, pinned or being written."""
     stay_max = 2 * PINS_MAX + min(len(node.space.writing), SIBLINGS_MAX)
     return list(islice(node.children.values(), _CHILDREN + stay_max))

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 
 DAY_NS: Final = 86_400 * 10**9
 BURST_SHARE: Final = 24
@@ -97,7 +97,7 @@ class Admission:
         return self._bucket_max > 0
 
     def admit(
-        self, chain: Sequence[tuple[Node, int]], size_bytes: int, now_ns: int, tick: int
+        self, chain: Sequence[tuple[PrefixNode, int]], size_bytes: int, now_ns: int, tick: int
     ) -> int:
         """Decide for the pages of a chain that are not on disk, all before them being there.
 
@@ -123,7 +123,7 @@ class Admission:
         ask_later([node for node, _ in chain[wanted:]])
         return wanted
 
-    def leaves(self, end: Node, offered_bytes: int, tick: int) -> None:
+    def leaves(self, end: PrefixNode, offered_bytes: int, tick: int) -> None:
         """The prompt that ends here leaves memory: learn from it; saying it twice changes nothing.
 
         Args:
@@ -166,7 +166,7 @@ class Admission:
             self._admitted, self._refused, self._today_bytes, forecast, self.budget_bytes_per_day
         )
 
-    def _wanted(self, chain: Sequence[tuple[Node, int]]) -> int:
+    def _wanted(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
         if self.name == "none":
             return 0
         if self.name == "all":
@@ -183,7 +183,7 @@ class Admission:
                 break
         return wanted
 
-    def _learned(self, chain: Sequence[tuple[Node, int]]) -> int:
+    def _learned(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
         """The leading part that is worth most beyond the price of writing it."""
         price = self._shortage()
         worth = most = 0.0
@@ -214,7 +214,7 @@ class Admission:
             self._today_bytes = 0
 
 
-def ask_later(refused: Sequence[Node]) -> None:
+def ask_later(refused: Sequence[PrefixNode]) -> None:
     """Ask about the pages of a chain again when half of them are gone, not for each that goes."""
     if refused:
         depth = (refused[0].depth + refused[-1].depth) // 2

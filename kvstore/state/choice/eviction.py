@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, new_policy
 from kvstore.state.choice.quotas import Quotas
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import SlotTable
 
 GRACE_NS: Final = 10_000_000_000
@@ -66,12 +66,12 @@ class Eviction:
             del self._before[name]
         return True
 
-    def stored(self, node: Node, slot_bytes: int, tick: int) -> None:
+    def stored(self, node: PrefixNode, slot_bytes: int, tick: int) -> None:
         """A page of ``node`` came in."""
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick
         node.uses += 1
@@ -80,35 +80,35 @@ class Eviction:
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: PrefixNode) -> None:
         """Tell that ``node`` may have become evictable."""
         if self.evictable(node):
             name = self.quotas.queue_name(node.space)
             for slot_bytes in classes(node):
                 self._queue(name, slot_bytes).offer(node, self._tick)
 
-    def offer_all(self, nodes: Iterable[Node], *, anew: bool = False) -> None:
+    def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
         """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
         for node in nodes:
             if is_live(node):
                 node.queued = () if anew else node.queued
                 self.offer(node)
 
-    def victim(self, space: Space, slot_bytes: int) -> Node | None:
+    def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf of the class that may go for ``space``."""
         names = self.quotas.payers(space, slot_bytes)
         return self._oldest([(name, slot_bytes) for name in names])
 
-    def own_victim(self, space: Space) -> Node | None:
+    def own_victim(self, space: PrefixTree) -> PrefixNode | None:
         """The leaf of a space with limits that may go."""
         name = self.quotas.queue_name(space)
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
 
-    def evictable(self, node: Node) -> bool:
+    def evictable(self, node: PrefixNode) -> bool:
         """Whether nothing forbids that the node's pages leave memory."""
         return not node.children_in_memory and self.releasable(node)
 
-    def releasable(self, node: Node) -> bool:
+    def releasable(self, node: PrefixNode) -> bool:
         """Whether nobody needs the node's pages where they are, whatever follows them."""
         return (
             bool(node.slots)
@@ -118,7 +118,7 @@ class Eviction:
             and not any(self._slots.pinned(slot) for slot in node.slots.values())
         )
 
-    def _oldest(self, queues: list[tuple[str, int]]) -> Node | None:
+    def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
         found = [node for name in queues if (node := self._pop(*name)) is not None]
         chosen = min(found, key=lambda node: node.access, default=None)
         if len(found) > 1:
@@ -127,12 +127,12 @@ class Eviction:
                     self.offer(node)
         return chosen
 
-    def _pop(self, name: str, slot_bytes: int) -> Node | None:
+    def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
         queue = self._queue(name, slot_bytes)
         before = self._before.get((name, slot_bytes))
         if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
             del self._before[name, slot_bytes]
-        spared: list[Node] = []
+        spared: list[PrefixNode] = []
         while (node := queue.pop(self._tick)) is not None:
             if self.quotas.queue_name(node.space) != name:
                 self.offer(node)  # its space got limits since, and with them queues of its own
@@ -146,7 +146,7 @@ class Eviction:
             self.offer(young)
         return node
 
-    def _has_grace(self, node: Node) -> bool:
+    def _has_grace(self, node: PrefixNode) -> bool:
         return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS
 
     def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
@@ -165,13 +165,13 @@ class Eviction:
         return queue
 
 
-def is_held(node: Node) -> bool:
+def is_held(node: PrefixNode) -> bool:
     """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
     return node.memory_pins > 0 or (
         node.disk_pins > 0 and not node.slots.keys() <= node.disk.keys()
     )
 
 
-def classes(node: Node) -> set[int]:
+def classes(node: PrefixNode) -> set[int]:
     """The slot sizes of the node's pages."""
     return {node.space.shards[shard].slot_bytes for shard in node.slots}

@@ -10,7 +10,7 @@ import struct
 from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 GHOSTS_MAX: Final = 100_000
 _NONE: Final = 0xFFFF_FFFF
@@ -83,7 +83,7 @@ class Ghosts:
         """How many are remembered."""
         return self._max
 
-    def add(self, node: Node, shard: int, cause: str, now_ns: int) -> None:
+    def add(self, node: PrefixNode, shard: int, cause: str, now_ns: int) -> None:
         """A page of ``node`` leaves the index now."""
         if not self._max:
             self.forgotten += 1
@@ -100,7 +100,7 @@ class Ghosts:
             min(node.hits, 0xFFFFFFFF), node.stored_ns, node.used_ns, now_ns, size,
         )  # fmt: skip
 
-    def find(self, space: Space, key: PrefixKey) -> Ghost | None:
+    def find(self, space: PrefixTree, key: PrefixKey) -> Ghost | None:
         """What is remembered of a page, or None."""
         position = self._index.get(_name(space.number, key))
         if position is None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.page import PrefixKey
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 PINS_MAX: Final = 1024
 PIN_KEYS_MAX: Final = 32_768
@@ -35,9 +35,9 @@ class Pin:
     """
 
     number: int
-    space: Space
+    space: PrefixTree
     key: PrefixKey
-    nodes: tuple[Node, ...]
+    nodes: tuple[PrefixNode, ...]
     size_bytes: int
     expires_ns: int
     tier: str = "host"
@@ -52,7 +52,6 @@ class Pins:
     """
 
     def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
-        """Start with none."""
         self.budget_bytes = budget_bytes
         self.disk_budget_bytes = disk_budget_bytes
         self.used_bytes = 0
@@ -67,17 +66,17 @@ class Pins:
         return len(self._pins)
 
     def measure(
-        self, space: Space, key: PrefixKey, tier: str = "host"
-    ) -> Generator[None, None, tuple[list[Node], int]]:
+        self, space: PrefixTree, key: PrefixKey, tier: str = "host"
+    ) -> Generator[None, None, tuple[list[PrefixNode], int]]:
         """What a pin would cover, and what that takes in its tier; in short steps.
 
         Raises:
             NotFound: no page is stored under the key.
             CapacityError: it is more than one pin may cover.
         """
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         size = 0
-        at: Node | None = _stored(space, key)
+        at: PrefixNode | None = _stored(space, key)
         while at is not None and at is not space.root:
             if len(nodes) >= PIN_KEYS_MAX:
                 raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
@@ -91,8 +90,8 @@ class Pins:
         return nodes, size
 
     def add(
-        self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host",
-        measured: tuple[list[Node], int] | None = None,
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: str = "host",
+        measured: tuple[list[PrefixNode], int] | None = None,
     ) -> Pin:  # fmt: skip
         """Pin the pages of ``key`` and of all keys before it in a tier, ``host`` or ``ssd``.
 
@@ -150,7 +149,7 @@ class Pins:
             for node in pin.nodes:
                 node.memory_pins += change
 
-    def expire(self, now_ns: int) -> tuple[Node, ...]:
+    def expire(self, now_ns: int) -> tuple[PrefixNode, ...]:
         """End one pin whose time is up, if there is any; returns the nodes that lost it.
 
         One at a time: many may end together, and nobody is to wait for all of them.
@@ -174,7 +173,7 @@ class Pins:
             assert used <= budget or not sizes
 
 
-def _stored(space: Space, key: PrefixKey) -> Node:
+def _stored(space: PrefixTree, key: PrefixKey) -> PrefixNode:
     node = space.nodes.get(key)
     if node is None or not node.ready:
         raise NotFound("key", f"no page of {key.hex()} is stored in this space")
@@ -182,13 +181,13 @@ def _stored(space: Space, key: PrefixKey) -> Node:
 
 
 def _at_once(
-    steps: Generator[None, None, tuple[list[Node], int]],
-) -> tuple[list[Node], int]:
+    steps: Generator[None, None, tuple[list[PrefixNode], int]],
+) -> tuple[list[PrefixNode], int]:
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            found: tuple[list[Node], int] = end.value
+            found: tuple[list[PrefixNode], int] = end.value
             return found
 
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from kvstore.errors import InvalidArgument
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
-from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
@@ -28,19 +28,19 @@ Cell = tuple[Kind, int, int]
 class EvictionPolicy(Protocol):
     """Ranks the leaves of one class of slots; every call costs microseconds."""
 
-    def stored(self, node: Node, tick: int) -> None:
+    def stored(self, node: PrefixNode, tick: int) -> None:
         """A page of ``node`` came in; its ancestors were told before it."""
         ...
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
         ...
 
-    def offer(self, node: Node, tick: int) -> None:
+    def offer(self, node: PrefixNode, tick: int) -> None:
         """``node`` may be evictable now; offering it twice changes nothing."""
         ...
 
-    def pop(self, tick: int) -> Node | None:
+    def pop(self, tick: int) -> PrefixNode | None:
         """The best victim of those offered, or None; it must be offered again to come again."""
         ...
 
@@ -53,7 +53,6 @@ class LeastRecent:
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        """Start empty."""
         self._slot_bytes = slot_bytes
         self._heap = NodeHeap()
         self._sequence = 0
@@ -61,20 +60,20 @@ class LeastRecent:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def stored(self, node: Node, tick: int) -> None:
+    def stored(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn."""
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn: ``node.access`` says it."""
 
-    def offer(self, node: Node, tick: int) -> None:  # noqa: ARG002
+    def offer(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Enter the heap, unless the node is there."""
         if enter(node, self._slot_bytes):
             self._push(node)
 
-    def pop(self, tick: int) -> Node | None:  # noqa: ARG002
+    def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
         """The leaf of the lowest rank; ranks that grew since are corrected on the way."""
-        node: Node
+        node: PrefixNode
         while self._heap:
             count, access, _, node = self._heap.pop()
             if is_live(node) and self._rank(node) > (count, access):
@@ -85,10 +84,10 @@ class LeastRecent:
                 return node
         return None
 
-    def _rank(self, node: Node) -> tuple[int, int]:
+    def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return 0, node.access
 
-    def _push(self, node: Node) -> None:
+    def _push(self, node: PrefixNode) -> None:
         self._sequence += 1
         self._heap.push((*self._rank(node), self._sequence, node))
 
@@ -96,7 +95,7 @@ class LeastRecent:
 class LeastFrequent(LeastRecent):
     """``lfu``: the leaf with the fewest uses since it came in; ties by recency."""
 
-    def _rank(self, node: Node) -> tuple[int, int]:
+    def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return node.uses, node.access
 
 
@@ -108,17 +107,16 @@ class FrequencySketch(LeastRecent):
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        """Start without history."""
         super().__init__(slot_bytes)
         self._counts: dict[bytes, int] = {}
 
-    def stored(self, node: Node, tick: int) -> None:  # noqa: ARG002
+    def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Count one more coming of this key."""
         self._counts[node.key] = self._counts.get(node.key, 0) + 1
         if len(self._counts) >= HISTORY_MAX:
             self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
 
-    def _rank(self, node: Node) -> tuple[int, int]:
+    def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return self._counts.get(node.key, 0) + node.uses, node.access
 
 
@@ -136,28 +134,27 @@ class SmallAndMain:
     POPPED_MAX: Final = 64
 
     def __init__(self, slot_bytes: int) -> None:
-        """Start empty."""
         self._slot_bytes = slot_bytes
         #: (uses that turns have paid for, node), the next one first.
         self._small, self._main = NodeLine(), NodeLine()
         #: Page that is no leaf yet → whether its place is in the main queue, uses paid for.
-        self._places: OrderedDict[Node, tuple[bool, int]] = OrderedDict()
+        self._places: OrderedDict[PrefixNode, tuple[bool, int]] = OrderedDict()
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         #: What was popped last, and its place: it is offered again if its turn was not taken.
-        self._popped: OrderedDict[Node, tuple[bool, int]] = OrderedDict()
+        self._popped: OrderedDict[PrefixNode, tuple[bool, int]] = OrderedDict()
         self._pages = 0
 
-    def stored(self, node: Node, tick: int) -> None:  # noqa: ARG002
+    def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """What went a short while ago, and comes again, was wanted."""
         self._pages += 1
         if node.key in self._gone:
             del self._gone[node.key]
             node.uses += 1
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn: ``node.uses`` says it."""
 
-    def offer(self, node: Node, tick: int) -> None:  # noqa: ARG002
+    def offer(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Take the place that a leaf has left to it, or the last one of the small queue."""
         if enter(node, self._slot_bytes):
             place = self._places.pop(node, None)
@@ -169,9 +166,9 @@ class SmallAndMain:
             else:
                 (self._main if place[0] else self._small).appendleft((place[1], node))
 
-    def pop(self, tick: int) -> Node | None:  # noqa: ARG002
+    def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
         """The next of the small queue while that has its share, else of the main queue."""
-        node: Node
+        node: PrefixNode
         while self._small or self._main:
             total = len(self._small) + len(self._main)
             main = bool(self._main) and (
@@ -191,7 +188,7 @@ class SmallAndMain:
                 return node
         return None
 
-    def _goes(self, node: Node, main: bool, paid: int) -> None:  # noqa: FBT001
+    def _goes(self, node: PrefixNode, main: bool, paid: int) -> None:  # noqa: FBT001
         self._popped[node] = main, paid
         if len(self._popped) > self.POPPED_MAX:
             self._popped.popitem(last=False)
@@ -204,7 +201,7 @@ class SmallAndMain:
             while len(self._gone) > min(HISTORY_MAX, self._pages + 1):
                 self._gone.popitem(last=False)
 
-    def _keep_place(self, node: Node, main: bool, paid: int) -> None:  # noqa: FBT001
+    def _keep_place(self, node: PrefixNode, main: bool, paid: int) -> None:  # noqa: FBT001
         self._places[node] = main, paid
         if len(self._places) > HISTORY_MAX:
             self._places.popitem(last=False)
@@ -237,24 +234,24 @@ class HighestReuse:
         self._sequence = 0
         self._usual_cost = 0
 
-    def stored(self, node: Node, tick: int) -> None:
+    def stored(self, node: PrefixNode, tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
         changed = self._reuse.stored(node, tick)
         for cell in self._of_kind.get(changed, ()) if changed is not None else ():
             self._rank(cell)
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """Learn from the reuse."""
         self._reuse.used(node, tick)
 
-    def offer(self, node: Node, tick: int) -> None:
+    def offer(self, node: PrefixNode, tick: int) -> None:
         """Enter the cell of the node's class and age."""
         if enter(node, self._slot_bytes):
             self._push(node, tick)
 
-    def pop(self, tick: int) -> Node | None:
+    def pop(self, tick: int) -> PrefixNode | None:
         """The longest unused leaf of the cell with the lowest rank."""
-        node: Node
+        node: PrefixNode
         self._age(tick)
         self._renew()
         while self._order or self._former:
@@ -278,7 +275,7 @@ class HighestReuse:
                 return node
         return None
 
-    def _push(self, node: Node, tick: int) -> None:
+    def _push(self, node: PrefixNode, tick: int) -> None:
         """Let the node stand in the cell where it belongs now."""
         self._sequence += 1
         seconds = node.space.prefill_s_per_token * node.space.identity.page_tokens
@@ -290,7 +287,7 @@ class HighestReuse:
             (node.access, self._sequence, node),
         )
 
-    def _put(self, cell: Cell, entry: tuple[int, int, Node]) -> None:
+    def _put(self, cell: Cell, entry: tuple[int, int, PrefixNode]) -> None:
         leaves = self._cells.get(cell)
         if leaves is None:
             leaves = self._cells[cell] = NodeHeap()
@@ -381,7 +378,7 @@ def new_policy(name: str, slot_bytes: int) -> EvictionPolicy:
     return made(slot_bytes)
 
 
-def enter(node: Node, slot_bytes: int) -> bool:
+def enter(node: PrefixNode, slot_bytes: int) -> bool:
     """Note that the policy of this class holds ``node``; False if it did before."""
     if slot_bytes in node.queued:
         return False
@@ -389,6 +386,6 @@ def enter(node: Node, slot_bytes: int) -> bool:
     return True
 
 
-def leave(node: Node, slot_bytes: int) -> None:
+def leave(node: PrefixNode, slot_bytes: int) -> None:
     """Note that the policy of this class no longer holds ``node``."""
     node.queued = tuple(size for size in node.queued if size != slot_bytes)

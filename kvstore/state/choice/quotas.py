@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 LIMITED_MAX: Final = 64
 """Every choice of a page to evict looks at each space with limits."""
@@ -25,7 +25,7 @@ SHRINK_MAX: Final = 64
 class Limits:
     """What one space may and must have; 0 = no limit."""
 
-    space: Space
+    space: PrefixTree
     quota_bytes: int = 0
     reserved_bytes: int = 0
 
@@ -37,19 +37,18 @@ class Quotas:
         used: what a space has there, in bytes.
     """
 
-    def __init__(self, used: Callable[[Space], int]) -> None:
-        """Start with none."""
+    def __init__(self, used: Callable[[PrefixTree], int]) -> None:
         self.used = used
         self._limits: dict[int, Limits] = {}
 
-    def get(self, space: Space) -> Limits:
+    def get(self, space: PrefixTree) -> Limits:
         """The limits of a space; a copy."""
         known = self._limits.get(space.number)
         if known is None:
             return Limits(space)
         return Limits(space, known.quota_bytes, known.reserved_bytes)
 
-    def is_limited(self, space: Space) -> bool:
+    def is_limited(self, space: PrefixTree) -> bool:
         """Whether the space has limits, or had some."""
         return space.number in self._limits
 
@@ -57,7 +56,9 @@ class Quotas:
         """The limits of every space that has any."""
         return [one for one in self._limits.values() if one.quota_bytes or one.reserved_bytes]
 
-    def set(self, space: Space, quota_bytes: int, reserved_bytes: int, capacity_bytes: int) -> None:
+    def set(
+        self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, capacity_bytes: int
+    ) -> None:
         """Limit a space.
 
         Raises:
@@ -86,11 +87,11 @@ class Quotas:
         limits = self._limits[space.number]
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
 
-    def queue_name(self, space: Space) -> str:
+    def queue_name(self, space: PrefixTree) -> str:
         """Which eviction queues the pages of a space are in."""
         return f"\0{space.label}" if space.number in self._limits else space.identity.tenant
 
-    def payers(self, space: Space, slot_bytes: int) -> list[str]:
+    def payers(self, space: PrefixTree, slot_bytes: int) -> list[str]:
         """The queues from which room of one slot may be made for ``space``."""
         tenant = space.identity.tenant
         return [
@@ -103,17 +104,17 @@ class Quotas:
             ),
         ]
 
-    def protects(self, victim: Space, space: Space, size_bytes: int) -> bool:
+    def protects(self, victim: PrefixTree, space: PrefixTree, size_bytes: int) -> bool:
         """Whether ``victim`` must not lose that many bytes for the sake of ``space``."""
         limits = self._limits.get(victim.number)
         return limits is not None and self._protected(limits, space, size_bytes)
 
-    def exceeded(self, space: Space, more_bytes: int = 0) -> bool:
+    def exceeded(self, space: PrefixTree, more_bytes: int = 0) -> bool:
         """Whether the space is over its quota, or would be with so much more."""
         limits = self._limits.get(space.number)
         return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
 
-    def _protected(self, limits: Limits, space: Space, size_bytes: int) -> bool:
+    def _protected(self, limits: Limits, space: PrefixTree, size_bytes: int) -> bool:
         return (
             limits.space is not space
             and limits.reserved_bytes > 0

@@ -14,7 +14,7 @@ more general one.
 from collections import OrderedDict
 from typing import Final
 
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 
 Kind = tuple[int, ...]
 
@@ -39,7 +39,6 @@ class Returns:
     """What share of the pages of each kind came back."""
 
     def __init__(self) -> None:
-        """Start knowing nothing."""
         #: Page → its kind, how many prompts had it, and the tick when the last of them left.
         self._remembered: OrderedDict[int, tuple[Kind, int, int]] = OrderedDict()
         self._seen: dict[Kind, float] = {}
@@ -50,13 +49,13 @@ class Returns:
         """How many pages are remembered."""
         return len(self._remembered)
 
-    def left(self, end: Node, tick: int) -> bool:
+    def left(self, end: PrefixNode, tick: int) -> bool:
         """The prompt that ends at ``end`` leaves memory; False if that was known."""
         last = self._remembered.get(_name(end))
         if last is not None and last[2] >= end.access:
             return False
-        path: list[Node] = []
-        at: Node | None = end
+        path: list[PrefixNode] = []
+        at: PrefixNode | None = end
         while at is not None and at is not end.space.root and len(path) < WALK_MAX:
             path.append(at)
             at = at.parent
@@ -82,7 +81,7 @@ class Returns:
             self._remember(node, kind, sights, tick)
         return True
 
-    def rate(self, node: Node) -> float:
+    def rate(self, node: PrefixNode) -> float:
         """What share of the pages like this one came back, 0 to 1."""
         known = self._remembered.get(_name(node))
         kind = known[0] if known is not None else ()
@@ -93,7 +92,7 @@ class Returns:
             rate = (returned + BELIEF * rate) / (max(seen, 0.0) + BELIEF)
         return min(rate, 1.0)
 
-    def _remember(self, node: Node, kind: Kind, sights: int, tick: int) -> None:
+    def _remember(self, node: PrefixNode, kind: Kind, sights: int, tick: int) -> None:
         name = _name(node)
         self._remembered[name] = kind, sights, tick
         self._remembered.move_to_end(name)
@@ -112,6 +111,6 @@ def _count(counts: dict[Kind, float], kind: Kind, change: float) -> None:
         counts[general] = counts.get(general, 0.0) + change
 
 
-def _name(node: Node) -> int:
+def _name(node: PrefixNode) -> int:
     """Keys are digests: a part of one is enough, and that two pages are mistaken costs little."""
     return node.space.number << 64 | int.from_bytes(node.key[:8], "little")

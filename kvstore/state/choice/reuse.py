@@ -25,7 +25,7 @@ from collections import deque
 from operator import mul
 from typing import ClassVar, Final
 
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 
 Kind = tuple[int, ...]
 
@@ -62,7 +62,6 @@ class Counts:
     __slots__ = ("reused", "seen")
 
     def __init__(self, bins: int) -> None:
-        """Start with nothing counted."""
         self.reused = [0.0] * bins
         self.seen = [0.0] * bins
 
@@ -91,7 +90,7 @@ class Observation:
 
     __slots__ = ("counts", "key", "pause", "since", "turns", "uses")
 
-    def __init__(self, node: Node, counts: tuple[Counts, ...], since: int) -> None:
+    def __init__(self, node: PrefixNode, counts: tuple[Counts, ...], since: int) -> None:
         """Watch ``node``'s key from tick ``since`` on."""
         self.key: bytes | None = node.key
         self.counts = counts
@@ -107,7 +106,6 @@ class LearnedReuse:
     BINS: ClassVar[int] = 44
 
     def __init__(self) -> None:
-        """Start knowing nothing."""
         self._observed: list[dict[bytes, Observation]] = [{} for _ in range(PARTS)]
         self._in_order: deque[Observation] = deque()
         self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
@@ -117,8 +115,8 @@ class LearnedReuse:
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
         #: The page stored last and the one before it, which may be gone when the prompt ends.
-        self._end: Node | None = None
-        self._before_end: Node | None = None
+        self._end: PrefixNode | None = None
+        self._before_end: PrefixNode | None = None
         self._end_tick = 0
         self._prompts = 0
         #: Whether more observations wait to be moved than one call may.
@@ -126,14 +124,14 @@ class LearnedReuse:
 
     # ---- events -----------------------------------------------------------------------------
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``."""
         watched = self._close(node, tick)
         if watched is not None:
             node.pause = min(tick - watched.since, node.pause or NEVER)
         self._observe(node, tick)
 
-    def stored(self, node: Node, tick: int) -> Kind | None:
+    def stored(self, node: PrefixNode, tick: int) -> Kind | None:
         """A page came in.
 
         Returns:
@@ -162,7 +160,7 @@ class LearnedReuse:
         self._end, self._before_end, self._end_tick = node, parent, tick
         return changed
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, node: PrefixNode) -> None:
         """What is known of the conversation is handed to the page before, the next to go."""
         parent = node.parent
         assert parent is not None
@@ -187,7 +185,7 @@ class LearnedReuse:
         self._ranks[kind] = self._index(kind)
         return kind
 
-    def _observe(self, node: Node, tick: int) -> None:
+    def _observe(self, node: PrefixNode, tick: int) -> None:
         observed = self._part(node.key)
         old = observed.get(node.key)
         if old is not None:
@@ -206,13 +204,13 @@ class LearnedReuse:
                 del self._part(oldest.key)[oldest.key]
                 oldest.key = None
 
-    def _replace(self, node: Node) -> None:
+    def _replace(self, node: PrefixNode) -> None:
         """What now continues ``node`` is watched in its stead: uses will be told of that."""
         watched = self._part(node.key).pop(node.key, None)
         if watched is not None:
             watched.key = None
 
-    def _close(self, node: Node, tick: int) -> Observation | None:
+    def _close(self, node: PrefixNode, tick: int) -> Observation | None:
         watched = self._part(node.key).pop(node.key, None)
         if watched is not None:
             watched.key = None
@@ -249,7 +247,7 @@ class LearnedReuse:
     # ---- what was learnt --------------------------------------------------------------------
 
     @staticmethod
-    def kind(node: Node) -> Kind:
+    def kind(node: PrefixNode) -> Kind:
         """What the node's reuse is expected to depend on: place, turns, and then the traits."""
         if not node.branches:
             place = 0

@@ -12,7 +12,7 @@ from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskCheck, DiskJob, page_name
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.places import record_bytes
-from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 CHECKS_MAX: Final = 8
 """Records that are read again at a time; one while anything is loaded."""
@@ -33,7 +33,7 @@ class CheckRun:
         skipped: were on disk no longer, or moved, when their turn came or their read ended.
     """
 
-    waiting: deque[tuple[Node, int]]
+    waiting: deque[tuple[PrefixNode, int]]
     under_way: int = 0
     checked: int = 0
     corrupt: int = 0
@@ -69,10 +69,9 @@ class DiskChecks:
 
     def __init__(
         self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
-        quarantine: Callable[[Node, int, str], None], counts: Counter[str],
+        quarantine: Callable[[PrefixNode, int, str], None], counts: Counter[str],
         loading: Callable[[], int],
     ) -> None:  # fmt: skip
-        """Start with nothing under way."""
         self._log = log
         self._number = number
         self._submit = submit
@@ -105,7 +104,7 @@ class DiskChecks:
         most = 1 if self._loading() else CHECKS_MAX
         return len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX
 
-    def _begin(self, run: CheckRun, node: Node, shard: int) -> None:
+    def _begin(self, run: CheckRun, node: PrefixNode, shard: int) -> None:
         place = node.disk.get(shard) if is_live(node) else None
         if place is None:
             run.skipped += 1
@@ -137,5 +136,5 @@ class DiskChecks:
             run.unreadable += 1
 
 
-def _size(node: Node, shard: int) -> int:
+def _size(node: PrefixNode, shard: int) -> int:
     return record_bytes(node.space.shards[shard].page_bytes)

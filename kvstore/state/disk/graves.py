@@ -18,7 +18,7 @@ from kvstore.page import ALL_KEYS
 from kvstore.state.disk.jobs import DiskJob, DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 BURIED: Final = frozenset({"operator", "cleared", "corrupt"})
 """Causes of a removal that a restart must not undo."""
@@ -37,7 +37,7 @@ _Pair = tuple[int, int]
 class _Grave:
     """What is to be written of one pair: its keys in the order in which they came."""
 
-    space: Space
+    space: PrefixTree
     shard: int
     keys: dict[bytes, None] = field(default_factory=dict)
     waiters: list[Durable] = field(default_factory=list)
@@ -63,7 +63,6 @@ class Graves:
         self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
         syncs: Syncs, counts: Counter[str],
     ) -> None:  # fmt: skip
-        """Start with nothing to write."""
         self.waiting_keys = self.lost_keys = 0
         self._log = log
         self._number = number
@@ -75,11 +74,11 @@ class Graves:
         self._writing: dict[_Pair, _Grave] = {}
         self._jobs: dict[int, _Pair] = {}
 
-    def holds(self, node: Node, shard: int) -> bool:
+    def holds(self, node: PrefixNode, shard: int) -> bool:
         """Whether a page must not be written yet: the tombstone of its key comes first."""
         return self._knows((node.space.number, shard), node.key)
 
-    def waits_for(self, space: Space) -> bool:
+    def waits_for(self, space: PrefixTree) -> bool:
         """Whether a tombstone of a space is still to be written."""
         return any(
             grave.space is space
@@ -87,12 +86,12 @@ class Graves:
             for grave in graves.values()
         )
 
-    def bury(self, node: Node, shard: int) -> None:
+    def bury(self, node: PrefixNode, shard: int) -> None:
         """A page was taken out on purpose; what a segment may still hold of it must not return."""
         assert node.key != ALL_KEYS, "it would bury every page of the space and shard"
         self._add(node.space, shard, node.key)
 
-    def bury_all(self, space: Space) -> None:
+    def bury_all(self, space: PrefixTree) -> None:
         """A space was emptied: nothing of it must return, also what had left the index before."""
         for shard in range(len(space.shards)):
             self._add(space, shard, ALL_KEYS)
@@ -155,7 +154,7 @@ class Graves:
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
 
-    def _add(self, space: Space, shard: int, key: bytes) -> None:
+    def _add(self, space: PrefixTree, shard: int, key: bytes) -> None:
         pair = (space.number, shard)
         if not self._log.segments or self._knows(pair, key):
             return  # there is no older record, or none that the tombstone on its way leaves

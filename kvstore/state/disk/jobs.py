@@ -10,7 +10,7 @@ from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -66,13 +66,13 @@ class DiskRules:
 class PageName(NamedTuple):
     """What a job's record says; the node may have left its tree when the job is carried out."""
 
-    node: Node
+    node: PrefixNode
     shard: int
     parent: PrefixKey
     digest: bytes
 
 
-def page_name(node: Node, shard: int) -> PageName:
+def page_name(node: PrefixNode, shard: int) -> PageName:
     """The name of a READY page."""
     assert node.parent is not None
     return PageName(node, shard, node.parent.key, node.digests[shard])
@@ -172,8 +172,8 @@ class Durable:
         ended: it is acknowledged, or failed.
     """
 
-    pages: list[tuple[Node, int, bytes]] = field(default_factory=list)
-    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    pages: list[tuple[PrefixNode, int, bytes]] = field(default_factory=list)
+    pinned: list[tuple[PrefixNode, Slot]] = field(default_factory=list)
     outstanding: int = 0
     error: KVStoreError | None = None
     ended: bool = False
@@ -216,22 +216,24 @@ class Memory(Protocol):
     now_ns: int
     tick: int
 
-    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
         """A slot in state WRITING for a page of ``node``, made room for if need be."""
         ...
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
         ...
 
-    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+    def told(
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
+    ) -> None:
         """A page came to a tier, or left it and stays in the other."""
         ...
 
-    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
         """The page was loaded to ``slot``, which is still WRITING."""
         ...
 
-    def drop(self, node: Node, shard: int, cause: str) -> None:
+    def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take the page out of the index, in every tier, with all that it leads to."""
         ...

@@ -15,7 +15,7 @@ from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import Memory, Write
 from kvstore.state.disk.log import Segment
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 
 WALK_MAX: Final = 1024
 """Pages below one that are counted to see whether it may go; one that leads to more is kept."""
@@ -27,15 +27,15 @@ class _Leaves:
     def __init__(self) -> None:
         #: (access, serial, node); may be out of date, which is found when it comes out.
         self._heap = NodeHeap(self._stays)
-        self.queued: set[Node] = set()
+        self.queued: set[PrefixNode] = set()
 
-    def add(self, node: Node) -> None:
+    def add(self, node: PrefixNode) -> None:
         if node not in self.queued:
             self.queued.add(node)
             self._heap.push((node.access, node.serial, node))
 
-    def pop(self, may_go: Callable[[Node], bool]) -> Node | None:
-        node: Node
+    def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
+        node: PrefixNode
         while self._heap:
             access, _, node = self._heap.pop()
             self.queued.remove(node)
@@ -64,9 +64,8 @@ class DiskLimits:
             them.
     """
 
-    def __init__(self, memory: Memory, forget: Callable[[Node, int], None]) -> None:
-        """Start with no limits."""
-        self.writing: dict[tuple[Node, int], Write] = {}
+    def __init__(self, memory: Memory, forget: Callable[[PrefixNode, int], None]) -> None:
+        self.writing: dict[tuple[PrefixNode, int], Write] = {}
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
         self._forget = forget
@@ -74,7 +73,7 @@ class DiskLimits:
         self._leaves: dict[int, _Leaves] = {}
 
     def limit(
-        self, space: Space, quota_bytes: int, reserved_bytes: int, reservable_bytes: int
+        self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, reservable_bytes: int
     ) -> None:
         """Limit a space; with a quota, its nodes are to be offered then, and it is to be shrunk.
 
@@ -89,13 +88,13 @@ class DiskLimits:
 
     # ---- quotas -----------------------------------------------------------------------------
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: PrefixNode) -> None:
         """The node may have become a leaf that may go."""
         leaves = self._leaves.get(node.space.number) if self._leaves else None
         if leaves is not None and self._may_go(node):
             leaves.add(node)
 
-    def make_room(self, node: Node, shard: int) -> bool:
+    def make_room(self, node: PrefixNode, shard: int) -> bool:
         """Whether a page may be written; leaves of its space go for it if need be."""
         space, size = node.space, node.space.shards[shard].record_bytes
         if not self.quotas.exceeded(space, size):
@@ -107,7 +106,11 @@ class DiskLimits:
         return self.shrink(space, SHRINK_MAX, size, spared)
 
     def shrink(
-        self, space: Space, pages_max: int, more_bytes: int = 0, spared: Collection[Node] = ()
+        self,
+        space: PrefixTree,
+        pages_max: int,
+        more_bytes: int = 0,
+        spared: Collection[PrefixNode] = (),
     ) -> bool:
         """Take leaves of a space out until so much more fits its quota; True when it does."""
         leaves = self._leaves.get(space.number)
@@ -123,12 +126,12 @@ class DiskLimits:
             self._take_out(chosen)
         return not self.quotas.exceeded(space, more_bytes)
 
-    def writing_bytes(self, space: Space) -> int:
+    def writing_bytes(self, space: PrefixTree) -> int:
         """What is being written of a space."""
         shards = [shard for node, shard in self.writing if node.space is space]
         return sum(space.shards[shard].record_bytes for shard in shards)
 
-    def _take_out(self, node: Node) -> None:
+    def _take_out(self, node: PrefixNode) -> None:
         """Take a leaf off the disk; what is not in memory leaves the index."""
         for shard in list(node.disk):
             self._memory.counts["disk_quota_pages"] += 1
@@ -137,7 +140,7 @@ class DiskLimits:
             else:
                 self._memory.drop(node, shard, "quota")
 
-    def _may_go(self, node: Node) -> bool:
+    def _may_go(self, node: PrefixNode) -> bool:
         slots = self._memory.slots
         return (
             bool(node.disk)
@@ -148,7 +151,7 @@ class DiskLimits:
             and not any(slots.pinned(slot) for slot in node.slots.values())
         )
 
-    def _is_leaf(self, node: Node) -> bool:
+    def _is_leaf(self, node: PrefixNode) -> bool:
         if not node.disk.keys() <= node.slots.keys():
             return not node.children
         return not any(
@@ -158,10 +161,10 @@ class DiskLimits:
 
     # ---- reservations and pins --------------------------------------------------------------
 
-    def kept(self, segment: Segment) -> set[tuple[Node, int]]:
+    def kept(self, segment: Segment) -> set[tuple[PrefixNode, int]]:
         """The pages of a segment that must not go with it, closed towards heads."""
-        kept: set[tuple[Node, int]] = set()
-        reserved: dict[int, list[tuple[Node, int]]] = {
+        kept: set[tuple[PrefixNode, int]] = set()
+        reserved: dict[int, list[tuple[PrefixNode, int]]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
         for node, shard in segment.pages:
@@ -174,13 +177,13 @@ class DiskLimits:
                 kept |= self._beyond_excess(pages)
         return kept
 
-    def _beyond_excess(self, pages: list[tuple[Node, int]]) -> set[tuple[Node, int]]:
+    def _beyond_excess(self, pages: list[tuple[PrefixNode, int]]) -> set[tuple[PrefixNode, int]]:
         """Of pages of one space, those that cannot go without taking it below its reservation."""
         space = pages[0][0].space
         there = space.disk_bytes - self.writing_bytes(space)  # what is being written may fail
         excess = there - self.quotas.get(space).reserved_bytes
-        going: set[tuple[Node, int]] = set()
-        kept: set[tuple[Node, int]] = set()
+        going: set[tuple[PrefixNode, int]] = set()
+        kept: set[tuple[PrefixNode, int]] = set()
         for node, shard in sorted(pages, key=lambda page: -page[0].depth):
             below = _below(node, shard, going, kept)
             size = len(below) * space.shards[shard].record_bytes
@@ -202,14 +205,17 @@ class DiskLimits:
                 assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
 
 
-def is_pinned(node: Node, shard: int) -> bool:
+def is_pinned(node: PrefixNode, shard: int) -> bool:
     """Whether an operator's pin keeps a page on disk."""
     return node.disk_pins > 0 or (node.memory_pins > 0 and shard not in node.slots)
 
 
 def _below(
-    node: Node, shard: int, going: set[tuple[Node, int]], kept: set[tuple[Node, int]]
-) -> list[tuple[Node, int]]:
+    node: PrefixNode,
+    shard: int,
+    going: set[tuple[PrefixNode, int]],
+    kept: set[tuple[PrefixNode, int]],
+) -> list[tuple[PrefixNode, int]]:
     """A page and those that leave the disk with it, without those that go already.
 
     Empty when one of them is kept, or they are too many.

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, Load, Memory, page_name
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
 
-class Loads:
+class DiskLoads:
     """The loads of one node; two who want the same page share one.
 
     Args:
@@ -25,18 +25,17 @@ class Loads:
         self, memory: Memory, log: SegmentLog, number: Callable[[], int],
         submit: Callable[[DiskJob], None], fetched: list[Fetch],
     ) -> None:  # fmt: skip
-        """Start with nothing under way."""
         self._memory = memory
         self._log = log
         self._number = number
         self._submit = submit
         self._fetched = fetched
-        self._loads: dict[tuple[Node, int], Load] = {}
+        self._loads: dict[tuple[PrefixNode, int], Load] = {}
 
     def __len__(self) -> int:
         return len(self._loads)
 
-    def fetch(self, nodes: Sequence[Node], shard: int) -> Fetch:
+    def fetch(self, nodes: Sequence[PrefixNode], shard: int) -> Fetch:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory."""
         fetch = Fetch()
         for node in nodes:
@@ -61,7 +60,7 @@ class Loads:
         fetch.ended = True
         self.unpin(fetch.pinned)
 
-    def unpin(self, pinned: list[tuple[Node, Slot]]) -> None:
+    def unpin(self, pinned: list[tuple[PrefixNode, Slot]]) -> None:
         """Let go of pages in memory; empties the list."""
         for node, slot in pinned:
             self._memory.slots.unpin([slot])
@@ -96,11 +95,11 @@ class Loads:
             if not fetch.outstanding:
                 self._fetched.append(fetch)
 
-    def _keep(self, fetch: Fetch, node: Node, slot: Slot) -> None:
+    def _keep(self, fetch: Fetch, node: PrefixNode, slot: Slot) -> None:
         self._memory.slots.pin([slot], 0)
         fetch.pinned.append((node, slot))
 
-    def _begin(self, node: Node, shard: int) -> Load | None:
+    def _begin(self, node: PrefixNode, shard: int) -> Load | None:
         size = node.space.shards[shard].slot_bytes
         slot = self._memory.allocate(node, size)
         place = node.disk.get(shard)

@@ -15,7 +15,7 @@ from kvstore.state.tree.places import (
     footer_bytes,
     record_bytes,
 )
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 SEGMENT_PAIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 4
@@ -34,8 +34,8 @@ class Reclaim(NamedTuple):
         drop: pages that leave the disk, tails first.
     """
 
-    carry: list[tuple[Node, int]]
-    drop: list[tuple[Node, int]]
+    carry: list[tuple[PrefixNode, int]]
+    drop: list[tuple[PrefixNode, int]]
 
 
 class SegmentState(Enum):
@@ -75,7 +75,7 @@ class Segment:
     end: int = 0
     records: int = 0
     pairs: set[tuple[int, int]] = field(default_factory=set)
-    pages: dict[tuple[Node, int], int] = field(default_factory=dict)
+    pages: dict[tuple[PrefixNode, int], int] = field(default_factory=dict)
     live_bytes: int = 0
     writing: int = 0
     readers: int = 0
@@ -115,7 +115,6 @@ class SegmentLog:
     """
 
     def __init__(self, segment_count: int, segment_bytes: int) -> None:
-        """Start without segments."""
         self.segment_bytes = segment_bytes
         #: A larger record fits no segment.
         self.record_bytes_max = segment_bytes - footer_bytes(1)
@@ -133,7 +132,9 @@ class SegmentLog:
 
     # ---- records ----------------------------------------------------------------------------
 
-    def place(self, node: Node, shard: int, tick: int, *, carried: bool = False) -> Place | None:
+    def place(
+        self, node: PrefixNode, shard: int, tick: int, *, carried: bool = False
+    ) -> Place | None:
         """Where the record of a page goes; None when no segment is free.
 
         The caller writes it there and says :meth:`wrote` or :meth:`abandon`.
@@ -151,13 +152,13 @@ class SegmentLog:
             self._written_bytes += size
         return place
 
-    def has_room(self, node: Node, shard: int) -> bool:
+    def has_room(self, node: PrefixNode, shard: int) -> bool:
         """Whether :meth:`place` would find one for a new page now."""
         size, segment = node.space.shards[shard].record_bytes, self._open.get(False)
         fits = segment is not None and _fits(segment, size, (node.space.number, shard))
         return fits or self._may_begin(size, carried=False)
 
-    def place_tombstone(self, space: Space, shard: int, keys: int) -> Place | None:
+    def place_tombstone(self, space: PrefixTree, shard: int, keys: int) -> Place | None:
         """Where a tombstone of so many keys goes; None when no segment is free.
 
         Never among carried pages: what a segment waits for can then always be reclaimed before it.
@@ -174,16 +175,16 @@ class SegmentLog:
         """The record is there."""
         self.segments[place.segment].writing -= 1
 
-    def abandon(self, place: Place, node: Node, shard: int) -> None:
+    def abandon(self, place: Place, node: PrefixNode, shard: int) -> None:
         """The record is not there, or nobody wants it any more."""
         self.segments[place.segment].writing -= 1
         self._bury(place, node, shard)
 
-    def remove(self, node: Node, shard: int) -> None:
+    def remove(self, node: PrefixNode, shard: int) -> None:
         """The page leaves the disk."""
         self._bury(node.disk[shard], node, shard)
 
-    def moved(self, node: Node, shard: int, source: Place, place: Place) -> None:
+    def moved(self, node: PrefixNode, shard: int, source: Place, place: Place) -> None:
         """The page was carried from ``source`` to ``place``."""
         self._bury(source, node, shard)
         self.wrote(place)
@@ -213,7 +214,7 @@ class SegmentLog:
             self.full.append(segment)
         self._used_bytes += size_bytes
 
-    def adopt_pages(self, space: Space) -> None:
+    def adopt_pages(self, space: PrefixTree) -> None:
         """Take over all pages of a space that were found in such segments."""
         sizes = [record_bytes(shard.page_bytes) for shard in space.shards]
         pages = {number: segment.pages for number, segment in self.segments.items()}
@@ -288,7 +289,7 @@ class SegmentLog:
 
     def plan(
         self, victim: Segment, tick: int, carry_from: float,
-        kept: "Collection[tuple[Node, int]]" = (),
+        kept: Collection[tuple[PrefixNode, int]] = (),
     ) -> Reclaim:  # fmt: skip
         """What of a segment is worth carrying over.
 
@@ -308,7 +309,7 @@ class SegmentLog:
             if node.access > written + carry_from * (tick - written)
         ]
         budget = int(victim.size_bytes * CARRY_SHARE)
-        chosen: dict[tuple[Node, int], None] = dict.fromkeys(kept)
+        chosen: dict[tuple[PrefixNode, int], None] = dict.fromkeys(kept)
         budget -= sum(record_bytes(node.space.shards[at].page_bytes) for node, at in kept)
         for _, _, _, node, shard in sorted(used):
             if budget <= 0:
@@ -390,7 +391,7 @@ class SegmentLog:
         enough = self.free_segments >= (1 if carried else 2)
         return enough and size <= self.record_bytes_max
 
-    def _bury(self, place: Place, node: Node, shard: int) -> None:
+    def _bury(self, place: Place, node: PrefixNode, shard: int) -> None:
         segment = self.segments[place.segment]
         del segment.pages[node, shard]
         segment.live_bytes -= record_bytes(node.space.shards[shard].page_bytes)
@@ -402,10 +403,10 @@ def _fits(segment: Segment, size: int, pair: tuple[int, int]) -> bool:
     )
 
 
-def _with_heads(node: Node, shard: int, segment: int) -> list[Node]:
+def _with_heads(node: PrefixNode, shard: int, segment: int) -> list[PrefixNode]:
     """A page and all that precede it, as far as they lie in the segment."""
     found = []
-    at: Node | None = node
+    at: PrefixNode | None = node
     while at is not None and at.present:
         place = at.disk.get(shard)
         if place is not None and place.segment == segment:

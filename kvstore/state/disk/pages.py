@@ -39,14 +39,14 @@ from kvstore.state.disk.jobs import (
     WritePolicy,
 )
 from kvstore.state.disk.limits import DiskLimits
-from kvstore.state.disk.loads import Loads
+from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.segments import SegmentKeeper
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Fetch
 
 BACKLOG_MAX: Final = 65_536
@@ -73,7 +73,6 @@ class DiskPages:
     def __init__(
         self, memory: Memory, log: SegmentLog, admission: Admission, rules: DiskRules
     ) -> None:
-        """Start with nothing on disk."""
         self.log = log
         self.admission = admission
         self.rules = rules
@@ -87,11 +86,11 @@ class DiskPages:
         self._now_ns = self._retry_ns = 0
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
-        self._backlog: deque[tuple[Node, int]] = deque(maxlen=BACKLOG_MAX)
+        self._backlog: deque[tuple[PrefixNode, int]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
-        self.loads = Loads(memory, log, self._number, self._submit, self.fetched)
+        self.loads = DiskLoads(memory, log, self._number, self._submit, self.fetched)
         self._checks = DiskChecks(
             log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
         )
@@ -131,19 +130,19 @@ class DiskPages:
         """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
         return self.degraded or self._sync_failed
 
-    def stored(self, nodes: Iterable[Node], shard: int) -> None:
+    def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
         through = self.rules.write is WritePolicy.THROUGH
         self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
         self._pump()
 
-    def used(self, node: Node, shard: int) -> None:
+    def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.append((node, shard))
             self._pump()
 
-    def before_eviction(self, node: Node) -> Verdict:
+    def before_eviction(self, node: PrefixNode) -> Verdict:
         """The memory of this node is needed."""
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
@@ -171,7 +170,7 @@ class DiskPages:
                 return Verdict.FULL  # it waits for its place rather than be dropped
         return verdict
 
-    def make_durable(self, nodes: Sequence[Node], shard: int) -> Durable:
+    def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
         """Write these pages and all before them, whatever admission thinks of them.
 
         Returns:
@@ -209,7 +208,7 @@ class DiskPages:
             self._syncs.advance(self._now_ns)
         return durable
 
-    def ensure_written(self, node: Node, shard: int) -> bool:
+    def ensure_written(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is on disk; if not it is on its way now, whatever admission thinks.
 
         Raises:
@@ -223,7 +222,7 @@ class DiskPages:
             raise CapacityError("the SSD tier does not take this page now")
         return False
 
-    def write_out(self, spaces: Iterable[Space]) -> None:
+    def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
         for space in spaces:
             for node in space.nodes.values():
@@ -242,7 +241,7 @@ class DiskPages:
         self._syncs.advance(self._now_ns)
         return self._syncs.idle or self.degraded
 
-    def limit(self, space: Space, quota_bytes: int, reserved_bytes: int) -> None:
+    def limit(self, space: PrefixTree, quota_bytes: int, reserved_bytes: int) -> None:
         """Limit a space on disk; its pages are to be offered then, and shrunk.
 
         Raises:
@@ -251,7 +250,7 @@ class DiskPages:
         self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
         self._keeper.reconsider()
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: PrefixNode) -> None:
         """A node may have become a leaf that may go, or lost a pin."""
         self.limits.offer(node)
 
@@ -259,7 +258,7 @@ class DiskPages:
         """Less may have to be kept."""
         self._keeper.reconsider()
 
-    def forget(self, node: Node, shard: int) -> None:
+    def forget(self, node: PrefixNode, shard: int) -> None:
         """The page leaves the disk, if it is there."""
         if shard in node.disk:
             self.log.remove(node, shard)
@@ -269,7 +268,7 @@ class DiskPages:
             if node.parent is not None:
                 self.offer(node.parent)
 
-    def _write(self, node: Node, shard: int, durable: Durable | None = None) -> bool:
+    def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
         self._keeper.tend(self._memory.tick)
         return begun
@@ -300,13 +299,13 @@ class DiskPages:
 
     # ---- from the disk ----------------------------------------------------------------------
 
-    def check(self, pages: Iterable[tuple[Node, int]]) -> CheckRun:
+    def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read pages again where they lie on disk; what fails is quarantined."""
         run = CheckRun(deque(pages))
         self._checks.begin(run)
         return run
 
-    def _quarantine(self, node: Node, shard: int, cause: str) -> None:
+    def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
         if shard in node.slots:
             self._lose(node, shard, "head_lost")
@@ -391,7 +390,7 @@ class DiskPages:
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
-    def _lose(self, node: Node, shard: int, cause: str = "reclaimed") -> None:
+    def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
         """The page leaves the disk for good, and what follows it; without memory, the index."""
         losing = [node]
         if not node.space.shards[shard].window_pages:
@@ -408,7 +407,7 @@ class DiskPages:
         self.jobs.append(job)
 
 
-def _never_on_disk(nodes: Sequence[Node], shard: int) -> bool:
+def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
     """Whether one of these pages, or of those that are needed before them, never goes there."""
     every = list(nodes)
     at = nodes[0].parent if not nodes[0].space.shards[shard].window_pages else None
@@ -418,6 +417,6 @@ def _never_on_disk(nodes: Sequence[Node], shard: int) -> bool:
     return any(one.memory_only >> shard & 1 for one in every)
 
 
-def _is_there(node: Node, shard: int, digest: bytes) -> bool:
+def _is_there(node: PrefixNode, shard: int, digest: bytes) -> bool:
     """Whether a page is on disk, and is still the same."""
     return is_live(node) and shard in node.disk and node.digests[shard] == digest

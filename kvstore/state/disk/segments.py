@@ -16,7 +16,7 @@ from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskS
 from kvstore.state.disk.limits import is_pinned
 from kvstore.state.disk.log import Reclaim, Segment, SegmentLog, SegmentState
 from kvstore.state.tree.places import footer_bytes
-from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 
 class _Drain(Enum):
@@ -53,10 +53,9 @@ class SegmentKeeper:
 
     def __init__(
         self, log: SegmentLog, admission: Admission, number: Callable[[], int],
-        submit: Callable[[DiskJob], None], lose: Callable[[Node, int], None],
-        kept: Callable[[Segment], set[tuple[Node, int]]], counts: Counter[str], retry_ns: int,
+        submit: Callable[[DiskJob], None], lose: Callable[[PrefixNode, int], None],
+        kept: Callable[[Segment], set[tuple[PrefixNode, int]]], counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
-        """Start with nothing under way."""
         self._log = log
         self._admission = admission
         self._number = number
@@ -184,7 +183,7 @@ class SegmentKeeper:
             self._stage = _Drain.COPYING
             self._copy(victim, sorted(carry, key=lambda page: page[0].depth), tick)
 
-    def _copy(self, victim: Segment, carry: list[tuple[Node, int]], tick: int) -> None:
+    def _copy(self, victim: Segment, carry: list[tuple[PrefixNode, int]], tick: int) -> None:
         for node, shard in carry:
             if (node, shard) not in victim.pages:
                 continue

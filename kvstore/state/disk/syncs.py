@@ -22,7 +22,6 @@ class Syncs:
     def __init__(
         self, rules: DiskRules, begin: Callable[[], None], acknowledge: Callable[[Durable], None]
     ) -> None:
-        """Start with nothing written."""
         self._rules = rules
         self._begin = begin
         self._acknowledge = acknowledge

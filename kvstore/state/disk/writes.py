@@ -15,7 +15,7 @@ from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.state.tree.prefix_tree import Node, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 
 class Writes:
@@ -39,7 +39,6 @@ class Writes:
         self, memory: Memory, log: SegmentLog, admission: Admission, limits: DiskLimits,
         graves: Graves, syncs: Syncs, number: Callable[[], int], submit: Callable[[DiskJob], None],
     ) -> None:  # fmt: skip
-        """Start with nothing under way."""
         self.in_flight_bytes = 0
         self._memory = memory
         self._log = log
@@ -54,10 +53,10 @@ class Writes:
     def __len__(self) -> int:
         return len(self._writes)
 
-    def __contains__(self, page: tuple[Node, int]) -> bool:
+    def __contains__(self, page: tuple[PrefixNode, int]) -> bool:
         return page in self._writes
 
-    def is_dirty(self, node: Node, shard: int) -> bool:
+    def is_dirty(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is in memory only, and may be on disk."""
         return (
             shard in node.slots
@@ -69,14 +68,16 @@ class Writes:
             and not self._graves.holds(node, shard)
         )
 
-    def begin(self, node: Node, shard: int, now_ns: int, durable: Durable | None = None) -> bool:
+    def begin(
+        self, node: PrefixNode, shard: int, now_ns: int, durable: Durable | None = None
+    ) -> bool:
         """Start to write a page and what precedes it; whether all of it is on its way.
 
         For a durable put that is told in the end, or for an ordinary page, if it is admitted.
         """
         window = node.space.shards[shard].window_pages
-        chain: list[Node] = []
-        at: Node | None = node
+        chain: list[PrefixNode] = []
+        at: PrefixNode | None = node
         while at is not None and at is not node.space.root and shard not in at.disk:
             under_way = self._writes.get((at, shard))
             if under_way is not None:
@@ -109,7 +110,9 @@ class Writes:
             self._admission.take_back(len(chain) - begun, size)
         return begun == wanted
 
-    def wrote(self, node: Node, shard: int, error: KVStoreError | None) -> list[tuple[Node, int]]:
+    def wrote(
+        self, node: PrefixNode, shard: int, error: KVStoreError | None
+    ) -> list[tuple[PrefixNode, int]]:
         """Count the page as written once its head is, then those that waited for it.
 
         Returns:
@@ -118,7 +121,7 @@ class Writes:
         write = self._writes[node, shard]
         write.error = error
         self.in_flight_bytes -= write.size
-        settling, unwritten = [write], list[tuple[Node, int]]()
+        settling, unwritten = [write], list[tuple[PrefixNode, int]]()
         while settling:
             write = settling.pop()
             head = self._head_of(*write.job.page[:2])
@@ -137,7 +140,9 @@ class Writes:
             if durable in write.waiters:
                 write.waiters.remove(durable)
 
-    def _begin_write(self, node: Node, shard: int, place: Place, durable: Durable | None) -> None:
+    def _begin_write(
+        self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
+    ) -> None:
         slot = node.slots[shard]
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
@@ -153,7 +158,7 @@ class Writes:
             write.waiters.append(durable)
             durable.outstanding += 1
 
-    def _head_of(self, node: Node, shard: int) -> Write | None:
+    def _head_of(self, node: PrefixNode, shard: int) -> Write | None:
         """The write that one of this page counts only after."""
         head, window = node.parent, node.space.shards[shard].window_pages
         return None if window or head is None else self._writes.get((head, shard))

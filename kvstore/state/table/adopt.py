@@ -15,7 +15,7 @@ from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.residents import subtree
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import Node, Space, deepen, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, deepen, is_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,18 @@ class _Doubts(NamedTuple):
         headless: (node, shard) of pages whose head was not on disk when they were met.
     """
 
-    lost: dict[Node, PrefixKey]
-    headless: list[tuple[Node, int]]
+    lost: dict[PrefixNode, PrefixKey]
+    headless: list[tuple[PrefixNode, int]]
 
-    def contradict(self, node: Node, parent_key: PrefixKey) -> bool:
+    def contradict(self, node: PrefixNode, parent_key: PrefixKey) -> bool:
         """Whether a record says that ``node`` follows another page than one before it said."""
         told = node.parent.key or _NO_PARENT if node.parent is not None else self.lost[node]
         return told != parent_key
 
 
-def _home(table: PageTable, identity: SpaceIdentity, spec: ShardSpec) -> tuple[Space, int] | None:
+def _home(
+    table: PageTable, identity: SpaceIdentity, spec: ShardSpec
+) -> tuple[PrefixTree, int] | None:
     """The space and shard number of found pages; None when this node cannot hold such pages."""
     try:
         space, (shard,) = table.spaces.adopt(identity, [spec])
@@ -128,7 +130,7 @@ def _home(table: PageTable, identity: SpaceIdentity, spec: ShardSpec) -> tuple[S
 
 
 def _take_over(
-    segment: FoundSegment, homes: list[tuple[Space, int] | None], doubts: _Doubts
+    segment: FoundSegment, homes: list[tuple[PrefixTree, int] | None], doubts: _Doubts
 ) -> None:
     """Make the nodes of a segment's pages, under their parents where those are known."""
     places = map(_PLACE, zip(repeat(segment.number), segment.offsets))
@@ -185,16 +187,16 @@ def _dispel(doubts: _Doubts) -> int:
     return orphaned_bytes
 
 
-def _cut_rings(lost: list[Node]) -> None:
+def _cut_rings(lost: list[PrefixNode]) -> None:
     """Take out pages whose records say that they precede each other, with all below them.
 
     Keys are hashes of all before them, but it is engines that make them. Every ring has one of
     ``lost`` in it: all other nodes were made below one that was there.
     """
-    hang: set[Node] = set()
+    hang: set[PrefixNode] = set()
     for node in lost:
-        path: set[Node] = set()
-        at: Node | None = node
+        path: set[PrefixNode] = set()
+        at: PrefixNode | None = node
         while at is not None and at not in hang and at not in path:
             path.add(at)
             at = at.parent
@@ -209,7 +211,7 @@ def _cut_rings(lost: list[Node]) -> None:
         hang |= path
 
 
-def _prune_below(node: Node) -> None:
+def _prune_below(node: PrefixNode) -> None:
     """Remove what has become bare at and below a node."""
     for below in reversed(subtree(node)) if is_live(node) else ():
         if is_live(below) and not below.present and not below.children:

@@ -21,7 +21,6 @@ class Announcement:
     """
 
     def __init__(self, table: PageTable) -> None:
-        """Tell of nothing yet."""
         self._waiting = deque(
             (space, number) for space in table.spaces for number in space.shelves.numbers(0)
         )

@@ -17,7 +17,7 @@ from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
-from kvstore.state.tree.prefix_tree import ORDINARY, Node, Retention, Space, is_live
+from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -49,14 +49,14 @@ class PageTable(Residents):
 
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
-    ) -> tuple[Space, list[int]]:
+    ) -> tuple[PrefixTree, list[int]]:
         """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
         self.counts["closed_spaces"] += self.spaces.close_idle(self._needs_space)
         return self.spaces.open(session, identity, shards)
 
     # ---- reading ----------------------------------------------------------------------------
 
-    def lookup(self, space: Space, shards: list[int], packed: bytes) -> tuple[int, int]:
+    def lookup(self, space: PrefixTree, shards: list[int], packed: bytes) -> tuple[int, int]:
         """The longest prefix of which every needed shard is READY.
 
         Returns:
@@ -70,7 +70,7 @@ class PageTable(Residents):
         return match.pages, match.pending
 
     def acquire(
-        self, process: Process, lease_id: int, space: Space, shard: int, packed: bytes,
+        self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
         deadline_ns: int,
     ) -> Lease:  # fmt: skip
         """Pin the leading run of pages of one shard that are in memory under a lease.
@@ -81,7 +81,7 @@ class PageTable(Residents):
         if lease_id in process.leases:
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.tick += 1
-        pages: list[tuple[Node, int, Slot]] = []
+        pages: list[tuple[PrefixNode, int, Slot]] = []
         bit = 1 << shard
         for at in range(0, len(packed), KEY_BYTES):
             node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
@@ -124,7 +124,7 @@ class PageTable(Residents):
         lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
 
     def fetch(
-        self, process: Process, run: list[Node], shard: int, earlier: Fetch | None = None
+        self, process: Process, run: list[PrefixNode], shard: int, earlier: Fetch | None = None
     ) -> Fetch:
         """Load what is on disk only of a run of READY pages; they count against the quota.
 
@@ -161,7 +161,7 @@ class PageTable(Residents):
     # ---- writing ----------------------------------------------------------------------------
 
     def begin_put(
-        self, process: Process, put_id: int, space: Space, shard: int, packed: bytes,
+        self, process: Process, put_id: int, space: PrefixTree, shard: int, packed: bytes,
         parent: PrefixKey, tokens: bytes = b"",
     ) -> tuple[list[PageStatus], Put]:  # fmt: skip
         """Grant a slot for every page that is neither stored nor being written.
@@ -214,7 +214,7 @@ class PageTable(Residents):
         self._hold(process, -put.size_bytes)
         self.tick += 1
         statuses: list[PageStatus] = []
-        stored: list[Node] = []
+        stored: list[PrefixNode] = []
         for index, (node, slot) in enumerate(put.pages):
             if not self._owns(node, put.shard, slot):
                 self.slots.abort([slot])
@@ -264,7 +264,7 @@ class PageTable(Residents):
     # ---- what an operator asks for ----------------------------------------------------------
 
     def lend(
-        self, process: Process, lease_id: int, pages: list[tuple[Node, int]], deadline_ns: int
+        self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
         """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
         held = [(node, shard, node.slots[shard]) for node, shard in pages]
@@ -275,8 +275,8 @@ class PageTable(Residents):
         return lease
 
     def pin(
-        self, space: Space, key: PrefixKey, expires_ns: int, tier: str = "host",
-        measured: tuple[list[Node], int] | None = None,
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: str = "host",
+        measured: tuple[list[PrefixNode], int] | None = None,
     ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
 
@@ -310,7 +310,7 @@ class PageTable(Residents):
         self._unpinned(ended.nodes)
         return ended
 
-    def _unpinned(self, nodes: Sequence[Node]) -> None:
+    def _unpinned(self, nodes: Sequence[PrefixNode]) -> None:
         """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
         for node in nodes:
             if is_live(node):
@@ -414,7 +414,7 @@ class PageTable(Residents):
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _needs_space(self, space: Space) -> bool:
+    def _needs_space(self, space: PrefixTree) -> bool:
         """Whether something stands under the number of an empty space."""
         if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
             return True
@@ -423,14 +423,14 @@ class PageTable(Residents):
             disk.limits.quotas.is_limited(space) or disk.graves.waits_for(space)
         )
 
-    def _announce(self, put: Put, stored: list[Node]) -> None:
+    def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
         size = len(put.tokens) // len(put.pages)
         tokens = {
             id(node): put.tokens[at * size : (at + 1) * size]
             for at, (node, _) in enumerate(put.pages)
         }
-        run: list[Node] = []
+        run: list[PrefixNode] = []
         for node in [*stored, None]:
             if run and (node is None or node.parent is not run[-1]):
                 assert run[0].parent is not None
@@ -442,7 +442,7 @@ class PageTable(Residents):
                 run.append(node)
 
     def _grant(
-        self, process: Process, put: Put, space: Space, key: PrefixKey, parent: PrefixKey
+        self, process: Process, put: Put, space: PrefixTree, key: PrefixKey, parent: PrefixKey
     ) -> PageStatus:
         shard = put.shard
         known = space.nodes.get(key)
@@ -474,7 +474,7 @@ class PageTable(Residents):
         self._hold(process, of.slot_bytes)
         return PageStatus.GRANTED
 
-    def _may_follow(self, space: Space, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
+    def _may_follow(self, space: PrefixTree, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
         """Whether the page of ``key`` can be reached behind that of ``parent``."""
         if parent and not space.shards[shard].window_pages:
             head = space.nodes.get(parent)

@@ -18,7 +18,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import Slot, SlotState, SlotTable
 from kvstore.state.tree.spaces import Spaces
 
@@ -41,7 +41,6 @@ class Residents:
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
-        """Start empty."""
         self.slots = slots
         #: Set when there is an SSD tier.
         self.disk: DiskPages | None = None
@@ -56,11 +55,11 @@ class Residents:
         self.tick = 0
         self.emptying = False
         #: All and only the slots of pages in the trees.
-        self._owners: dict[Slot, Node] = {}
+        self._owners: dict[Slot, PrefixNode] = {}
 
-    def ready_run(self, space: Space, shard: int, packed: bytes) -> list[Node]:
+    def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
-        run: list[Node] = []
+        run: list[PrefixNode] = []
         for at in range(0, len(packed), KEY_BYTES):
             node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
             if node is None or not node.ready >> shard & 1:
@@ -68,7 +67,7 @@ class Residents:
             run.append(node)
         return run
 
-    def on_disk(self, space: Space, shards: list[int], packed: bytes, pages: int) -> int:
+    def on_disk(self, space: PrefixTree, shards: list[int], packed: bytes, pages: int) -> int:
         """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
         if self.disk is None:
             return 0
@@ -91,7 +90,7 @@ class Residents:
                 there = [at for node in space.nodes.values() for at in node.disk]
                 size = sum(space.shards[at].record_bytes for at in there)
                 assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
-        owned: dict[Slot, Node] = {}
+        owned: dict[Slot, PrefixNode] = {}
         for space in self.spaces:
             space.check()
             for node in space.nodes.values():
@@ -111,7 +110,7 @@ class Residents:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def allocate(self, node: Node, slot_bytes: int) -> Slot | None:
+    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
         """A slot in state WRITING for a page of ``node``; None when there is no room now."""
         space = node.space
         while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
@@ -123,7 +122,7 @@ class Residents:
                 return None
         return taken[0]
 
-    def promoted(self, node: Node, shard: int, slot: Slot) -> None:
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
@@ -131,18 +130,20 @@ class Residents:
         self.counts["promoted_pages"] += 1
         self.told(TierStored, node, shard, "host")
 
-    def told(self, kind: type[TierStored | TierRemoved], node: Node, shard: int, tier: str) -> None:
+    def told(
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
+    ) -> None:
         """A page came to a tier, or left it and stays in the other."""
         assert node.parent is not None
         self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
         self.eviction.offer(node)
         if self.disk is not None:
             self.disk.offer(node)
 
-    def shrink(self, space: Space, pages_max: int) -> bool:
+    def shrink(self, space: PrefixTree, pages_max: int) -> bool:
         """Evict own leaves of a space over its quota; True when it is within it."""
         for _ in range(pages_max):
             if not self.quotas.exceeded(space):
@@ -159,7 +160,7 @@ class Residents:
 
     # ---- leaving ----------------------------------------------------------------------------
 
-    def drop(self, node: Node, shard: int, cause: str) -> None:
+    def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take one READY page out of the index, and with it what only it made reachable."""
         if not node.ready >> shard & 1:
             return
@@ -169,7 +170,7 @@ class Residents:
         self._remove(node, shard, cause)
         self._tidy(node)
 
-    def _drop_below(self, node: Node, shard: int, cause: str) -> None:
+    def _drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take out what lies below ``node``: without their head nobody reaches those pages."""
         if node.space.shards[shard].window_pages:
             return
@@ -180,7 +181,7 @@ class Residents:
                 self._abandon(below, shard)  # its writer will find it DROPPED
             self._tidy(below)
 
-    def _remove(self, node: Node, shard: int, cause: str) -> None:
+    def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
         here = ("host",) if shard in node.slots else ()
         places = (*here, "ssd") if shard in node.disk else here
@@ -195,19 +196,19 @@ class Residents:
         if slot is not None:
             self.slots.release([slot])
 
-    def _abandon(self, node: Node, shard: int) -> None:
+    def _abandon(self, node: PrefixNode, shard: int) -> None:
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
 
-    def _forget(self, node: Node, shard: int) -> Slot:
+    def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
         self._owners.pop(slot, None)  # it has none yet while room is made for it
         return slot
 
-    def _owns(self, node: Node, shard: int, slot: Slot) -> bool:
+    def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
         return is_live(node) and node.slots.get(shard) == slot
 
-    def _tidy(self, node: Node) -> None:
+    def _tidy(self, node: PrefixNode) -> None:
         """After pages went: prune bare nodes, and offer what became a leaf."""
         if is_live(node):
             node = node.space.prune(node)
@@ -219,7 +220,7 @@ class Residents:
 
     # ---- making room ------------------------------------------------------------------------
 
-    def _make_room(self, space: Space, slot_bytes: int) -> bool:
+    def _make_room(self, space: PrefixTree, slot_bytes: int) -> bool:
         """Evict the least recently used leaf of the class, or a colder extent of another class.
 
         While an extent of many pages is emptied in turns, leaves of the class go meanwhile.
@@ -251,14 +252,14 @@ class Residents:
         self.slots.extents[position].used_at = self.tick
         return self.slots.colder_extent(domain, slot_bytes, age)
 
-    def _spill(self, node: Node, slot_bytes: int) -> bool:
+    def _spill(self, node: PrefixNode, slot_bytes: int) -> bool:
         """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
 
         A prompt larger than memory has no leaf to give but itself.
         """
         if self.disk is None:
             return False
-        heads: list[Node] = []
+        heads: list[PrefixNode] = []
         at = node.parent
         while at is not None and at is not node.space.root:
             if at.slots:
@@ -275,14 +276,14 @@ class Residents:
             return False  # not worth writing, and what follows it must not lose it
         return False
 
-    def _verdict(self, node: Node) -> Verdict:
+    def _verdict(self, node: PrefixNode) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
         verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
         if verdict is Verdict.FULL:
             self.offer(node)
         return verdict
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: PrefixNode) -> None:
         """Take a node's pages out of memory; those on disk stay in the index."""
         for shard in list(node.slots):
             if shard in node.disk:
@@ -293,21 +294,21 @@ class Residents:
             node.parent.access = max(node.parent.access, node.access)
         self._tidy(node)
 
-    def release_memory(self, node: Node) -> bool:
+    def release_memory(self, node: PrefixNode) -> bool:
         """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
         if node.slots.keys() - node.disk.keys() or not self.eviction.evictable(node):
             return False
         self._evict(node)
         return True
 
-    def _release_memory(self, node: Node, shard: int) -> None:
+    def _release_memory(self, node: PrefixNode, shard: int) -> None:
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
         self.told(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
-    def _empty_extent(self, position: int, space: Space) -> bool:
+    def _empty_extent(self, position: int, space: PrefixTree) -> bool:
         """Evict every page of an extent and what hangs below them; False if something is in use.
 
         Of many pages some go now, the last of each prompt first; the rest when room is asked for
@@ -315,7 +316,7 @@ class Residents:
         """
         if self.emptying or self.slots.needed(position):
             return False
-        doomed: list[Node] = []
+        doomed: list[PrefixNode] = []
         for slot in self.slots.slots_in_use(position):
             owner = self._owners.get(slot)
             if owner is None:
@@ -336,7 +337,7 @@ class Residents:
             self._tidy(owner)
         return not self.slots.slots_in_use(position)
 
-    def _may_leave(self, node: Node, space: Space) -> bool:
+    def _may_leave(self, node: PrefixNode, space: PrefixTree) -> bool:
         """Whether all of a node's pages may leave memory with their extent, for ``space``."""
         size = self.slots.extent_bytes
         if is_held(node) or self.quotas.protects(node.space, space, size):
@@ -366,12 +367,12 @@ class Residents:
                 self.drop(owner, shard, "retired")
         return True
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: PrefixNode) -> None:
         node.access, node.used_ns = self.tick, self.now_ns
         node.hits += 1
 
 
-def subtree(*tops: Node) -> list[Node]:
+def subtree(*tops: PrefixNode) -> list[PrefixNode]:
     """The nodes and all below them, each once; below one of them every parent before its children.
 
     Of nodes that lie below each other only the first way to a node is gone: looking below each page
@@ -382,7 +383,7 @@ def subtree(*tops: Node) -> list[Node]:
         for at in found:
             found.extend(at.children.values())
         return found
-    seen: dict[Node, None] = {}
+    seen: dict[PrefixNode, None] = {}
     for top in tops:
         left = [top]
         while left:

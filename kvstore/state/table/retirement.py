@@ -31,7 +31,6 @@ class Retirement:
     """
 
     def __init__(self, table: PageTable, after_ns: int, ended: Callable[[Process], None]) -> None:
-        """Retire nothing yet."""
         self._table = table
         self._after_ns = after_ns
         self._ended = ended

@@ -26,7 +26,7 @@ from kvstore.page import (
     digest_seed,
 )
 from kvstore.state.choice.policy import LeastRecent
-from kvstore.state.tree.prefix_tree import Node, Shard, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 
 SEEN_MAX: Final = 1 << 15
@@ -79,7 +79,7 @@ class Held:
         digests: 16 bytes a page, as they were when the page became READY.
     """
 
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     slots: list[Slot]
     digests: bytes
 
@@ -95,7 +95,7 @@ class Reservation:
 
     pages: PageSet
     first: int
-    nodes: list[Node]
+    nodes: list[PrefixNode]
     slots: list[Slot]
     digests: bytes
 
@@ -109,12 +109,11 @@ class SlabIndex:
     """
 
     def __init__(self, extent_bytes: int, extent_count: int) -> None:
-        """Start empty."""
         self.slots = SlotTable(extent_bytes, extent_count)
         #: How often each of ``COUNTS`` happened.
         self.counts: Counter[str] = Counter()
         #: ``PageSet.name`` → the space, for all and only the sets with a page READY or WRITING.
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: dict[bytes, PrefixTree] = {}
         self._queues: dict[int, LeastRecent] = {}
         self._seen: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
         #: WRITING slots whose page was forgotten meanwhile: free once their writer has ended.
@@ -161,7 +160,7 @@ class SlabIndex:
         if ready:
             ready[-1].access = self._tick
         space = self._space(pages)
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         slots: list[Slot] = []
         first = len(ready)
         last = ready[-1] if ready else None
@@ -273,9 +272,9 @@ class SlabIndex:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _ready(self, pages: PageSet, packed: bytes) -> list[Node]:
+    def _ready(self, pages: PageSet, packed: bytes) -> list[PrefixNode]:
         space = self._spaces.get(pages.name)
-        found: list[Node] = []
+        found: list[PrefixNode] = []
         if space is None:
             return found
         for at in range(0, len(packed), KEY_BYTES):
@@ -285,12 +284,12 @@ class SlabIndex:
             found.append(node)
         return found
 
-    def _space(self, pages: PageSet) -> Space:
+    def _space(self, pages: PageSet) -> PrefixTree:
         space = self._spaces.get(pages.name)
         if space is None:
             self._numbers += 1
             shard = Shard(pages.spec, pages.page_bytes, pages.slot_bytes)
-            space = self._spaces[pages.name] = Space(self._numbers, pages.identity, [shard])
+            space = self._spaces[pages.name] = PrefixTree(self._numbers, pages.identity, [shard])
         return space
 
     def _drop_if_empty(self, pages: PageSet) -> None:
@@ -298,7 +297,9 @@ class SlabIndex:
         if space is not None and not space.nodes:
             del self._spaces[pages.name]
 
-    def _allocate(self, slot_bytes: int, last: Node | None, *, may_evict: bool) -> Slot | None:
+    def _allocate(
+        self, slot_bytes: int, last: PrefixNode | None, *, may_evict: bool
+    ) -> Slot | None:
         """A WRITING slot; ``last``, which the page is to follow, does not go for it."""
         if slot_bytes > self.slots.extent_bytes:
             return None
@@ -307,7 +308,7 @@ class SlabIndex:
             slots = self.slots.allocate(1, _DOMAIN, slot_bytes)
         return slots[0] if slots else None
 
-    def _make_room(self, slot_bytes: int, last: Node | None) -> bool:
+    def _make_room(self, slot_bytes: int, last: PrefixNode | None) -> bool:
         """Let the least recently used leaf go, or an extent of another size that is colder."""
         victim = self._victim(slot_bytes, last)
         age = victim.access if victim is not None else self._tick
@@ -324,9 +325,9 @@ class SlabIndex:
         self._evict(victim)
         return True
 
-    def _victim(self, slot_bytes: int, last: Node | None) -> Node | None:
+    def _victim(self, slot_bytes: int, last: PrefixNode | None) -> PrefixNode | None:
         queue = self._queue(slot_bytes)
-        spared: Node | None = None
+        spared: PrefixNode | None = None
         while (node := queue.pop(self._tick)) is not None:
             if node is last:
                 spared = node
@@ -352,20 +353,20 @@ class SlabIndex:
             self._evict(node)
         return True
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: PrefixNode) -> None:
         self.slots.release([node.slots[_SHARD]])
         self._take_out(node)
         self.counts["pages_evicted"] += 1
         if not node.space.nodes:
             self._spaces = {name: one for name, one in self._spaces.items() if one.nodes}
 
-    def _take_out(self, node: Node) -> None:
+    def _take_out(self, node: PrefixNode) -> None:
         """Remove the page from the tree; its slot is the caller's."""
         self._pages -= bool(node.ready)
         node.forget(_SHARD)
         self._offer([node.space.prune(node)])
 
-    def _evictable(self, node: Node) -> bool:
+    def _evictable(self, node: PrefixNode) -> bool:
         return (
             bool(node.slots)
             and bool(node.ready)
@@ -374,7 +375,7 @@ class SlabIndex:
             and not self.slots.in_use(node.slots[_SHARD])
         )
 
-    def _offer(self, nodes: Iterable[Node]) -> None:
+    def _offer(self, nodes: Iterable[PrefixNode]) -> None:
         for node in nodes:
             if self._evictable(node):
                 self._queue(node.space.shards[_SHARD].slot_bytes).offer(node, self._tick)

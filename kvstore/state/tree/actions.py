@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.page import PrefixKey
-from kvstore.state.tree.prefix_tree import Space
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 class PageStatus(IntEnum):
@@ -27,7 +27,7 @@ class PageStatus(IntEnum):
 class Stored:
     """Action: these pages became READY, in memory."""
 
-    space: Space
+    space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
@@ -42,7 +42,7 @@ class Removed:
         tiers: where they were, of ``host`` and ``ssd``.
     """
 
-    space: Space
+    space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     cause: str
@@ -53,7 +53,7 @@ class Removed:
 class TierStored:
     """Action: a READY page is in one more tier now, ``host`` or ``ssd``."""
 
-    space: Space
+    space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
@@ -64,7 +64,7 @@ class TierStored:
 class TierRemoved:
     """Action: a page left ``tier`` and is READY in the other one still."""
 
-    space: Space
+    space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
@@ -75,7 +75,7 @@ class TierRemoved:
 class Abandoned:
     """Action: a page that was being written will not come from that writer; who waits may stop."""
 
-    space: Space
+    space: PrefixTree
     keys: list[PrefixKey]
 
 

@@ -25,11 +25,10 @@ class Listed(Protocol):
 N = TypeVar("N", bound=Listed)
 
 
-class Shelves(Generic[N]):
+class CreationOrder(Generic[N]):
     """All nodes of one space by serial number."""
 
     def __init__(self) -> None:
-        """Start empty."""
         #: shelf number → serial number → node; both in ascending order, and no shelf is empty.
         self._shelves: dict[int, dict[int, N]] = {}
         self._next = 0

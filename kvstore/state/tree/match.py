@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 _WRITING_MAX: Final = 256
 """More pages being written than this, and looking at each key is no slower."""
@@ -31,10 +31,10 @@ class Match(NamedTuple):
 
     pages: int
     pending: int
-    deepest: Node | None
+    deepest: PrefixNode | None
 
 
-def longest_match(space: Space, shards: list[int], packed: bytes) -> Match:
+def longest_match(space: PrefixTree, shards: list[int], packed: bytes) -> Match:
     """Match a chain's keys against the pages of ``shards``.
 
     Args:
@@ -48,7 +48,7 @@ def longest_match(space: Space, shards: list[int], packed: bytes) -> Match:
     return _scan(space, windows, packed[: SCAN_LOOKS_MAX // len(windows) * KEY_BYTES])
 
 
-def by_window(space: Space, shards: list[int]) -> dict[int, int]:
+def by_window(space: PrefixTree, shards: list[int]) -> dict[int, int]:
     """Pages needed at the end of a prefix (0 = all) → bit mask of the shards that need so.
 
     Raises:
@@ -65,7 +65,7 @@ def by_window(space: Space, shards: list[int]) -> dict[int, int]:
     return windows
 
 
-def awaited_key(space: Space, shards: list[int], packed: bytes, count: int) -> PrefixKey:
+def awaited_key(space: PrefixTree, shards: list[int], packed: bytes, count: int) -> PrefixKey:
     """The first page without which ``count`` pages are no hit yet; it is being written.
 
     Args:
@@ -87,7 +87,7 @@ def awaited_key(space: Space, shards: list[int], packed: bytes, count: int) -> P
     return key
 
 
-def _bisect(space: Space, mask: int, packed: bytes) -> Match:
+def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
     nodes = space.nodes
     first = nodes.get(PrefixKey(packed[:KEY_BYTES]))
     if first is None or first.present & mask != mask:
@@ -118,7 +118,7 @@ def _bisect(space: Space, mask: int, packed: bytes) -> Match:
     return Match(ready, low - ready, last if ready else None)
 
 
-def _scan(space: Space, windows: dict[int, int], packed: bytes) -> Match:
+def _scan(space: PrefixTree, windows: dict[int, int], packed: bytes) -> Match:
     found = [
         space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
         for at in range(0, len(packed), KEY_BYTES)

@@ -35,7 +35,6 @@ class NodeHeap:
     __slots__ = ("_former", "_heap", "_kept", "_stays")
 
     def __init__(self, stays: Callable[[Entry], bool] = _is_live) -> None:
-        """Start empty."""
         self._heap: list[Entry] = []
         #: A former ``_heap``, a heap too, from which what stays moves over.
         self._former: list[Entry] = []
@@ -79,7 +78,6 @@ class NodeLine:
     __slots__ = ("_former", "_kept", "_line", "_newer")
 
     def __init__(self) -> None:
-        """Start empty."""
         self._line: deque[Entry] = deque()
         #: While the line is gone through: what of it was not looked at yet, and what came since.
         self._former: deque[Entry] = deque()

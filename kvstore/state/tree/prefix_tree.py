@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.tree.listing import Shelves
+from kvstore.state.tree.listing import CreationOrder
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.slots import Slot
 
@@ -43,7 +43,7 @@ ORDINARY: Final = Retention()
 """A page stays until something else needs its room, in any tier."""
 
 
-class Node:
+class PrefixNode:
     """One prefix key of one space.
 
     Attributes:
@@ -84,12 +84,12 @@ class Node:
         "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
     )  # fmt: skip
 
-    def __init__(self, space: "Space", key: PrefixKey, parent: "Node | None") -> None:
+    def __init__(self, space: "PrefixTree", key: PrefixKey, parent: "PrefixNode | None") -> None:
         """Make a node without pages and hang it under its parent."""
         self.space = space
         self.key = key
         self.parent = parent
-        self.children: dict[PrefixKey, Node] = {}
+        self.children: dict[PrefixKey, PrefixNode] = {}
         self.children_in_memory = 0
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
@@ -237,7 +237,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Space:
+class PrefixTree:
     """One space: its identity, the shards that sessions declared and its pages.
 
     Attributes:
@@ -258,9 +258,9 @@ class Space:
     number: int
     identity: SpaceIdentity
     shards: list[Shard] = field(default_factory=list)
-    nodes: dict[PrefixKey, Node] = field(default_factory=dict)
-    writing: set[Node] = field(default_factory=set)
-    shelves: Shelves[Node] = field(default_factory=Shelves)
+    nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
+    writing: set[PrefixNode] = field(default_factory=set)
+    shelves: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
     sessions: int = 0
@@ -268,14 +268,14 @@ class Space:
     host_bytes: int = 0
     disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
-    root: Node = field(init=False)
+    root: PrefixNode = field(init=False)
     label: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.identity.digest.hex()
-        self.root = Node(self, PrefixKey(b""), None)
+        self.root = PrefixNode(self, PrefixKey(b""), None)
 
-    def node(self, key: PrefixKey, parent_key: PrefixKey) -> Node:
+    def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
         """The node of ``key``, made if need be; an unknown parent is made as a bare node.
 
         A bare node whose own parent was unknown is moved to its place once that is told.
@@ -309,7 +309,7 @@ class Space:
         above = self.nodes.get(parent_key)
         return above is not None and self._above(known, above)
 
-    def prune(self, node: Node) -> Node:
+    def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
 
         Returns:
@@ -353,21 +353,21 @@ class Space:
         held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
         assert self.host_bytes == sum(held)
 
-    def add(self, key: PrefixKey, parent: Node | None = None) -> Node:
+    def add(self, key: PrefixKey, parent: PrefixNode | None = None) -> PrefixNode:
         """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
-        node = self.nodes[key] = Node(self, key, parent)
+        node = self.nodes[key] = PrefixNode(self, key, parent)
         self.shelves.add(node)
         return node
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: PrefixNode) -> None:
         """Forget a node that nothing leads to."""
         del self.nodes[node.key]
         self.shelves.remove(node)
         node.parent = None
 
-    def _above(self, node: Node, other: Node) -> bool:
+    def _above(self, node: PrefixNode, other: PrefixNode) -> bool:
         """Whether ``node`` is ``other`` or above it (a forged parent could make a ring)."""
-        at: Node | None = other
+        at: PrefixNode | None = other
         while at is not None:
             if at is node:
                 return True
@@ -375,7 +375,7 @@ class Space:
         return False
 
 
-def deepen(node: Node) -> None:
+def deepen(node: PrefixNode) -> None:
     """Correct the depths below a node that was moved."""
     moved = [node]
     for at in moved:
@@ -384,6 +384,6 @@ def deepen(node: Node) -> None:
         moved.extend(at.children.values())
 
 
-def is_live(node: Node) -> bool:
+def is_live(node: PrefixNode) -> bool:
     """Whether the node is still in its tree (the root always is)."""
     return node.parent is not None or node is node.space.root

@@ -15,7 +15,7 @@ touches bytes any more; "dead" is the kernel's (a pidfd).
 
 from dataclasses import dataclass, field
 
-from kvstore.state.tree.prefix_tree import Node, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.slots import Slot
 
 
@@ -25,13 +25,13 @@ class Fetch:
 
     Attributes:
         pinned: pages that are in memory, pinned until
-            :meth:`~kvstore.state.disk.loads.Loads.end_fetch`.
+            :meth:`~kvstore.state.disk.loads.DiskLoads.end_fetch`.
         outstanding: loads it waits for.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         ended: nobody waits any more.
     """
 
-    pinned: list[tuple[Node, Slot]] = field(default_factory=list)
+    pinned: list[tuple[PrefixNode, Slot]] = field(default_factory=list)
     outstanding: int = 0
     size_bytes: int = 0
     ended: bool = False
@@ -47,7 +47,7 @@ class Lease:
         expired: its pins have become holds.
     """
 
-    pages: list[tuple[Node, int, Slot]]
+    pages: list[tuple[PrefixNode, int, Slot]]
     size_bytes: int
     deadline_ns: int
     expired: bool = False
@@ -79,7 +79,7 @@ class Put:
         since_ns: when its slots were granted.
     """
 
-    pages: list[tuple[Node, Slot]]
+    pages: list[tuple[PrefixNode, Slot]]
     shard: int
     size_bytes: int
     tokens: bytes = b""
@@ -154,7 +154,7 @@ class Session:
     name: str
     quota_bytes: int
     domain: str = ""
-    spaces: dict[int, Space] = field(default_factory=dict)
+    spaces: dict[int, PrefixTree] = field(default_factory=dict)
     used_bytes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)

@@ -124,7 +124,6 @@ class SlotTable:
     """
 
     def __init__(self, extent_bytes: int, extent_count: int, withheld: int = 0) -> None:
-        """Start with every extent unassigned."""
         assert extent_bytes % SLOT_ALIGNMENT == 0
         self.extent_bytes = extent_bytes
         self.extents = [Extent(number) for number in range(extent_count)]

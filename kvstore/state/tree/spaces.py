@@ -5,7 +5,7 @@ from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
 from kvstore.page import ShardSpec, SpaceIdentity, pack_pair
-from kvstore.state.tree.prefix_tree import Shard, Space
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Session
 from kvstore.state.tree.slots import SLOT_ALIGNMENT
 
@@ -24,13 +24,12 @@ class Spaces:
     """
 
     def __init__(self, page_bytes_max: int) -> None:
-        """Start with none."""
         self._page_bytes_max = page_bytes_max
-        self._spaces: dict[int, Space] = {}
-        self._by_digest: dict[bytes, Space] = {}
+        self._spaces: dict[int, PrefixTree] = {}
+        self._by_digest: dict[bytes, PrefixTree] = {}
         self._next = 0
 
-    def __iter__(self) -> Iterator[Space]:
+    def __iter__(self) -> Iterator[PrefixTree]:
         return iter(self._spaces.values())
 
     def __len__(self) -> int:
@@ -38,7 +37,7 @@ class Spaces:
 
     def open(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
-    ) -> tuple[Space, list[int]]:
+    ) -> tuple[PrefixTree, list[int]]:
         """Find or make the space and its shards.
 
         Returns:
@@ -66,11 +65,11 @@ class Spaces:
 
     def adopt(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec]
-    ) -> tuple[Space, list[int]]:
+    ) -> tuple[PrefixTree, list[int]]:
         """:meth:`open` for pages that nobody has asked for yet."""
         return self._find_or_make(identity, shards, SPACES_MAX)
 
-    def get(self, number: int, session: Session) -> Space:
+    def get(self, number: int, session: Session) -> PrefixTree:
         """The space that a session has opened under that number.
 
         Raises:
@@ -88,7 +87,7 @@ class Spaces:
             space.sessions -= 1
         session.spaces.clear()
 
-    def close_idle(self, needed: Callable[[Space], bool]) -> int:
+    def close_idle(self, needed: Callable[[PrefixTree], bool]) -> int:
         """Once there are as many spaces as may be, close the idle ones; how many those were.
 
         Args:
@@ -103,7 +102,7 @@ class Spaces:
 
     def _find_or_make(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], spaces_max: int
-    ) -> tuple[Space, list[int]]:
+    ) -> tuple[PrefixTree, list[int]]:
         for spec in shards:
             pack_pair(identity, spec)  # refused here, or every write of its pages would be
         sizes = [spec.page_bytes(identity) for spec in shards]
@@ -122,7 +121,7 @@ class Spaces:
                     f"{len(self._spaces)} spaces are in use already; one is closed once no engine"
                     " has it open and no page of it is left"
                 )
-            space = Space(self._next, identity)
+            space = PrefixTree(self._next, identity)
             self._next += 1
             self._spaces[space.number] = self._by_digest[identity.digest] = space
         numbers = [
@@ -132,7 +131,7 @@ class Spaces:
         return space, numbers
 
 
-def _shard_number(space: Space, spec: ShardSpec, page_bytes: int) -> int:
+def _shard_number(space: PrefixTree, spec: ShardSpec, page_bytes: int) -> int:
     number = space.shard_numbers.get(spec)
     if number is None:
         number = len(space.shards)

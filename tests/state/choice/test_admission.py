@@ -11,14 +11,16 @@ from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
 from kvstore.state.choice.returns import Returns
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.prefix_tree import Node, Shard, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard
 
 SIZE = 4096
 
 
-def a_chain(uses: Sequence[int], numbers: Sequence[int] | None = None) -> list[tuple[Node, int]]:
+def a_chain(
+    uses: Sequence[int], numbers: Sequence[int] | None = None
+) -> list[tuple[PrefixNode, int]]:
     """Nodes one below the other, each with the uses that ended at it; keys by their numbers."""
-    space = Space(
+    space = PrefixTree(
         0,
         SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1),
         [Shard(ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1)), 4096, 4096)],

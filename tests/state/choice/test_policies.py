@@ -18,7 +18,7 @@ from kvstore.state.choice.policy import (
     new_policy,
 )
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import Node, Shard, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
 
@@ -30,20 +30,20 @@ class Watched:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
-        self.offered: set[Node] = set()
+        self.offered: set[PrefixNode] = set()
 
-    def stored(self, node: Node, tick: int) -> None:
+    def stored(self, node: PrefixNode, tick: int) -> None:
         self.policy.stored(node, tick)
 
-    def used(self, node: Node, tick: int) -> None:
+    def used(self, node: PrefixNode, tick: int) -> None:
         self.policy.used(node, tick)
 
-    def offer(self, node: Node, tick: int) -> None:
+    def offer(self, node: PrefixNode, tick: int) -> None:
         assert not node.children, "leaf-first"
         self.offered.add(node)
         self.policy.offer(node, tick)
 
-    def pop(self, tick: int) -> Node | None:
+    def pop(self, tick: int) -> PrefixNode | None:
         node = self.policy.pop(tick)
         if node is not None:
             assert is_live(node)
@@ -140,17 +140,17 @@ def test_ours_learns_to_keep_conversations_where_lru_keeps_scans():
     assert ours > 2 * lru + 100
 
 
-def a_leaf(space: Space, number: int, tick: int) -> Node:
+def a_leaf(space: PrefixTree, number: int, tick: int) -> PrefixNode:
     """A node under the root, last used at ``tick``."""
     node = space.node(PrefixKey(number.to_bytes(32, "little")), PrefixKey(b""))
     node.access = tick
     return node
 
 
-def a_space(number: int, prefill_s_per_token: float = 0.0) -> Space:
+def a_space(number: int, prefill_s_per_token: float = 0.0) -> PrefixTree:
     identity = SpaceIdentity(model=f"m{number}", kv_dtype="uint8", page_tokens=1)
     spec = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
-    space = Space(number, identity, [Shard(spec, SLOT_BYTES, SLOT_BYTES)])
+    space = PrefixTree(number, identity, [Shard(spec, SLOT_BYTES, SLOT_BYTES)])
     space.prefill_s_per_token = prefill_s_per_token
     return space
 

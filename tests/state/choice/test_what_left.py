@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
-from kvstore.state.tree.prefix_tree import Node, Retention, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Lease
 from tests.state.disk.test_disk_pages import DiskWorld
 from tests.state.world import ROOT, World, identity, key
@@ -37,7 +37,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
     world.table.eviction.change_policy(policy)
     engine = world.process()
     space = world.space(engine)
-    before = alive(Node)
+    before = alive(PrefixNode)
 
     for letter in letters(PAGES):
         world.store(engine, space, letter, keep=Retention(read_once=True))
@@ -46,7 +46,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
 
     world.table.check()
     assert not space.nodes
-    assert alive(Node) - before < NODES_MAX
+    assert alive(PrefixNode) - before < NODES_MAX
 
 
 def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
@@ -54,14 +54,14 @@ def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
     world = World()
     engine = world.process()
     space = world.space(engine)
-    before = alive(Node)
+    before = alive(PrefixNode)
     stays = world.store(engine, space, "stays", keep=Retention(expires_ns=1 << 60))
 
     for letter in letters(PAGES):
         world.store(engine, space, letter, keep=Retention(expires_ns=1 << 60))
         world.table.drop(space.nodes[key(letter)], 0, "operator")
 
-    assert alive(Node) - before < NODES_MAX
+    assert alive(PrefixNode) - before < NODES_MAX
     assert world.table.next_deadline_ns() == 1 << 60
     world.table.expire(1 << 60)
     assert stays
@@ -88,7 +88,7 @@ def test_leases_that_end_long_before_their_time_leave_no_deadline_behind():
 def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered():
     world = DiskWorld()
     world.disk.limit(world.mine, 1 << 40, 0)
-    before = alive(Node)
+    before = alive(PrefixNode)
 
     for letter in letters(PAGES):
         world.store(world.me, world.mine, letter)
@@ -96,11 +96,11 @@ def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered
         world.table.drop(world.node(letter), 0, "expired")
 
     world.table.check()
-    assert alive(Node) - before < NODES_MAX
+    assert alive(PrefixNode) - before < NODES_MAX
 
 
 def test_prompts_that_are_only_ever_used_again_are_watched_once_each():
-    reuse, space = LearnedReuse(), Space(0, identity())
+    reuse, space = LearnedReuse(), PrefixTree(0, identity())
     nodes = [space.node(key(letter), ROOT) for letter in "abc"]
     before = alive(Observation)
     for tick in range(3 * OBSERVED_MAX):
@@ -121,7 +121,7 @@ def burst(random: Random, most: int) -> int:
 
 @given(st.integers(0, 1 << 32))
 def test_nodes_that_stay_leave_a_heap_in_order(seed):
-    random, space, heap, ranks = Random(seed), Space(0, identity()), NodeHeap(), list[Entry]()
+    random, space, heap, ranks = Random(seed), PrefixTree(0, identity()), NodeHeap(), list[Entry]()
     for at in range(random.randrange(1, 1500)):
         entry = (random.randrange(50), at, space.node(key(str(at)), ROOT))
         heap.push(entry)
@@ -135,7 +135,7 @@ def test_nodes_that_stay_leave_a_heap_in_order(seed):
 
 @given(st.integers(0, 1 << 32))
 def test_nodes_that_stay_leave_a_line_in_their_turn(seed):
-    random, space, line, turns = Random(seed), Space(0, identity()), NodeLine(), list[Entry]()
+    random, space, line, turns = Random(seed), PrefixTree(0, identity()), NodeLine(), list[Entry]()
     for at in range(random.randrange(1, 1500)):
         entry = (at, space.node(key(str(at)), ROOT))
         if random.random() < 0.1:

@@ -9,7 +9,7 @@ from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import Node, Retention, Space
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
 from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
@@ -27,14 +27,14 @@ class LimitedWorld(DiskWorld):
         self.other = self.table.spaces.open(self.me.session, identity(model="o"), [spec])[0]
         self.table.pins.budget_bytes = self.table.pins.disk_budget_bytes = 100 * RECORD
 
-    def limit(self, space: Space, quota: int = 0, reserved: int = 0) -> None:
+    def limit(self, space: PrefixTree, quota: int = 0, reserved: int = 0) -> None:
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
             self.table.offer(node)
         while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 
-    def put(self, path: str, space: Space | None = None) -> None:
+    def put(self, path: str, space: PrefixTree | None = None) -> None:
         """Store the last page of a path, and let the disk end what it has to do."""
         space = space or self.mine
         for _ in range(50):
@@ -44,7 +44,7 @@ class LimitedWorld(DiskWorld):
                 return
         pytest.fail("there is no room")
 
-    def flood(self, pages: int, space: Space | None = None) -> None:
+    def flood(self, pages: int, space: PrefixTree | None = None) -> None:
         for _ in range(pages):
             self.put(chr(next(self.letters)), space or self.other)
 
@@ -122,7 +122,7 @@ def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monke
     world.limit(world.mine, quota=pages)
     path = "".join(chr(0x8000 + at) for at in range(pages))
     assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
-    looked: list[Node] = []
+    looked: list[PrefixNode] = []
     offer = world.disk.limits.offer
     monkeypatch.setattr(world.disk.limits, "offer", lambda node: (looked.append(node), offer(node)))
 

@@ -22,7 +22,7 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import Node, Retention
+from kvstore.state.tree.prefix_tree import PrefixNode, Retention
 from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
@@ -65,7 +65,7 @@ class DiskWorld(World):
             for job in jobs:
                 self.end_job(job)
 
-    def node(self, path: str) -> Node:
+    def node(self, path: str) -> PrefixNode:
         return self.mine.nodes[key(path)]
 
     def on_disk(self, path: str) -> list[bool]:
@@ -419,7 +419,7 @@ def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatc
     asked: list[int] = []
     admit = world.disk.admission.admit
 
-    def counting(pages: list[tuple[Node, int]], *rest: int) -> int:
+    def counting(pages: list[tuple[PrefixNode, int]], *rest: int) -> int:
         asked.append(len(pages))
         return admit(pages, *rest)
 

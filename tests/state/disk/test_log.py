@@ -30,7 +30,7 @@ from kvstore.state.disk.segments import SegmentKeeper
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
-from kvstore.state.tree.prefix_tree import Node, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from tests.state.world import DIGEST, FULL, PAGE, ROOT, World, identity, key
 
 DROPS_MAX = keeper.DROPS_MAX
@@ -61,7 +61,7 @@ class Record:
 class Write:
     """A page being written."""
 
-    node: Node
+    node: PrefixNode
     record: Record
 
 
@@ -93,7 +93,7 @@ class LogMachine(RuleBasedStateMachine):
         self.log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         admission = Admission("all", 0, self.log.capacity_bytes)
         world.table.disk = DiskPages(world.table, self.log, admission, RULES)
-        self.space: Space = world.table.spaces.adopt(identity(), [FULL])[0]
+        self.space: PrefixTree = world.table.spaces.adopt(identity(), [FULL])[0]
         adopt(world.table, found, [(identity(), FULL)], max(self.used_numbers, default=0) + 1)
         numbers, self.jobs = count(1), dict[int, DiskJob]()
         counts = world.table.counts
@@ -153,7 +153,7 @@ class LogMachine(RuleBasedStateMachine):
     def _on_disk(self) -> dict[str, Place]:
         return {PATH_OF[at.key]: at.disk[0] for at in self.space.nodes.values() if at.disk}
 
-    def _lose(self, node: Node, shard: int) -> None:
+    def _lose(self, node: PrefixNode, shard: int) -> None:
         below = [node]
         for at in below:
             below += at.children.values()
@@ -274,7 +274,7 @@ class LogMachine(RuleBasedStateMachine):
             self._go_on()
             self.let_go_on(12)
 
-    def _bury(self, node: Node) -> None:
+    def _bury(self, node: PrefixNode) -> None:
         if node.disk:
             self.log.remove(node, 0)
             node.forget_disk(0)

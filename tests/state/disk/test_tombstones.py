@@ -12,7 +12,7 @@ from kvstore.state.disk.graves import ATTEMPTS_MAX, RECORD_KEYS_MAX
 from kvstore.state.disk.jobs import DiskSync, DiskTombstone, DiskWrite
 from kvstore.state.disk.log import SegmentLog, SegmentState
 from kvstore.state.table.adopt import FoundSegment, adopt
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 from tests.state.disk.test_disk_pages import DiskWorld
 from tests.state.world import DIGEST, FULL, World, drop_below, identity, key
 
@@ -195,7 +195,7 @@ def test_more_keys_than_a_record_takes_are_written_as_several(monkeypatch):
 # Which segments may go
 
 
-def page(world: World, name: str) -> Node:
+def page(world: World, name: str) -> PrefixNode:
     space = world.space(world.process(), [FULL])
     return space.node(key(name), key(""))
 

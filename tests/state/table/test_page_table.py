@@ -11,7 +11,7 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.residents import EMPTY_MAX, subtree
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import SCAN_LOOKS_MAX, WINDOWS_MAX
-from kvstore.state.tree.prefix_tree import Node
+from kvstore.state.tree.prefix_tree import PrefixNode
 from kvstore.state.tree.slots import SlotState
 from tests.state.world import (
     FULL,
@@ -73,7 +73,7 @@ def test_a_lookup_with_many_windows_looks_at_the_leading_keys_only():
     assert looked.looks <= SCAN_LOOKS_MAX // WINDOWS_MAX
 
 
-class Looked(dict[PrefixKey, Node]):
+class Looked(dict[PrefixKey, PrefixNode]):
     """Nodes that count how often they are looked up."""
 
     looks = 0

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstore.errors import CapacityError
 from kvstore.page import PrefixKey, ShardSpec
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
-from kvstore.state.tree.prefix_tree import Retention, Space
+from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot, SlotState
 from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, key
@@ -73,8 +73,8 @@ class PagesMachine(RuleBasedStateMachine):
         self.slot_of: dict[Page, Slot] = {}
         self.readers: dict[int, Reader] = {}
         self.writers: dict[int, Writer] = {}
-        self.processes: list[tuple[Process, list[Space]]] = []
-        self.spaces: list[Space] = []
+        self.processes: list[tuple[Process, list[PrefixTree]]] = []
+        self.spaces: list[PrefixTree] = []
         for name, tenant in (("p", "red"), ("p", "red"), ("q", "blue")):
             self._join(name, tenant)
 
@@ -85,7 +85,7 @@ class PagesMachine(RuleBasedStateMachine):
             self.spaces.append(space)
         self.processes.append((process, [space]))
 
-    def _someone(self, chance: Random) -> tuple[Process, Space]:
+    def _someone(self, chance: Random) -> tuple[Process, PrefixTree]:
         process, (space,) = chance.choice([p for p in self.processes if not p[0].lost])
         return process, space
 
@@ -153,7 +153,7 @@ class PagesMachine(RuleBasedStateMachine):
         present = self._longest(space, path, shards, self.ready | self._writing())
         assert pages + pending == present
 
-    def _longest(self, space: Space, path: str, shards: list[int], have: set[Page]) -> int:
+    def _longest(self, space: PrefixTree, path: str, shards: list[int], have: set[Page]) -> int:
         for count in range(len(path), 0, -1):
             needed = [
                 (space.number, path[:end], shard)
@@ -258,7 +258,7 @@ class PagesMachine(RuleBasedStateMachine):
             return number
         return None
 
-    def _assert_no_room(self, process: Process, space: Space, refused: Page) -> None:
+    def _assert_no_room(self, process: Process, space: PrefixTree, refused: Page) -> None:
         """Nothing of this class could have been evicted, or the quota is used up."""
         size = space.shards[refused[2]].slot_bytes
         if not process.session.admits(size):

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import LeastRecent
-from kvstore.state.tree.prefix_tree import Shard, Space, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard, is_live
 from kvstore.state.tree.slots import Slot
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1)
@@ -17,8 +17,8 @@ def key(path: str) -> PrefixKey:
     return PrefixKey(path.encode().ljust(32, b"."))
 
 
-def new_space() -> Space:
-    return Space(0, IDENTITY, [Shard(SPEC, 4096, 4096)])
+def new_space() -> PrefixTree:
+    return PrefixTree(0, IDENTITY, [Shard(SPEC, 4096, 4096)])
 
 
 class LeastRecentUse(RuleBasedStateMachine):
