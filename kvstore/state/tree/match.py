@@ -114,7 +114,10 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
         ):
             ready = at
     if ready and ready < low:
-        last = nodes[PrefixKey(packed[(ready - 1) * KEY_BYTES : ready * KEY_BYTES])]
+        before = nodes.get(PrefixKey(packed[(ready - 1) * KEY_BYTES : ready * KEY_BYTES]))
+        if before is None:  # no chain either: its ends only fit by their depth
+            return _scan(space, {0: mask}, packed)
+        last = before
     return Match(ready, low - ready, last if ready else None)
 
 

@@ -81,3 +81,14 @@ def test_of_records_that_contradict_each_other_a_start_believes_the_first(order:
     assert space.nodes[key("b")].parent is space.nodes[key("a")]
     assert set(space.nodes[key("b")].disk) == {0}
     world.table.check()
+
+
+def test_a_lookup_of_keys_that_are_no_chain_finds_what_is_there_of_them():
+    world = World()
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "ab")
+    world.begin(process, space, "abcd")
+    stranger = bytes(key("a")) + b"x" * 32 + bytes(key("abc")) + bytes(key("abcd"))
+
+    assert world.table.lookup(space, [0], stranger) == (1, 0), "ends of it fit by their depth"
