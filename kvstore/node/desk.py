@@ -177,6 +177,8 @@ class Desk:
         self.memory.replace(node.pages.slots.replaced)
         if self.disk is not None:
             self.disk.flush()
+            if node.pages.slots.replaced:  # a job that failed at once made room for a request
+                self.memory.replace(node.pages.slots.replaced)
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
             line = self.lines.get(number)

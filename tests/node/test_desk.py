@@ -84,6 +84,15 @@ def test_memory_comes_first_then_the_disk_then_answers_then_events(desk, seen):
     assert [type(one) for one in seen[4]] == [Removed, Stored], "in the order of the decisions"
 
 
+def test_memory_that_a_failed_job_gave_away_is_there_before_anyone_is_told_of_it(desk, seen):
+    number = desk.connect(Peer(1), Line(seen))
+    desk.disk.flush = lambda: decide(desk, number)
+    desk.flush()
+
+    kinds = [type(one) for one in seen]
+    assert kinds.index(Replacement) < kinds.index(wire.Pong)
+
+
 def test_what_an_answer_makes_the_other_end_ask_is_answered_after_it(desk, seen):
     line = Line(seen)
     number = desk.connect(Peer(1), line)
