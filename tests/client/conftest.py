@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.client.link import Link
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.server import client
+from tests.client.peer import Peer
 from tests.conftest import Process, Spawn
 
 READY = (
@@ -176,3 +178,20 @@ class Pool:
 
 
 OPAQUE = OpaqueLayout("engine", "1", "", 16, 384)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    """A node by hand."""
+    made = Peer(tmp_path / "peer.sock")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connected(peer: Peer) -> Iterator[Link]:
+    """A link to it."""
+    made = Link(peer.path, "engine")
+    assert made.connected
+    yield made
+    made.close()

@@ -4,7 +4,6 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,7 @@ from kvstore.client.endpoint import fetch_extents, nobody_listens, open_socket
 from kvstore.client.exchange import Connection
 from kvstore.client.link import Link
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
-from tests.client.peer import SHORT_S, TIMEOUT_S, Peer, answer
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    made = Peer(tmp_path / "peer.sock")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def connected(peer: Peer) -> Iterator[Link]:
-    made = Link(peer.path, "engine")
-    assert made.connected
-    yield made
-    made.close()
-
+from tests.client.peer import SHORT_S, TIMEOUT_S, answer
 
 # Connecting
 

@@ -2,8 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic
 
 import pytest
@@ -11,25 +9,8 @@ import pytest
 from kvstore import wire
 from kvstore.client import exchange
 from kvstore.client.exchange import Connection
-from kvstore.client.link import Link
 from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
-from tests.client.peer import SHORT_S, TIMEOUT_S, Held, Peer, answer, connection_of
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    made = Peer(tmp_path / "peer.sock")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def connected(peer: Peer) -> Iterator[Link]:
-    made = Link(peer.path, "engine")
-    assert made.connected
-    yield made
-    made.close()
-
+from tests.client.peer import SHORT_S, TIMEOUT_S, Held, answer, connection_of
 
 # What has no answer
 
