@@ -178,7 +178,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _shown_node(node: NodeEntry) -> dict[str, object]:
-    """What may be told of a node: not its token."""
+    """What may be said of a node: not its token."""
     return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
 
 
@@ -195,7 +195,7 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
     """
 
     @web.middleware
-    async def told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except BadRequestError as error:
@@ -215,4 +215,4 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
             faults.note("internal", f"{request.method} {request.path[:200]!r}: {error!r}")
             return error_response(500, "internal", "an error of the Conductor; its log says which")
 
-    return told
+    return answer

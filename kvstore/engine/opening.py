@@ -13,7 +13,7 @@ _LOG: Final = logging.getLogger(__name__)
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-class Spaces(Protocol):
+class SpaceSource(Protocol):
     """What gives spaces: a :class:`~kvstore.client.store.KVStore`."""
 
     @property
@@ -36,7 +36,7 @@ class Opening:
 
     def __init__(
         self,
-        store: Spaces,
+        store: SpaceSource,
         identity: SpaceIdentity,
         shards: Sequence[ShardSpec],
         clock: Callable[[], float],

@@ -28,7 +28,7 @@ class Request(Protocol):
         ...
 
 
-class Names(NamedTuple):
+class PromptScope(NamedTuple):
     """What, besides tokens, names a request's KV.
 
     Attributes:
@@ -62,7 +62,7 @@ class BlockHolder(Protocol):
         ...
 
 
-class Progress(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """One scheduled request of a step.
 
     Attributes:

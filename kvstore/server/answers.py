@@ -13,7 +13,7 @@ class Answer(Struct, frozen=True, kw_only=True, gc=False):
     """Base of all; none refers to itself, so the garbage collector need not look at them."""
 
 
-class Fault(Answer, frozen=True):
+class ErrorBody(Answer, frozen=True):
     """Why a request was refused; ``field`` is empty when no part of it in particular is wrong."""
 
     code: str
@@ -21,10 +21,10 @@ class Fault(Answer, frozen=True):
     field: str
 
 
-class Refusal(Answer, frozen=True):
+class ErrorAnswer(Answer, frozen=True):
     """The body of every answer that is no success."""
 
-    error: Fault
+    error: ErrorBody
 
 
 class Health(Answer, frozen=True):
@@ -245,7 +245,7 @@ class QuotaList(Answer, frozen=True):
     quotas: list[QuotaRow]
 
 
-class Wear(Answer, frozen=True):
+class WearCounts(Answer, frozen=True):
     """What was admitted to the SSDs; ``forecast_bytes``: of a whole day; a budget of 0 is none."""
 
     admitted: int
@@ -261,7 +261,7 @@ class SsdPolicy(Answer, frozen=True):
     write: str
     sync: str
     admission: str
-    wear: Wear
+    wear: WearCounts
 
 
 class Policy(Answer, frozen=True):

@@ -23,29 +23,29 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 """A client that does not read its answers (to requests that waited) is cut off beyond this."""
 
 
-class Server(Protocol):
+class ConnectionOwner(Protocol):
     """What takes a connection's messages."""
 
-    def begin(self, connection: "Connection", hello: wire.Hello, rest: bytes) -> None:
+    def begin(self, connection: "SessionConnection", hello: wire.Hello, rest: bytes) -> None:
         """The loop took the socket over; ``rest`` came after its Hello."""
 
-    def receive(self, connection: "Connection", body: bytes | memoryview) -> None:
+    def receive(self, connection: "SessionConnection", body: bytes | memoryview) -> None:
         """A message came."""
 
-    def refuse(self, connection: "Connection", error: ProtocolError) -> None:
+    def refuse(self, connection: "SessionConnection", error: ProtocolError) -> None:
         """What came can be no message."""
 
-    def want(self, connection: "Connection") -> None:
-        """The connection has messages that may be taken; see :meth:`Connection.take`."""
+    def want(self, connection: "SessionConnection") -> None:
+        """The connection has messages that may be taken; see :meth:`SessionConnection.take`."""
 
     def unread(self, change_bytes: int) -> None:
         """A connection holds more, or fewer, bytes that were not taken yet."""
 
-    def lost(self, connection: "Connection") -> None:
+    def lost(self, connection: "SessionConnection") -> None:
         """The connection is closed."""
 
 
-class Connection(asyncio.Protocol):
+class SessionConnection(asyncio.Protocol):
     """One connection of a session after its handshake.
 
     Args:
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, server: Server, tenants: frozenset[str] | None,
+        self, server: ConnectionOwner, tenants: frozenset[str] | None,
         first: tuple[socket.socket, wire.Hello, bytes],
     ) -> None:  # fmt: skip
         """Belong to the server; :meth:`connection_made` begins."""

@@ -15,7 +15,7 @@ from kvstore.server import operations
 from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Caller, Refused
 from kvstore.server.inspect import Inspection
 from kvstore.server.observed import Observed
-from kvstore.server.operate import Operation
+from kvstore.server.operate import OperatorRequests
 from kvstore.server.refusal import Refusal
 from kvstore.server.turns import Task, Turns, Work
 
@@ -40,7 +40,7 @@ class Dispatcher:
         self._send = send
         self._tasks: dict[int, Task] = {}
         inspection = Inspection(observed)
-        self._operation = Operation(observed, turns)
+        self._operation = OperatorRequests(observed, turns)
         self._handlers: dict[str, tuple[type[operations.Operation], Any]] = {}
         for kind, handler in inspection.handlers.items():
             self._handlers[kind.__name__] = (kind, handler)
@@ -67,7 +67,7 @@ class Dispatcher:
     def ask(self, message: Ask) -> None:
         """Begin to carry out an operation."""
         number = message.id
-        if message.operation == operations.Ping.__name__:
+        if message.operation == operations.PingNode.__name__:
             self._send(Answered(number, msgspec.Raw(_ENCODER.encode({"status": "ok"}))))
             return
         if len(self._tasks) >= ASKS_MAX or number in self._tasks:

@@ -106,14 +106,14 @@ class Inspection:
             raise InvalidArgument("cursor", "is one of a listing with a prefix")
         found: list[answers.PageRow] = []
         at = int(asked.cursor)
-        for count, number in enumerate(space.shelves.numbers(at)):
+        for count, number in enumerate(space.by_creation.numbers(at)):
             room = limit - len(found)
-            rows = yield from _rows(space.shelves.nodes(number, at), asked, room + 1)
+            rows = yield from _rows(space.by_creation.nodes(number, at), asked, room + 1)
             found += rows[:room]
             if len(rows) > room:
                 at = rows[room].serial
                 return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
-            at = space.shelves.after(number)
+            at = space.by_creation.after(number)
             if count + 1 == _SHELVES_MAX:
                 return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
             yield None

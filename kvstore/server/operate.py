@@ -43,7 +43,7 @@ _EVICTIONS: Final = ("removed_evicted", "evicted_to_disk", "disk_quota_pages")
 Change = Callable[[Any, Caller], Work[Any]]
 
 
-class Operation:
+class OperatorRequests:
     """What the role ``operate`` may ask.
 
     Args:
@@ -59,13 +59,13 @@ class Operation:
         self._jobs = Jobs(turns)
         self._verifier = Verifier(observed.node.pages, observed.memory)
         self.handlers: dict[type[operations.Operation], Change] = {
-            operations.Pin: self.pin,
+            operations.PinPages: self.pin,
             operations.Unpin: self.unpin,
             operations.Evict: self.evict,
             operations.Clear: self.clear,
             operations.Verify: self.verify,
-            operations.Prefetch: self.prefetch,
-            operations.Move: self.move,
+            operations.PrefetchPages: self.prefetch,
+            operations.MovePages: self.move,
             operations.SetLimits: self.limit,
             operations.SetPolicy: self.set_policy,
             operations.CancelJob: self.cancel,
@@ -77,7 +77,7 @@ class Operation:
         """Let go of what jobs use; they have ended."""
         self._verifier.close()
 
-    def pin(self, asked: operations.Pin, _by: Caller) -> Work[answers.Pinned]:
+    def pin(self, asked: operations.PinPages, _by: Caller) -> Work[answers.Pinned]:
         """Pin a prefix."""
         self._refuse_without(asked.tier)
         space, key = space_of(self._observed, asked.space), key_of(asked.key)
@@ -142,12 +142,12 @@ class Operation:
             work = self._verifier.page(node, tiers, deadline_ns)
         return self._jobs.start("verify", subject, by, work)
 
-    def prefetch(self, asked: operations.Prefetch, by: Caller) -> Work[JobRow]:
+    def prefetch(self, asked: operations.PrefetchPages, by: Caller) -> Work[JobRow]:
         """Bring pages from the SSD into host memory, by a deadline."""
         begin = self._movements().prefetch
         return (yield from self._moved("prefetch", begin, asked, "host", by))
 
-    def move(self, asked: operations.Move, by: Caller) -> Work[JobRow]:
+    def move(self, asked: operations.MovePages, by: Caller) -> Work[JobRow]:
         """Move pages to another tier."""
         movements = self._movements()
         begin = movements.demote if asked.to == "ssd" else movements.prefetch
@@ -232,15 +232,15 @@ class Operation:
         ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
         """
         table = self._observed.node.pages
-        for number in space.shelves.numbers(0):
-            nodes = space.shelves.nodes(number)
+        for number in space.by_creation.numbers(0):
+            nodes = space.by_creation.nodes(number)
             for start in range(0, len(nodes), _STEP_NODES):
                 some = nodes[start : start + _STEP_NODES]
                 if tier == "host":
                     table.eviction.offer_all(some, anew=True)
                 for node in some:
-                    table.offer(node)
-                yield None  # also when it is cancelled: a leaf that is not offered is never found
+                    table.add_candidate(node)
+                yield None  # also when it is cancelled: a leaf that is no candidate is never found
         evicted = 0
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
@@ -284,7 +284,7 @@ class Operation:
 
     def _moved(
         self, kind: str, begin: Callable[[PrefixTree, list[PrefixKey], int], Movement],
-        asked: operations.Move | operations.Prefetch, to: str, by: Caller,
+        asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller,
     ) -> Work[JobRow]:  # fmt: skip
         space = space_of(self._observed, asked.space)
         keys: list[PrefixKey] = []

@@ -31,7 +31,7 @@ class Operation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # What shows
 
 
-class Ping(Operation, frozen=True):
+class PingNode(Operation, frozen=True):
     """The node's loop answers."""
 
 
@@ -163,7 +163,7 @@ class Change(Operation, frozen=True):
     """Base of all that change something: each leaves a line in the log."""
 
 
-class Pin(Change, frozen=True):
+class PinPages(Change, frozen=True):
     """Pin the pages of a key and of all keys before it: they stay in a tier.
 
     It ends after ``ttl_s`` seconds; 0 = when it is unpinned.
@@ -207,7 +207,7 @@ class Verify(Change, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=7 * 86_400)] = 3600.0
 
 
-class Prefetch(Change, frozen=True):
+class PrefetchPages(Change, frozen=True):
     """Bring pages from the SSD into host memory, by a deadline."""
 
     space: Name
@@ -215,7 +215,7 @@ class Prefetch(Change, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
 
 
-class Move(Change, frozen=True):
+class MovePages(Change, frozen=True):
     """Move pages of one chain to another tier; to the SSDs: memory lets go from the tails on.
 
     The job's ``result`` says how many of the keys are ``there`` in the end, how many were ``kept``

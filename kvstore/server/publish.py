@@ -10,7 +10,13 @@ import numpy as np
 
 from kvstore.config import EventsConfig, SocketConfig
 from kvstore.errors import ConfigError, InvalidArgument, reason
-from kvstore.events.publisher import Access, Event, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.publisher import (
+    Event,
+    EventPublisher,
+    FollowerAccess,
+    RemovedEvent,
+    StoredEvent,
+)
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.page import PrefixKey
 from kvstore.state.tree.actions import (
@@ -60,7 +66,7 @@ class Publication:
                 _resolved(config.endpoint, socket, "events"),
                 _resolved(replay, socket, "replay") if replay else None,
                 topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                access=Access(_follow_token(config), mode),
+                access=FollowerAccess(_follow_token(config), mode),
                 queue_max=config.queue_max,
                 replay_max=config.replay_max,
             )

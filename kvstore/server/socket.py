@@ -22,7 +22,7 @@ from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
-from kvstore.server.connection import Connection
+from kvstore.server.connection import SessionConnection
 from kvstore.server.processes import Processes, credentials
 from kvstore.server.rounds import Rounds
 from kvstore.server.tenants import Tenants, groups
@@ -71,7 +71,7 @@ class SocketServer:
         self._desk = desk
         self._node = desk.node
         self._memory = memory
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, SessionConnection] = {}
         self.accepted = 0
         self._config = config
         self._stats = stats
@@ -130,7 +130,7 @@ class SocketServer:
         self._processes.close()
         os.close(self._lock)
 
-    def receive(self, connection: Connection, body: bytes | memoryview) -> None:
+    def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
         """One message of a session's connection."""
         try:
             request = wire.decode_request(body)
@@ -142,14 +142,14 @@ class SocketServer:
             return
         self._desk.receive(connection.number, request)
 
-    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+    def refuse(self, connection: SessionConnection, error: ProtocolError) -> None:
         """What came on a connection is no message: say so, and end the connection."""
         self._node.pages.counts["refused_protocol"] += 1
         log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()
 
-    def want(self, connection: Connection) -> None:
+    def want(self, connection: SessionConnection) -> None:
         """A connection has messages to take."""
         self._rounds.want(connection)
 
@@ -168,7 +168,7 @@ class SocketServer:
             )
             self.refuse(largest, ProtocolError("too many long messages are on their way"))
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: SessionConnection) -> None:
         """A connection closed."""
         if self.connections.pop(connection.number, None) is None:
             return  # its Hello was refused
@@ -206,7 +206,7 @@ class SocketServer:
             return
         finally:
             self._silent.pop(serial, None)
-        connection = Connection(self, tenants, (raw, request, rest))
+        connection = SessionConnection(self, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
 
     def _make_place(self) -> None:
@@ -215,7 +215,7 @@ class SocketServer:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
 
-    def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
+    def begin(self, connection: SessionConnection, hello: wire.Hello, rest: bytes) -> None:
         """Say Hello to the node, before this or another connection of the process can be lost."""
         try:
             connection.peer = self._watch(connection)
@@ -301,7 +301,7 @@ class SocketServer:
             log.debug("the refused peer had left")
         raw.close()
 
-    def _watch(self, connection: Connection) -> Peer:
+    def _watch(self, connection: SessionConnection) -> Peer:
         """Learn from the kernel who the peer is, and when its process ends."""
         pid = credentials(connection.raw).pid
         process = self._processes.add(connection.raw, pid)

@@ -48,7 +48,7 @@ Script = Generator[int | wire.Request, wire.Answer | None, None]
 
 
 @dataclass(frozen=True)
-class Faults:
+class FaultRates:
     """How likely things go wrong, as probabilities at each chance they have.
 
     Attributes:
@@ -69,7 +69,7 @@ class Faults:
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """What happened in a run; a test asks that each of these did happen."""
 
     pages_read: int = 0
@@ -86,7 +86,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Process:
+class Actor:
     """One simulated process of an engine.
 
     Attributes:
@@ -116,7 +116,7 @@ class Process:
 class _Memory:
     """Extents by number; whoever maps one that left goes on using it."""
 
-    outcome: Outcome
+    outcome: SimulationOutcome
     extents: dict[int, bytearray]
 
     def replace(self, replaced: list[Replacement]) -> None:
@@ -155,13 +155,13 @@ class Simulation:
     """
 
     def __init__(
-        self, seed: int, processes: int = 5, extents: int = 5, faults: Faults | None = None,
+        self, seed: int, processes: int = 5, extents: int = 5, faults: FaultRates | None = None,
         rules: DiskRules | None = None,
     ) -> None:  # fmt: skip
         """Make the node; :meth:`run` starts its clients."""
         self.random = Random(seed)
-        self.faults = faults or Faults()
-        self.outcome = Outcome()
+        self.faults = faults or FaultRates()
+        self.outcome = SimulationOutcome()
         self.now_ns = 1
         slots = SlotTable(EXTENT_BYTES, extents)
         self.memory = {extent.number: bytearray(EXTENT_BYTES) for extent in slots.extents}
@@ -179,13 +179,13 @@ class Simulation:
         self._order = count()
         self._pids = count(1)
         self._arrival_ns: dict[tuple[int, bool], int] = {}
-        self._processes: list[Process] = []
-        self._by_connection: dict[int, Process] = {}
+        self._processes: list[Actor] = []
+        self._by_connection: dict[int, Actor] = {}
         self._wanted = processes
         self._sessions: dict[str, bytes] = {}
         self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
 
-    def run(self, seconds: float) -> Outcome:
+    def run(self, seconds: float) -> SimulationOutcome:
         """Let so much simulated time pass, then end every process and check what is left.
 
         Raises:
@@ -266,7 +266,7 @@ class Simulation:
 
         self.at(due_ns - self.now_ns, deliver)
 
-    def _break(self, process: Process) -> None:
+    def _break(self, process: Actor) -> None:
         """Both sides lose the connection; the node hears of it first or last."""
         connection = process.connection
         if not connection:
@@ -286,7 +286,7 @@ class Simulation:
 
     def _spawn(self) -> None:
         tenant = self.random.choice(("red", "blue"))
-        process = Process(next(self._pids), tenant)
+        process = Actor(next(self._pids), tenant)
         process.watched = self.random.random() >= self.faults.unwatched
         if self.random.random() < 0.5:  # another process of an engine that is there already
             process.session = self._sessions.get(tenant, b"")
@@ -294,7 +294,7 @@ class Simulation:
         process.script = self._live(process)
         self.at(self.random.randrange(DELAY_NS_MAX), lambda: self._resume(process, None))
 
-    def _end(self, process: Process) -> None:
+    def _end(self, process: Actor) -> None:
         """The process is gone in the middle of whatever it did; the kernel tells a bit later."""
         self.outcome.processes_ended += 1
         process.alive = False
@@ -311,7 +311,7 @@ class Simulation:
         if len(self._processes) < self._wanted:
             self._spawn()
 
-    def _resume(self, process: Process, answer: wire.Answer | None) -> None:
+    def _resume(self, process: Actor, answer: wire.Answer | None) -> None:
         """Take the next step of a process's script."""
         process.awaited = 0
         if not process.alive or process.script is None:
@@ -325,7 +325,7 @@ class Simulation:
         else:
             self._ask(process, step)
 
-    def _ask(self, process: Process, request: wire.Request) -> None:
+    def _ask(self, process: Actor, request: wire.Request) -> None:
         """Send a request; an answer that does not come on an open connection ends the run."""
         process.serial += 1
         serial = process.awaited = process.serial
@@ -343,14 +343,14 @@ class Simulation:
 
         self.at(limit_ns, late)
 
-    def _tell(self, process: Process, request: wire.Request) -> None:
+    def _tell(self, process: Actor, request: wire.Request) -> None:
         """Send a message that has no answer."""
         if process.connection:
             self.carry(process.connection, request=request)
 
     # ---- what a process does ----------------------------------------------------------------
 
-    def _live(self, process: Process) -> Script:
+    def _live(self, process: Actor) -> Script:
         identity = SpaceIdentity(tenant=process.tenant, model="m", kv_dtype="uint8", page_tokens=1)
         space = -1
         while True:
@@ -363,7 +363,7 @@ class Simulation:
             yield from action(process, space, keys)
             yield self.random.randrange(DELAY_NS_MAX)
 
-    def _connect(self, process: Process, identity: SpaceIdentity) -> Generator[
+    def _connect(self, process: Actor, identity: SpaceIdentity) -> Generator[
         int | wire.Request, wire.Answer | None, int
     ]:  # fmt: skip
         yield self.random.randrange(DELAY_NS_MAX)
@@ -384,7 +384,7 @@ class Simulation:
         opened = yield wire.OpenSpace(0, identity, [_SHARD])
         return opened.space if isinstance(opened, wire.SpaceOpened) else -1
 
-    def _put(self, process: Process, space: int, keys: PrefixKeys) -> Script:
+    def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
         wait_ms = self.random.choice((0, WAIT_MS))
         granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", b"", wait_ms)
@@ -416,7 +416,7 @@ class Simulation:
         if isinstance(committed, wire.Committed):
             self.outcome.pages_stored += committed.statuses.count(PageStatus.STORED)
 
-    def _read(self, process: Process, space: int, keys: PrefixKeys) -> Script:
+    def _read(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         lease = next(process.names)
         lease_ms = self.random.randrange(1, LEASE_MS_MAX + 1)
         wait_ms = self.random.choice((0, WAIT_MS - 1))
@@ -437,20 +437,20 @@ class Simulation:
             self.outcome.pages_read += 1
         self._tell(process, wire.Release(lease))
 
-    def _wait(self, _process: Process, space: int, keys: PrefixKeys) -> Script:
+    def _wait(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
         before_ns = self.now_ns
         found = yield wire.Lookup(0, space, [0], keys.packed, self.random.randrange(WAIT_MS))
         if isinstance(found, wire.Found):
             assert found.pages + found.pending <= len(keys)
             self.outcome.lookups_waited += self.now_ns - before_ns > 2 * DELAY_NS_MAX
 
-    def _persist(self, _process: Process, space: int, keys: PrefixKeys) -> Script:
+    def _persist(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
         answer = yield wire.Persist(0, space, 0, keys.packed, WAIT_MS - 1)
         if isinstance(answer, wire.Persisted):
             assert self.disk is not None
             self.outcome.pages_persisted += len(keys)
 
-    def _map(self, process: Process, addresses: bytes) -> list[tuple[bytearray, int] | None]:
+    def _map(self, process: Actor, addresses: bytes) -> list[tuple[bytearray, int] | None]:
         """Where slots are; None where the extent is gone and was not mapped before."""
         places: list[tuple[bytearray, int] | None] = []
         for extent, _, offset in np.frombuffer(addresses, dtype=wire.ADDRESS).tolist():

@@ -81,7 +81,7 @@ class SimulatedTier:
         quota = random.choice((0, 2, 3, 6))
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
-            table.offer(node)
+            table.add_candidate(node)
         self.pages.limits.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):

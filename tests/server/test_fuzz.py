@@ -26,7 +26,7 @@ from kvstore.server import operate
 from kvstore.server.admin.routes import ROUTES, Route
 from kvstore.server.channel import Caller
 from kvstore.server.inspect import Inspection
-from kvstore.server.operate import Operation
+from kvstore.server.operate import OperatorRequests
 from kvstore.server.refusal import Refusal
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.tree.prefix_tree import Retention
@@ -63,7 +63,7 @@ class Desk:
         )  # fmt: skip
         self.tasks: list[Any] = []
         turns = SimpleNamespace(start=lambda work, ended: self.tasks.append((work, ended)))
-        self.operation = Operation(observed, turns)
+        self.operation = OperatorRequests(observed, turns)
         self.inspection = Inspection(observed)
         self.leases: list[tuple[Any, int]] = []
 

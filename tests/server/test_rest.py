@@ -171,7 +171,7 @@ def names(value: object, within: str = "") -> set[str]:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/v1/stats", counts.Stats), ("/v1/tiers", counts.TierList),
+        ("/v1/stats", counts.NodeStats), ("/v1/tiers", counts.TierList),
         ("/v1/policy", answers.Policy), ("/readyz", answers.Readiness),
     ],
 )  # fmt: skip

@@ -238,7 +238,7 @@ def operators(loop, node) -> Iterator[Operators]:
 
 
 def test_an_operation_is_answered(operators):
-    assert operators.ask(operations.Ping()) == {"status": "ok"}
+    assert operators.ask(operations.PingNode()) == {"status": "ok"}
     assert operators.ask(operations.ListJobs()) == {"jobs": []}
     refused = operators.ask(operations.Unpin(pin=7))
     assert (refused.status, refused.code, refused.field) == (404, "not_found", "pin")

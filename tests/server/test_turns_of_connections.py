@@ -9,7 +9,7 @@ import pytest
 from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.server import rounds
-from kvstore.server.connection import Connection
+from kvstore.server.connection import SessionConnection
 from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
 from kvstore.server.socket import UNREAD_BYTES_MAX, SocketServer
 from kvstore.state.tree.sessions import Peer
@@ -107,24 +107,24 @@ class Served:
         self._full = full
         self._rounds = Rounds()
 
-    def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
+    def begin(self, connection: SessionConnection, hello: wire.Hello, rest: bytes) -> None:
         connection.peer = Peer(1)
 
-    def want(self, connection: Connection) -> None:
+    def want(self, connection: SessionConnection) -> None:
         self._rounds.want(connection)
 
-    def receive(self, connection: Connection, body: bytes | memoryview) -> None:
+    def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
         self.got.append(bytes(body))
         if len(self.got) == self._full:
             connection.pause_writing()
 
-    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+    def refuse(self, connection: SessionConnection, error: ProtocolError) -> None:
         raise error
 
     def unread(self, change_bytes: int) -> None:
         self.unread_bytes += change_bytes
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: SessionConnection) -> None:
         assert not self.unread_bytes
 
 
@@ -150,15 +150,15 @@ def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():
     asyncio.run(run())
 
 
-def made(server: object) -> Connection:
+def made(server: object) -> SessionConnection:
     hello = wire.Hello(1, 1, 3, "n")
     first = socket.socket(), hello, b""
     first[0].close()
-    return Connection(server, None, first)  # type: ignore[arg-type]
+    return SessionConnection(server, None, first)  # type: ignore[arg-type]
 
 
 def test_who_sends_the_most_of_long_messages_loses_one_of_them():
-    refused: list[Connection] = []
+    refused: list[SessionConnection] = []
     server = SocketServer.__new__(SocketServer)
     server.unread_bytes = 0
     server.refuse = lambda connection, error: refused.append(connection)  # type: ignore[method-assign]

@@ -5,13 +5,13 @@ import os
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from kvstore.server.admin.connections import Peer
+from kvstore.server.admin.connections import HttpPeer
 from kvstore.server.channel import Caller
 from kvstore.server.refusal import Refusal
 
 Role = Literal["read", "operate"]
 
-_NO_PEER: Final = Peer("nobody", unix=False)
+_NO_PEER: Final = HttpPeer("nobody", unix=False)
 
 
 class Access:
@@ -32,7 +32,7 @@ class Access:
             " the node's user needs none"
         )
 
-    def check(self, peer: Peer | None, authorization: str, role: Role) -> Caller:
+    def check(self, peer: HttpPeer | None, authorization: str, role: Role) -> Caller:
         """Who asks; if they may not, they are refused.
 
         Args:
@@ -56,7 +56,7 @@ class Access:
             )
         return Caller(held, peer.address)
 
-    def _admits(self, peer: Peer) -> bool:
+    def _admits(self, peer: HttpPeer) -> bool:
         """Whether a process may operate because of whose it is: as for the node's own socket."""
         return peer.uid in (0, os.geteuid()) or (self._group and os.getegid() in peer.groups)
 

@@ -80,19 +80,19 @@ class Eviction:
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)
 
-    def offer(self, node: PrefixNode) -> None:
+    def add_candidate(self, node: PrefixNode) -> None:
         """Tell that ``node`` may have become evictable."""
         if self.evictable(node):
             name = self.quotas.queue_name(node.space)
             for slot_bytes in classes(node):
-                self._queue(name, slot_bytes).offer(node, self._tick)
+                self._queue(name, slot_bytes).add_candidate(node, self._tick)
 
     def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
         """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
         for node in nodes:
             if is_live(node):
                 node.queued = () if anew else node.queued
-                self.offer(node)
+                self.add_candidate(node)
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf of the class that may go for ``space``."""
@@ -124,7 +124,7 @@ class Eviction:
         if len(found) > 1:
             for node in found:
                 if node is not chosen:
-                    self.offer(node)
+                    self.add_candidate(node)
         return chosen
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
@@ -135,7 +135,9 @@ class Eviction:
         spared: list[PrefixNode] = []
         while (node := queue.pop(self._tick)) is not None:
             if self.quotas.queue_name(node.space) != name:
-                self.offer(node)  # its space got limits since, and with them queues of its own
+                self.add_candidate(
+                    node
+                )  # its space got limits since, and with them queues of its own
             elif slot_bytes in classes(node) and self.evictable(node):
                 if len(spared) == GRACE_LOOKS or not self._has_grace(node):
                     break
@@ -143,7 +145,7 @@ class Eviction:
         if node is None and spared:
             node = spared.pop(0)
         for young in spared:
-            self.offer(young)
+            self.add_candidate(young)
         return node
 
     def _has_grace(self, node: PrefixNode) -> bool:
@@ -155,7 +157,7 @@ class Eviction:
             node = before.pop(self._tick)
             if node is None:
                 return False
-            self._queue(*name).offer(node, self._tick)
+            self._queue(*name).add_candidate(node, self._tick)
         return True
 
     def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:

@@ -199,7 +199,7 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PageLoad:
     """A page on its way from disk, and who waits for it."""
 
     job: DiskRead
@@ -207,7 +207,7 @@ class Load:
     waiters: list[Fetch] = field(default_factory=list)
 
 
-class Memory(Protocol):
+class PageMemory(Protocol):
     """What this needs of the page table: the pages in memory and the index."""
 
     slots: SlotTable
@@ -220,11 +220,11 @@ class Memory(Protocol):
         """A slot in state WRITING for a page of ``node``, made room for if need be."""
         ...
 
-    def offer(self, node: PrefixNode) -> None:
+    def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
         ...
 
-    def told(
+    def emit(
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
     ) -> None:
         """A page came to a tier, or left it and stays in the other."""

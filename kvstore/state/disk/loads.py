@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskRead, Load, Memory, page_name
+from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, page_name
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
@@ -22,7 +22,7 @@ class DiskLoads:
     """
 
     def __init__(
-        self, memory: Memory, log: SegmentLog, number: Callable[[], int],
+        self, memory: PageMemory, log: SegmentLog, number: Callable[[], int],
         submit: Callable[[DiskJob], None], fetched: list[Fetch],
     ) -> None:  # fmt: skip
         self._memory = memory
@@ -30,7 +30,7 @@ class DiskLoads:
         self._number = number
         self._submit = submit
         self._fetched = fetched
-        self._loads: dict[tuple[PrefixNode, int], Load] = {}
+        self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -64,7 +64,7 @@ class DiskLoads:
         """Let go of pages in memory; empties the list."""
         for node, slot in pinned:
             self._memory.slots.unpin([slot])
-            self._memory.offer(node)
+            self._memory.add_candidate(node)
         pinned.clear()
 
     def loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
@@ -84,7 +84,7 @@ class DiskLoads:
             self._memory.promoted(node, shard, slot)
             for fetch in waiters:
                 self._keep(fetch, node, slot)
-            self._memory.offer(node)
+            self._memory.add_candidate(node)
         else:
             self._memory.slots.abort([slot])
             if wanted:
@@ -99,7 +99,7 @@ class DiskLoads:
         self._memory.slots.pin([slot], 0)
         fetch.pinned.append((node, slot))
 
-    def _begin(self, node: PrefixNode, shard: int) -> Load | None:
+    def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
         slot = self._memory.allocate(node, size)
         place = node.disk.get(shard)
@@ -109,6 +109,6 @@ class DiskLoads:
             return None
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = Load(job, self._memory.now_ns)
+        load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
         self._submit(job)
         return load

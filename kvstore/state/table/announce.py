@@ -22,7 +22,7 @@ class Announcement:
 
     def __init__(self, table: PageTable) -> None:
         self._waiting = deque(
-            (space, number) for space in table.spaces for number in space.shelves.numbers(0)
+            (space, number) for space in table.spaces for number in space.by_creation.numbers(0)
         )
 
     @property
@@ -34,8 +34,8 @@ class Announcement:
         """Tell of some pages that are on disk now; one that left meanwhile is not told of."""
         for _ in range(min(SHELVES, len(self._waiting))):
             space, number = self._waiting.popleft()
-            nodes = space.shelves.nodes(number)
+            nodes = space.by_creation.nodes(number)
             for shard in range(len(space.shards)):
                 for node in nodes:
                     if shard in node.disk:
-                        table.told(TierStored, node, shard, "ssd")
+                        table.emit(TierStored, node, shard, "ssd")

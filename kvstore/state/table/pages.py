@@ -120,7 +120,7 @@ class PageTable(Residents):
             if node.read_once >> shard & 1 and self._owns(node, shard, slot):
                 self.drop(node, shard, "read_once")
             else:
-                self.offer(node)
+                self.add_candidate(node)
         lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
 
     def fetch(
@@ -229,7 +229,7 @@ class PageTable(Residents):
                 self._page_deadlines.push((keep.expires_ns, next(self._sequence), put.shard, node))
             stored.append(node)
             statuses.append(PageStatus.STORED)
-            self.offer(node)
+            self.add_candidate(node)
         self._announce(put, stored)
         self.counts["stored_pages"] += len(stored)
         if stored:
@@ -314,7 +314,7 @@ class PageTable(Residents):
         """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
         for node in nodes:
             if is_live(node):
-                self.offer(node)
+                self.add_candidate(node)
         if nodes and self.disk is not None:
             self.disk.unpinned()
 
@@ -387,7 +387,7 @@ class PageTable(Residents):
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
-                    self.offer(node)
+                    self.add_candidate(node)
         while pages and pages.first()[0] <= now_ns and left > 0:
             left -= 1
             expires_ns, _, shard, node = pages.pop()

@@ -128,20 +128,20 @@ class Residents:
         node.promote(shard, slot)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
-        self.told(TierStored, node, shard, "host")
+        self.emit(TierStored, node, shard, "host")
 
-    def told(
+    def emit(
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
     ) -> None:
         """A page came to a tier, or left it and stays in the other."""
         assert node.parent is not None
         self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
 
-    def offer(self, node: PrefixNode) -> None:
+    def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
-        self.eviction.offer(node)
+        self.eviction.add_candidate(node)
         if self.disk is not None:
-            self.disk.offer(node)
+            self.disk.add_candidate(node)
 
     def shrink(self, space: PrefixTree, pages_max: int) -> bool:
         """Evict own leaves of a space over its quota; True when it is within it."""
@@ -213,10 +213,10 @@ class Residents:
         if is_live(node):
             node = node.space.prune(node)
             if self.disk is not None:
-                self.disk.offer(node)
+                self.disk.add_candidate(node)
             while not node.in_memory and node.parent is not None:
                 node = node.parent
-            self.offer(node)
+            self.add_candidate(node)
 
     # ---- making room ------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Residents:
         while position is not None:
             if self._empty_extent(position, space):
                 if node is not None:
-                    self.offer(node)
+                    self.add_candidate(node)
                 return True
             position = self._next_extent(position, domain, slot_bytes, age)
         if node is None:
@@ -280,7 +280,7 @@ class Residents:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
         verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
         if verdict is Verdict.FULL:
-            self.offer(node)
+            self.add_candidate(node)
         return verdict
 
     def _evict(self, node: PrefixNode) -> None:
@@ -305,7 +305,7 @@ class Residents:
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
-        self.told(TierRemoved, node, shard, "host")
+        self.emit(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: PrefixTree) -> bool:

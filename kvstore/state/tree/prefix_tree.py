@@ -61,10 +61,10 @@ class PrefixNode:
         uses: requests whose prefix ended here, or at a descendant that is gone.
         turns: requests that extended this node's prefix, one after the other, before it was stored.
         branches: nodes that ever continued this one.
-        pause: fewest ticks between two requests of which one extended the other; 0 = not known.
-        added: nodes up to this one that the request which stored it had to store.
+        use_interval: fewest ticks from a request to one that extended it; 0 = not known.
+        pages_added: nodes up to this one that the request which stored it had to store.
         ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
-        reach: its depth, or that of the descendants that eviction took before it.
+        deepest: its depth, or that of the descendants that eviction took before it.
         expires: shard number → when that page leaves the index by itself; others never do.
         read_once: bit i set = the page of shard i leaves the index when its first reader is done.
         memory_only: bit i set = the page of shard i never goes to disk.
@@ -74,14 +74,40 @@ class PrefixNode:
         used_ns: when the last of ``hits`` was; 0 = never.
         memory_pins: operator pins that keep its pages in memory.
         disk_pins: operator pins that keep its pages on disk.
-        serial: its place in the space's shelves.
+        serial: its place in the space's order of creation.
     """
 
     __slots__ = (
-        "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
-        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory", "memory_only",
-        "memory_pins", "parent", "pause", "present", "queued", "reach", "read_once", "ready",
-        "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
+        "access",
+        "ask_depth",
+        "branches",
+        "children",
+        "children_in_memory",
+        "deepest",
+        "depth",
+        "digests",
+        "disk",
+        "disk_pins",
+        "expires",
+        "hits",
+        "key",
+        "memory",
+        "memory_only",
+        "memory_pins",
+        "pages_added",
+        "parent",
+        "present",
+        "queued",
+        "read_once",
+        "ready",
+        "serial",
+        "slots",
+        "space",
+        "stored_ns",
+        "turns",
+        "use_interval",
+        "used_ns",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, space: "PrefixTree", key: PrefixKey, parent: "PrefixNode | None") -> None:
@@ -105,8 +131,10 @@ class PrefixNode:
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0
-        self.uses = self.turns = self.branches = self.pause = self.added = self.ask_depth = 0
-        self.reach = self.depth
+        self.uses = self.turns = self.branches = self.use_interval = self.pages_added = (
+            self.ask_depth
+        ) = 0
+        self.deepest = self.depth
         if parent is not None:
             parent.children[key] = self
             parent.branches += 1
@@ -244,7 +272,7 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
-        shelves: the nodes of ``nodes`` in the order they were made.
+        by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
         sessions: how many have it open.
@@ -260,7 +288,7 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
-    shelves: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
+    by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
     sessions: int = 0
@@ -320,7 +348,7 @@ class PrefixTree:
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
-            self.shelves.remove(node)
+            self.by_creation.remove(node)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -349,20 +377,22 @@ class PrefixTree:
             assert not node.read_once & ~node.memory_only
             assert all(node.memory_only >> shard & 1 for shard in node.expires)
             assert not any(node.memory_only >> shard & 1 for shard in node.disk)
-        assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
+        assert len(self.nodes) == sum(
+            1 for node in self.by_creation if self.nodes[node.key] is node
+        )
         held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
         assert self.host_bytes == sum(held)
 
     def add(self, key: PrefixKey, parent: PrefixNode | None = None) -> PrefixNode:
         """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
         node = self.nodes[key] = PrefixNode(self, key, parent)
-        self.shelves.add(node)
+        self.by_creation.add(node)
         return node
 
     def remove(self, node: PrefixNode) -> None:
         """Forget a node that nothing leads to."""
         del self.nodes[node.key]
-        self.shelves.remove(node)
+        self.by_creation.remove(node)
         node.parent = None
 
     def _above(self, node: PrefixNode, other: PrefixNode) -> bool:

@@ -26,7 +26,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import CARRY_SHARE, SegmentLog, SegmentState
 from kvstore.state.disk.pages import DiskPages
-from kvstore.state.disk.segments import SegmentKeeper
+from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
@@ -102,7 +102,7 @@ class LogMachine(RuleBasedStateMachine):
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
         self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
-        self.keeper = SegmentKeeper(
+        self.keeper = SegmentReclaimer(
             self.log, admission, lambda: next(numbers), self._submit, self._lose,
             lambda _: set(), counts, RULES.retry_ns,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class LogMachine(RuleBasedStateMachine):
             for _, names in self.burials:
                 names.discard(name)
             self.writes.append(Write(node, self._record(place, RECORD, (name,))))
-        self.keeper.tend(self.tick)
+        self.keeper.advance_reclaim(self.tick)
 
     @rule(
         first=st.sampled_from(range(10)),

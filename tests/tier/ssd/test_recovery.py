@@ -9,7 +9,7 @@ import pytest
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.page import KEY_BYTES, SpaceIdentity
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
 from kvstore.tier.base import WriteTombstone
 from kvstore.tier.directories import Directory
@@ -284,7 +284,7 @@ def test_a_segment_that_cannot_be_read_is_reported_and_the_rest_is_found(disk):
         driver.seal(number)
     log.close()
     faulty = FaultyDisk(disk)
-    faulty.arm("read", Fault.IO_ERROR)
+    faulty.arm("read", DiskFault.IO_ERROR)
 
     found = open_log(faulty).recover()
 
@@ -355,7 +355,7 @@ def test_what_is_written_beside_the_highest_number_that_cannot_be_read_is_found(
 def _unreadable(disk: SimulatedDisk) -> FaultyDisk:
     """The disk, but what is read of it first cannot be read."""
     faulty = FaultyDisk(disk)
-    faulty.arm("read", Fault.IO_ERROR)
+    faulty.arm("read", DiskFault.IO_ERROR)
     return faulty
 
 
@@ -424,7 +424,7 @@ def test_a_capacity_below_one_segment_is_refused(disk):
 @pytest.mark.parametrize("call", ["write_file", "lock"])
 def test_a_read_only_directory_is_unavailable_and_named(disk, call):
     faulty = FaultyDisk(disk)
-    faulty.arm(call, Fault.READ_ONLY)
+    faulty.arm(call, DiskFault.READ_ONLY)
 
     with pytest.raises(TierUnavailable, match="/log/0: Read-only file system"):
         open_log(faulty)
