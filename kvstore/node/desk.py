@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore import wire
 from kvstore.node.node import Node
+from kvstore.node.selfcheck import SelfCheck
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
@@ -72,8 +73,10 @@ class Desk:
         clock: the time in nanoseconds, never going back.
         soon: calls what it is given in a later turn; None: the desk goes on at once until the node
             has nothing left to do.
+        check_every_step: look at the whole state after each call, to find a mistake where it is.
 
     Attributes:
+        self_check: looks at the state.
         disk: the SSD tier; None while there is none.
         lines: the open connections, by number.
     """
@@ -81,15 +84,18 @@ class Desk:
     def __init__(
         self, node: Node, memory: Memory, publish: Callable[[list[Action]], None],
         clock: Callable[[], int] = monotonic_ns,
-        soon: Callable[[Callable[[], None]], object] | None = None,
+        soon: Callable[[Callable[[], None]], object] | None = None, *,
+        check_every_step: bool = False,
     ) -> None:  # fmt: skip
         self.node = node
+        self.self_check = SelfCheck(node)
         self.memory = memory
         self.disk: DiskSide | None = None
         self.lines: dict[int, Line] = {}
         self._publish = publish
         self._clock = clock
         self._soon = soon
+        self._check_every_step = check_every_step
         self._numbers = count(1)
         #: A later turn is asked for already.
         self._going_on = False
@@ -159,6 +165,11 @@ class Desk:
             self._carry_out()
             while self.node.outbox or self._goes_on_now():
                 self._carry_out()
+            if self._check_every_step:
+                self.self_check.run()
+        except Exception as error:
+            self.node.pages.story.explain(error)
+            raise
         finally:
             self._flushing = False
         if self.node.unfinished and self._soon is not None and not self._going_on:
@@ -170,6 +181,7 @@ class Desk:
         return {
             **self.node.stats(),
             "ssd": self.disk.stats() if self.disk is not None else None,
+            "self_check": {"rounds": self.self_check.rounds, "pages": self.self_check.pages},
         }
 
     def _carry_out(self) -> None:

@@ -145,10 +145,12 @@ class WaitingRoom:
         assert all(waiter.ready for waiter in self._ready)
         assert all(self._by_thing.values())
         assert all(self._by_connection.values())
-        for session in {waiter.session for waiter in everyone} | self._counts.keys():
-            mine = [waiter for waiter in everyone if waiter.session == session]
-            assert self._counts[session] == len(mine) > 0
-            assert self._sizes[session] == sum(waiter.size_bytes for waiter in mine)
+        assert all(self._counts.values())
+        assert self._counts == Counter(waiter.session for waiter in everyone)
+        sizes: Counter[bytes] = Counter()
+        for waiter in everyone:
+            sizes[waiter.session] += waiter.size_bytes
+        assert self._sizes == sizes
 
     def _leave_thing(self, waiter: Waiter) -> None:
         waiters = self._by_thing[waiter.awaited]

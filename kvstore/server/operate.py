@@ -241,6 +241,8 @@ class OperatorRequests:
                 for node in some:
                     table.add_candidate(node)
                 yield None  # also when it is cancelled: a leaf that is no candidate is never found
+        if tier == "ssd" and table.disk is not None:
+            table.disk.limits.all_offered(space)
         evicted = 0
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)

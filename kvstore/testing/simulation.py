@@ -212,7 +212,12 @@ class Simulation:
     def _pass_until(self, end_ns: int) -> None:
         while self._agenda and self._agenda[0][0] <= end_ns:
             self.now_ns, _, call = heapq.heappop(self._agenda)
-            call()
+            try:
+                call()
+            except AssertionError as error:
+                self.node.pages.story.explain(error)
+                raise
+            self.desk.self_check.step()  # so that anything may happen between two stretches
         self.now_ns = end_ns
 
     def _tick(self) -> None:
@@ -226,9 +231,7 @@ class Simulation:
             self.disk.check_quotas()
             if self._wanted and self.random.random() < 0.02:  # at the end, nothing new begins
                 self.desk.operate(self.disk.limit_some)
-        self.node.pages.check()
-        for session in self.node.sessions.values():
-            session.check()
+        self.desk.self_check.run()
         self.followers.check(self.node.pages)
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
@@ -479,7 +482,7 @@ class Simulation:
     def _check_the_end(self) -> None:
         """Everything that processes held is free again, and what is READY is right."""
         node = self.node
-        node.pages.check()
+        self.desk.self_check.run()
         assert not node.processes
         assert not node.sessions
         stats = node.stats()

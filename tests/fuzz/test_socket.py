@@ -12,6 +12,7 @@ from kvstore import wire
 from kvstore.errors import ProtocolError, TierUnavailable
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.node.selfcheck import SelfCheck
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskJob, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
@@ -41,6 +42,7 @@ class Fuzzed:
         limits = NodeLimits(1 << 20, 1000, unwatched_ns=50 * MS)
         slots = SlotTable(1 << 16, 16)
         self.node = Node("n", b"b" * 16, slots, limits, lambda: chance.randbytes(16))
+        self.self_check = SelfCheck(self.node)
         rules = DiskRules(
             chance.choice(list(WritePolicy)), chance.choice(list(SyncPolicy)), 5 * MS, 1 << 18,
             20 * MS,
@@ -60,11 +62,9 @@ class Fuzzed:
         while monotonic() < end_s:
             steps += 1
             self.step()
+            self.self_check.step()
             if steps % 50 == 0:
-                self.node.pages.check()
-                self.node.waiting.check()
-                for session in self.node.sessions.values():
-                    session.check()
+                self.self_check.run()
         self.leave()
 
     def step(self) -> None:
@@ -167,7 +167,7 @@ class Fuzzed:
             self.flush()
             while self.jobs or self.disk.jobs:
                 self.end_job()
-        self.node.pages.check()
+        self.self_check.run()
         stats = self.node.stats()
         assert stats["sessions"] == []
         assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0

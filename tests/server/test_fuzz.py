@@ -75,9 +75,7 @@ class Desk:
         self.table.now_ns = monotonic_ns()
         actions = [self._begin, self._step, self._step, self._step, self._engine, self._disk]
         self.chance.choice(actions)()
-        jobs = self.operation._jobs._jobs.values()
-        if not any(job.kind == "limit" and job.state == "running" for job in jobs):
-            self.table.check()  # until such a job ends not every leaf has been offered anew
+        self.table.check()
 
     def settle(self) -> None:
         """End all that is under way, and let go of all that was asked for."""

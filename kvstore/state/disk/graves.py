@@ -154,6 +154,12 @@ class Graves:
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
 
+    def check(self) -> None:
+        """Assert that what waits adds up."""
+        graves = [*self._gathering.values(), *self._writing.values()]
+        assert self.waiting_keys == sum(len(grave.keys) for grave in graves)
+        assert len(self._jobs) == len(self._writing)
+
     def _add(self, space: PrefixTree, shard: int, key: bytes) -> None:
         pair = (space.number, shard)
         if not self._log.segments or self._knows(pair, key):

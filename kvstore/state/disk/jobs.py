@@ -230,6 +230,10 @@ class PageMemory(Protocol):
         """A page came to a tier, or left it and stays in the other."""
         ...
 
+    def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
+        """Something happened to a run of pages."""
+        ...
+
     def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
         """The page was loaded to ``slot``, which is still WRITING."""
         ...

@@ -5,7 +5,7 @@ events, replace memory, wake waiters) is the node's business; nothing here does 
 clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Final
 
@@ -13,6 +13,7 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.choice.quotas import SHRINK_MAX
+from kvstore.state.table.invariants import checks
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.match import longest_match
@@ -112,6 +113,8 @@ class PageTable(Residents):
         if lease is None:
             return
         self._hold(process, -lease.size_bytes)
+        if lease.pages:
+            self.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
@@ -193,6 +196,7 @@ class PageTable(Residents):
         if put.pages:
             put.tokens = b"".join(told)
             process.puts[put_id] = put
+            self.tell("granted", put.pages[0][0], shard, len(put.pages))
         return statuses, put
 
     def commit_put(
@@ -252,6 +256,7 @@ class PageTable(Residents):
                 self._abandon(node, put.shard)
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
+        self.tell("lost" if writing else "aborted", put.pages[0][0], put.shard, len(put.pages))
         if writing:
             self.slots.lose(put.slots)
             put.lost = True
@@ -384,6 +389,8 @@ class PageTable(Residents):
             left -= 1 + len(lease.pages)
             if process.leases.get(lease_id) is lease and not lease.expired:
                 lease.expired = True
+                if lease.pages:
+                    self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
@@ -407,10 +414,19 @@ class PageTable(Residents):
         )
         return min((at for at in due if at), default=0)
 
-    def check(self) -> None:
-        """Assert every invariant that spans slots, trees and sessions."""
-        super().check()
+    def checks(self) -> Iterator[int]:
+        """Assert every invariant of all pages, a stretch at a time.
+
+        Yields:
+            after each stretch, how many nodes were looked at.
+        """
         self.pins.check()
+        yield from checks(self)
+
+    def check(self) -> None:
+        """Assert every invariant of all pages at once."""
+        for _ in self.checks():
+            pass
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -437,6 +453,7 @@ class PageTable(Residents):
                 keys = [member.key for member in run]
                 told = b"".join(tokens[id(member)] for member in run)
                 self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                self.tell("stored", run[0], put.shard, len(run))
                 run = []
             if node is not None:
                 run.append(node)
@@ -468,7 +485,7 @@ class PageTable(Residents):
             self._tidy(node)
             return PageStatus.NO_ROOM
         node.fill(shard, slot)
-        self._owners[slot] = node
+        self.owners[slot] = node
         put.pages.append((node, slot))
         put.size_bytes += of.slot_bytes
         self._hold(process, of.slot_bytes)
@@ -488,12 +505,15 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
+        if lease.pages:
+            self.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         self._lease_deadlines.push(
             (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
         )
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
+        process.session.changes += 1
         assert process.session.used_bytes >= 0
 
     def _end_put(self, process: Process, put_id: int) -> None:

@@ -19,8 +19,9 @@ from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from kvstore.state.tree.slots import Slot, SlotState, SlotTable
+from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
+from kvstore.state.tree.story import Story
 
 EMPTY_MAX: Final = 1024
 """Pages that leave an extent of another class for one request, which is then asked again."""
@@ -38,6 +39,8 @@ class Residents:
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
         emptying: room is being made in an extent, and was not all there when it was asked for.
+        story: what happened to pages of late.
+        owners: the node of each slot that a page in the trees has.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -49,13 +52,13 @@ class Residents:
         self.counts: Counter[str] = Counter()
         self.meter = Meter()
         self.ghosts = Ghosts()
+        self.story = Story()
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.now_ns = 0
         self.tick = 0
         self.emptying = False
-        #: All and only the slots of pages in the trees.
-        self._owners: dict[Slot, PrefixNode] = {}
+        self.owners: dict[Slot, PrefixNode] = {}
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
@@ -80,34 +83,6 @@ class Residents:
             missing += any(at >= first and mask & ~have for first, mask in needed)
         return missing
 
-    def check(self) -> None:
-        """Assert every invariant that spans slots, trees and the log."""
-        self.slots.check()
-        if self.disk is not None:
-            self.disk.log.check()
-            self.disk.limits.check()
-            for space in self.spaces:
-                there = [at for node in space.nodes.values() for at in node.disk]
-                size = sum(space.shards[at].record_bytes for at in there)
-                assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
-        owned: dict[Slot, PrefixNode] = {}
-        for space in self.spaces:
-            space.check()
-            for node in space.nodes.values():
-                for shard, slot in node.slots.items():
-                    owned[slot] = node
-                    ready = self.slots.state(slot) == SlotState.READY
-                    assert ready == bool(node.ready >> shard & 1)
-                for shard in {*node.slots, *node.disk}:
-                    head = node.parent
-                    assert head is not None
-                    if head is not space.root and not space.shards[shard].window_pages:
-                        assert head.present >> shard & 1
-                        assert shard in head.disk or shard not in node.disk
-                if self.eviction.evictable(node):
-                    assert classes(node) <= set(node.queued), "a leaf is in all its queues"
-        assert owned == self._owners
-
     # ---- memory -----------------------------------------------------------------------------
 
     def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
@@ -126,7 +101,7 @@ class Residents:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
-        self._owners[slot] = node
+        self.owners[slot] = node
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
@@ -136,6 +111,12 @@ class Residents:
         """A page came to a tier, or left it and stays in the other."""
         assert node.parent is not None
         self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
+        self.tell(f"{kind.__name__} {tier}", node, shard)
+
+    def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
+        """Something happened to a run of pages."""
+        space, key, depth = node.space.number, node.key, node.depth
+        self.story.add((self.now_ns, self.tick, what, space, key, depth, shard, pages))
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
@@ -192,6 +173,7 @@ class Residents:
                 self.disk.graves.bury(node, shard)
         self.actions.append(Removed(node.space, shard, [node.key], cause, places))
         self.counts[f"removed_{cause}"] += 1
+        self.tell(f"removed {cause}", node, shard)
         self.ghosts.add(node, shard, cause, self.now_ns)
         if slot is not None:
             self.slots.release([slot])
@@ -199,10 +181,11 @@ class Residents:
     def _abandon(self, node: PrefixNode, shard: int) -> None:
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
+        self.tell("abandoned", node, shard)
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        self._owners.pop(slot, None)  # it has none yet while room is made for it
+        self.owners.pop(slot, None)  # it has none yet while room is made for it
         return slot
 
     def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
@@ -303,7 +286,7 @@ class Residents:
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
         slot = node.forget(shard)
-        del self._owners[slot]
+        del self.owners[slot]
         self.counts["evicted_to_disk"] += 1
         self.emit(TierRemoved, node, shard, "host")
         self.slots.release([slot])
@@ -318,7 +301,7 @@ class Residents:
             return False
         doomed: list[PrefixNode] = []
         for slot in self.slots.slots_in_use(position):
-            owner = self._owners.get(slot)
+            owner = self.owners.get(slot)
             if owner is None:
                 return False
             doomed.append(owner)
@@ -351,7 +334,7 @@ class Residents:
         """Take READY pages out of the memory of an extent, used or not; whether all are out."""
         left = pages_max
         for slot in self.slots.slots_in_use(position):
-            owner = self._owners.get(slot)
+            owner = self.owners.get(slot)
             if owner is None:
                 continue
             shard = next(at for at, mine in owner.slots.items() if mine == slot)

@@ -8,7 +8,6 @@ beginning of a walk to its end is shown exactly once.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Final, Generic, Protocol, TypeVar
 
 SHELF_NODES: Final = 256
@@ -65,6 +64,5 @@ class CreationOrder(Generic[N]):
         """The first serial number behind a chunk."""
         return number + 1 << _SHIFT
 
-    def __iter__(self) -> Iterator[N]:
-        for chunk in self._chunks.values():
-            yield from chunk.values()
+    def __len__(self) -> int:
+        return sum(map(len, self._chunks.values()))

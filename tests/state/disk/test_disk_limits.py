@@ -31,6 +31,7 @@ class LimitedWorld(DiskWorld):
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
             self.table.add_candidate(node)
+        self.disk.limits.all_offered(space)
         while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 

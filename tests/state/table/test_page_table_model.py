@@ -19,7 +19,7 @@ from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot, SlotState
-from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, key
+from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, hold, key
 
 SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
 WINDOW_SHARD, WINDOW_PAGES = 2, WINDOW.window_pages
@@ -386,7 +386,7 @@ class PagesMachine(RuleBasedStateMachine):
     def checks_and_quotas_hold(self) -> None:
         self.table.check()
         for session in self.world.sessions.values():
-            session.check()
+            hold(session.checks())
             assert session.used_bytes <= session.quota_bytes
         stats = self.world.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes

@@ -1,0 +1,86 @@
+"""What must always hold of the pages of a node, looked at a stretch at a time. Pure.
+
+A million pages take seconds, and nobody may hold the state for so long. So each part of the state
+is walked in stretches of some 100 microseconds, and between two of them anything may happen: pages
+come and leave, extents change hands. What holds of one node, slot or record is asserted of each.
+What they add up to is asserted only where nothing has changed during the walk; each part counts its
+changes for that.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvstore.state.choice.eviction import classes
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.residents import Residents
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.slots import Slot, SlotState
+
+WRITES_MAX: Final = 1024
+"""Writes under way that are added up in one stretch."""
+
+
+def checks(table: Residents) -> Iterator[int]:
+    """Assert every invariant of slots, trees and the log, and those between them.
+
+    Yields:
+        after each stretch, how many nodes were looked at.
+    """
+
+    def slot_and_page(slot: Slot, state: int) -> None:
+        node = table.owners.get(slot)
+        assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
+        assert node is None or (is_live(node) and slot in node.slots.values())
+
+    for _ in table.slots.checks(slot_and_page):
+        yield 0
+    table.spaces.check()
+    for space in list(table.spaces):
+        yield from _space(table, space)
+    if table.disk is not None:
+        table.disk.graves.check()
+        for _ in table.disk.log.checks():
+            yield 0
+
+
+def _space(table: Residents, space: PrefixTree) -> Iterator[int]:
+    """Assert what must hold of the pages of a space."""
+    changes, disk, record_bytes = space.changes, table.disk, 0
+
+    def page(node: PrefixNode) -> None:
+        nonlocal record_bytes
+        _check_memory(table, node)
+        if disk is not None:
+            _check_disk(disk, node)
+            record_bytes += sum(space.shards[shard].record_bytes for shard in node.disk)
+
+    yield from space.checks(page)
+    if disk is not None and space.changes == changes and len(disk.writes) <= WRITES_MAX:
+        assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
+
+
+def _check_memory(table: Residents, node: PrefixNode) -> None:
+    for shard, slot in node.slots.items():
+        assert table.owners.get(slot) is node
+        ready = table.slots.state(slot) == SlotState.READY
+        assert ready == bool(node.ready >> shard & 1)
+    if table.eviction.evictable(node):
+        assert classes(node) <= set(node.queued), "a leaf is in all its queues"
+    head = node.parent
+    assert head is not None
+    if head is not node.space.root:
+        alone = node.present & ~head.present & node.space.full_mask
+        assert not alone, "a page whose head is gone: nobody reaches it"
+
+
+def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
+    disk.limits.check(node)
+    head = node.parent
+    for shard, place in node.disk.items():
+        assert (node, shard) in disk.log.segments[place.segment].pages
+        if (
+            head is not None
+            and head is not node.space.root
+            and not node.space.shards[shard].window_pages
+        ):
+            assert shard in head.disk
