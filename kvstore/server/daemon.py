@@ -25,7 +25,7 @@ from kvstore import mover
 from kvstore.config import Loaded, ServerConfig, load, show, values
 from kvstore.config.machine import Needs, memory_checks, version_of
 from kvstore.config.sizes import exact
-from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.node.desk import Desk
 from kvstore.node.movements import DiskMovements
 from kvstore.node.node import Node
@@ -34,6 +34,7 @@ from kvstore.node.ssd import DiskTier
 from kvstore.process import logs
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
+from kvstore.server.idle import IdleChecks
 from kvstore.server.notify import ServiceManager
 from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
@@ -44,7 +45,7 @@ from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.disk import Disk
-from kvstore.tier.host import HostMemory
+from kvstore.tier.host import HostMemory, take_back
 from kvstore.tier.stale import MemoryRecord
 
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
@@ -122,11 +123,13 @@ class Daemon:
         self.desk = Desk(
             self.node, self.memory, self.publication.publish,
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
+            check_every_step=config.debug.check_every_step,
         )  # fmt: skip
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
         self._watch = Watch(self.node, self.unready)
+        self._idle_checks = IdleChecks(self.desk)
         #: How late the loop was at worst: in this window, and in the one before.
         self._lags_s = (0.0, 0.0)
         self.http: HttpServer | None = None
@@ -281,7 +284,7 @@ class Daemon:
             log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
 
     async def _tick(self) -> None:
-        """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
+        """Do what time brings: deadlines, checks of the state, memory that earlier clients left."""
         loop = asyncio.get_running_loop()
         ticks = 0
         window = loop.time()
@@ -297,6 +300,7 @@ class Daemon:
             if not self._announcement.done:
                 self.desk.operate(self._announcement.step)
             self._watch.look(monotonic_ns())
+            self._idle_checks.turn(monotonic())
             self._manager.turn(monotonic())
             ticks += 1
             if ticks % _STALE_CHECK_TICKS == 0:
@@ -328,22 +332,6 @@ class Daemon:
             took_s=round(monotonic() - self._started_s, 3),
         )  # fmt: skip
         self._manager.ready(self._status())
-
-
-def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
-    """Put up to ``count`` withheld extents to use, as far as there is memory; how many that were.
-
-    What there is none for is asked for again later: a node that runs does not end for it.
-    """
-    made = 0
-    try:
-        for number in slots.withheld_numbers(count):
-            memory.create([number])
-            made += 1
-    except TierUnavailable as error:
-        log.warning("memory of the previous boot's clients is not taken back yet: %s", error)
-    slots.provide(made)
-    return made
 
 
 async def serve(loaded: Loaded[ServerConfig], device: Disk | None) -> int:

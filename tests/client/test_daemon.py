@@ -6,7 +6,7 @@ import stat
 import struct
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,10 @@ import pytest
 import zmq
 
 from kvstore import wire
-from kvstore.errors import TierUnavailable
 from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
 from kvstore.mover.kvpool import KVPool
 from kvstore.server import client
-from kvstore.server.daemon import spare_survivors, take_back
-from kvstore.state.tree.slots import SlotTable
-from kvstore.tier.host import HostMemory
+from kvstore.server.daemon import spare_survivors
 from tests.client.conftest import (
     FLAT,
     READY,
@@ -440,26 +437,3 @@ def test_too_few_descriptors_end_the_start_and_say_what_to_raise(spawn, tmp_path
     assert process.wait() == 2
     assert "ulimit -n" in process.stderr
     assert "Traceback" not in process.stderr
-
-
-def test_memory_that_cannot_be_taken_back_yet_ends_nobody(caplog):
-    slots, made = SlotTable(1 << 16, 1, withheld=3), list[int]()
-
-    class Memory(HostMemory):
-        def __init__(self, room: int) -> None:
-            self.room = room
-
-        def create(self, numbers: Iterable[int]) -> None:
-            for number in numbers:
-                if len(made) == self.room:
-                    raise TierUnavailable("too many open files")
-                made.append(number)
-
-    assert take_back(slots, Memory(1), 3) == 1
-    assert (slots.withheld, made, len(slots.extents)) == (2, [1], 2)
-    assert "too many open files" in caplog.text
-
-    assert take_back(slots, Memory(9), 3) == 2
-    assert (slots.withheld, made) == (0, [1, 2, 3])
-    assert [extent.number for extent in slots.extents] == [0, 1, 2, 3]
-    assert take_back(slots, Memory(9), -1) == 0

@@ -75,12 +75,11 @@ def _check_memory(table: Residents, node: PrefixNode) -> None:
 
 def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
     disk.limits.check(node)
-    head = node.parent
+    head, of = node.parent, node.space
+    assert head is not None
     for shard, place in node.disk.items():
-        assert (node, shard) in disk.log.segments[place.segment].pages
-        if (
-            head is not None
-            and head is not node.space.root
-            and not node.space.shards[shard].window_pages
-        ):
-            assert shard in head.disk
+        segment = disk.log.segments.get(place.segment)
+        assert segment is not None
+        assert (node, shard) in segment.pages
+        assert place.offset < segment.end
+        assert head is of.root or shard in head.disk or of.shards[shard].window_pages

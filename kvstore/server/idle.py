@@ -1,0 +1,40 @@
+"""The node looks at itself while nobody asks it for anything."""
+
+from time import perf_counter
+from typing import Final
+
+from kvstore.node.desk import Desk
+
+PIECE_S: Final = 0.0005
+"""A piece ends with the first stretch that ends later: well before a millisecond."""
+PAUSE_S: Final = 300.0
+"""Between two rounds, so that an idle node does not work all the time."""
+
+
+class IdleChecks:
+    """Rounds of checks in pieces, one at most in each tick of the daemon.
+
+    Args:
+        desk: whose node is looked at.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._tick = -1
+        self._next_s = 0.0
+
+    def turn(self, now_s: float) -> None:
+        """Look at a piece of the state, if no request came since the last turn.
+
+        Raises:
+            AssertionError: the state is broken.
+        """
+        node, before = self._desk.node, self._tick
+        self._tick = node.pages.tick
+        if self._tick != before or node.unfinished or now_s < self._next_s:
+            return
+        end = perf_counter() + PIECE_S
+        while perf_counter() < end:
+            if self._desk.self_check.step():
+                self._next_s = now_s + PAUSE_S
+                return
