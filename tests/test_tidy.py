@@ -21,7 +21,8 @@ PACKAGES = set(PYPROJECT["tool"]["setuptools"]["packages"])
 PRODUCT = sorted({name.partition(".")[0] for name in PACKAGES})
 
 CODE_LINES_MAX = 350
-"""Lines without docstrings, comments and blanks: nobody cuts an explanation to meet it."""
+"""Lines without docstrings, comments and blanks, and without the product's assertions: nobody cuts
+an explanation to meet it, or leaves out what would find a mistake."""
 C_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 BASES_MAX = 2
@@ -33,11 +34,10 @@ ENVIRONMENT_READERS = {
 WORKPLACE = ("/work/", ".library")
 
 LONG_FILES: dict[str, int] = {
-    "kvstore/server/daemon.py": 375,
-    "kvstore/state/table/pages.py": 374,  # to be split when runs of pages replace single ones
-    "kvstore/testing/powercut.py": 370,
-    "kvstore/testing/simulation.py": 376,
-    "tests/client/test_daemon.py": 354,
+    "kvstore/server/daemon.py": 369,
+    "kvstore/state/table/pages.py": 364,  # to be split when runs of pages replace single ones
+    "kvstore/testing/powercut.py": 363,
+    "kvstore/testing/simulation.py": 364,
     "tests/faults/puppet.py": 358,
     "tests/mover/test_mover.py": 382,
     "tests/server/test_fuzz.py": 385,
@@ -172,9 +172,12 @@ def test_no_file_is_too_long_to_read():
 
 
 def code_lines(path: Path) -> int:
-    """Lines that are no docstring, comment or blank."""
+    """Lines that are no docstring, comment, blank or, in the product, assertion."""
     prose: set[int] = set()
+    product = path.relative_to(ROOT).parts[0] in PRODUCT
     for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Assert) and product:
+            prose |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
             head = node.body[0]
             if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant):

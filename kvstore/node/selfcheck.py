@@ -6,6 +6,7 @@ See :mod:`kvstore.state.table.invariants` for what a stretch is.
 from collections.abc import Iterator
 
 from kvstore.node.node import Node
+from kvstore.state.table.invariants import checks
 
 
 class SelfCheck:
@@ -27,16 +28,13 @@ class SelfCheck:
         Raises:
             AssertionError: the state is broken; it tells what happened to the page concerned.
         """
-        try:
-            self.pages += next(self._round)
-        except StopIteration:
+        with self._node.pages.story.explaining():
+            looked = next(self._round, None)
+        self.pages += looked or 0
+        if looked is None:
             self._round = self._checks()
             self.rounds += 1
-            return True
-        except Exception as error:
-            self._node.pages.story.explain(error)
-            raise
-        return False
+        return looked is None
 
     def run(self) -> None:
         """Look at everything now; a round that is under way goes on later."""
@@ -47,7 +45,7 @@ class SelfCheck:
 
     def _checks(self) -> Iterator[int]:
         node = self._node
-        yield from node.pages.checks()
+        yield from checks(node.pages)
         node.waiting.check()
         for token, session in list(node.sessions.items()):
             assert session.token == token

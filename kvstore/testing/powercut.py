@@ -425,7 +425,7 @@ class History:
                 self._act(life)
                 life.step()
                 if self.random.random() < 0.02:
-                    life.node.pages.check()
+                    life.desk.self_check.run()
         except PowerCut:
             pass
         ordinary.clear()
@@ -470,7 +470,7 @@ class History:
             found = life.read_everything(self.prompts)
             unread = (expected & self.acknowledged.keys()) - found
             assert not unread, f"seed {self.seed}: {len(unread)} durable pages cannot be read"
-            life.node.pages.check()
+            life.desk.self_check.run()
 
     def _make_prompts(self) -> list[PrefixKeys]:
         """Prompts that branch: more pages than the disk holds."""

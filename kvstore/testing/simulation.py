@@ -212,11 +212,8 @@ class Simulation:
     def _pass_until(self, end_ns: int) -> None:
         while self._agenda and self._agenda[0][0] <= end_ns:
             self.now_ns, _, call = heapq.heappop(self._agenda)
-            try:
+            with self.node.pages.story.explaining():
                 call()
-            except AssertionError as error:
-                self.node.pages.story.explain(error)
-                raise
             self.desk.self_check.step()  # so that anything may happen between two stretches
         self.now_ns = end_ns
 

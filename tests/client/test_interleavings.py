@@ -18,6 +18,7 @@ from kvstore.errors import KVStoreError
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotState, SlotTable
 from tests.client.schedule import Schedule, Socket, Threading
@@ -99,7 +100,7 @@ class World:
                     began = True
                     node.connected(number, Peer(1))
                 node.receive(number, wire.decode_request(body), 1)
-                node.pages.check()
+                check(node.pages)
                 self._answer(node)
                 self.schedule.pause()
             if socket.shut and not socket.sent:

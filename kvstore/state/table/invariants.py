@@ -12,7 +12,7 @@ from typing import Final
 
 from kvstore.state.choice.eviction import classes
 from kvstore.state.disk.pages import DiskPages
-from kvstore.state.table.residents import Residents
+from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import Slot, SlotState
 
@@ -20,8 +20,8 @@ WRITES_MAX: Final = 1024
 """Writes under way that are added up in one stretch."""
 
 
-def checks(table: Residents) -> Iterator[int]:
-    """Assert every invariant of slots, trees and the log, and those between them.
+def checks(table: PageTable) -> Iterator[int]:
+    """Assert every invariant of slots, trees, pins and the log, and those between them.
 
     Yields:
         after each stretch, how many nodes were looked at.
@@ -35,6 +35,7 @@ def checks(table: Residents) -> Iterator[int]:
     for _ in table.slots.checks(slot_and_page):
         yield 0
     table.spaces.check()
+    table.pins.check()
     for space in list(table.spaces):
         yield from _space(table, space)
     if table.disk is not None:
@@ -43,7 +44,13 @@ def checks(table: Residents) -> Iterator[int]:
             yield 0
 
 
-def _space(table: Residents, space: PrefixTree) -> Iterator[int]:
+def check(table: PageTable) -> None:
+    """Assert every invariant at once."""
+    for _ in checks(table):
+        pass
+
+
+def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
     """Assert what must hold of the pages of a space."""
     changes, disk, record_bytes = space.changes, table.disk, 0
 
@@ -59,7 +66,7 @@ def _space(table: Residents, space: PrefixTree) -> Iterator[int]:
         assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
 
 
-def _check_memory(table: Residents, node: PrefixNode) -> None:
+def _check_memory(table: PageTable, node: PrefixNode) -> None:
     for shard, slot in node.slots.items():
         assert table.owners.get(slot) is node
         ready = table.slots.state(slot) == SlotState.READY

@@ -5,7 +5,7 @@ events, replace memory, wake waiters) is the node's business; nothing here does 
 clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -13,7 +13,6 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.choice.quotas import SHRINK_MAX
-from kvstore.state.table.invariants import checks
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.match import longest_match
@@ -113,8 +112,7 @@ class PageTable(Residents):
         if lease is None:
             return
         self._hold(process, -lease.size_bytes)
-        if lease.pages:
-            self.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        self.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
@@ -271,7 +269,14 @@ class PageTable(Residents):
     def lend(
         self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
-        """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
+        """Pin READY pages in memory under a lease, whatever their order; no use is counted.
+
+        Args:
+            process: whose lease it is.
+            lease_id: names it.
+            pages: one or more.
+            deadline_ns: when it expires.
+        """
         held = [(node, shard, node.slots[shard]) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
         lease = Lease(held, size, deadline_ns)
@@ -389,8 +394,7 @@ class PageTable(Residents):
             left -= 1 + len(lease.pages)
             if process.leases.get(lease_id) is lease and not lease.expired:
                 lease.expired = True
-                if lease.pages:
-                    self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+                self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
                 self.slots.pin_to_hold(lease.slots)
                 self.counts["expired_leases"] += 1
                 for node, _, _ in lease.pages:
@@ -406,27 +410,8 @@ class PageTable(Residents):
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        leases, pages = self._lease_deadlines, self._page_deadlines
-        due = (
-            leases.first()[0] if leases else 0,
-            pages.first()[0] if pages else 0,
-            self.pins.next_deadline_ns(),
-        )
-        return min((at for at in due if at), default=0)
-
-    def checks(self) -> Iterator[int]:
-        """Assert every invariant of all pages, a stretch at a time.
-
-        Yields:
-            after each stretch, how many nodes were looked at.
-        """
-        self.pins.check()
-        yield from checks(self)
-
-    def check(self) -> None:
-        """Assert every invariant of all pages at once."""
-        for _ in self.checks():
-            pass
+        due = [heap.first()[0] for heap in (self._lease_deadlines, self._page_deadlines) if heap]
+        return min(filter(None, [*due, self.pins.next_deadline_ns()]), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -505,8 +490,7 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
-        if lease.pages:
-            self.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        self.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         self._lease_deadlines.push(
             (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
         )

@@ -7,6 +7,7 @@ note, so that they stand in whatever log or test reports it.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import KVStoreError
@@ -52,6 +53,15 @@ class Story:
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self._events)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Explain what is raised inside."""
+        try:
+            yield
+        except Exception as error:
+            self.explain(error)
+            raise
 
     def explain(self, error: Exception) -> None:
         """Add the last events of the page that a mistake of ours was about to its error, once."""

@@ -17,6 +17,7 @@ from kvstore.state.choice.policy import (
     HighestReuse,
     new_policy,
 )
+from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.sessions import Peer, Process, Session
@@ -235,4 +236,4 @@ def test_the_simulator_finds_what_a_page_table_finds():
             table.commit_put(process, number, bytes(16 * len(put.pages)))
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
-        table.check()
+        check(table)

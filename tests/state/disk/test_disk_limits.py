@@ -8,6 +8,7 @@ from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnav
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
 from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
@@ -363,7 +364,7 @@ def test_limits_hold_whatever_is_stored_used_pinned_and_lost(seed):
         reached = on_disk
         for paths in pins.values():
             assert all(world.there(*paths)), "a pinned page is gone"
-        world.table.check()
+        check(world.table)
     world.end_all()
     assert not world.jobs(DiskCopy)
 
@@ -420,7 +421,7 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
     assert not world.disk.limits.shrink(world.mine, 1, 1 << 40), "nothing is a leaf now"
 
     world.table.drop(world.node("ab"), 0, "corrupt")
-    world.table.check()
+    check(world.table)
     world.end_all()
     world.limit(world.mine, quota=1)
 

@@ -21,6 +21,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, Retention
 from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
@@ -58,7 +59,7 @@ class DiskWorld(World):
     def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
         del self.open[job.job]
         self.disk.completed(job.job, error)
-        self.table.check()
+        check(self.table)
 
     def end_all(self) -> None:
         while jobs := self.jobs(DiskJob):
@@ -449,7 +450,6 @@ def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted
     assert statuses == [PageStatus.NO_PARENT]
     assert key("a") not in world.mine.nodes
     world.end_all()
-    world.table.check()
 
 
 def test_a_prefetch_that_is_given_up_pins_nothing():

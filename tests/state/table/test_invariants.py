@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvstore.state.table.invariants import check, checks
 from kvstore.state.tree import prefix_tree, slots
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixNode
@@ -92,12 +93,12 @@ def world() -> DiskWorld:
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_what_is_broken_is_found_in_one_round(world, name):
     node = world.node("ab")
-    world.table.check()
+    check(world.table)
 
     CORRUPTIONS[name](world, node)
 
     with pytest.raises((AssertionError, KeyError)):
-        world.table.check()
+        check(world.table)
 
 
 @pytest.mark.parametrize("name", ["a FREE slot that nobody finds", "pinned slots"])
@@ -110,7 +111,7 @@ def test_what_adds_up_wrongly_is_found_in_an_extent_of_many_stretches(monkeypatc
     CORRUPTIONS[name](world, world.node("ab"))
 
     with pytest.raises(AssertionError):
-        world.table.check()
+        check(world.table)
 
 
 def test_what_adds_up_is_not_asserted_when_something_changed_on_the_way(monkeypatch):
@@ -152,7 +153,7 @@ def test_pages_that_come_and_leave_between_two_stretches_are_no_mistake(monkeypa
                     world.disk.completed(job.job, None)
             if next(walk, None) is None:
                 rounds += 1
-                walk = world.table.checks()
+                walk = checks(world.table)
         assert rounds > 3
 
 
@@ -178,7 +179,7 @@ def test_one_stretch_looks_at_a_bounded_number_of_nodes_and_slots(monkeypatch):
     )  # fmt: skip
     most = 0
     told = 0
-    for nodes in world.table.checks():
+    for nodes in checks(world.table):
         most = max(most, looked["nodes"] + looked["slots"])
         told += nodes
         looked["nodes"] = looked["slots"] = 0
@@ -194,9 +195,9 @@ def test_the_children_of_a_node_with_very_many_are_counted_all_the_same(monkeypa
     space = world.space(engine)
     for letter in "abcdef":
         world.store(engine, space, "r" + letter, start=letter != "a")
-    world.table.check()
+    check(world.table)
 
     space.nodes[key("r")].children_in_memory -= 1
 
     with pytest.raises(AssertionError):
-        world.table.check()
+        check(world.table)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.errors import CapacityError
 from kvstore.page import PrefixKey, ShardSpec
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Process
@@ -384,7 +385,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def checks_and_quotas_hold(self) -> None:
-        self.table.check()
+        check(self.table)
         for session in self.world.sessions.values():
             hold(session.checks())
             assert session.used_bytes <= session.quota_bytes
@@ -407,10 +408,11 @@ class PagesMachine(RuleBasedStateMachine):
             assert not space.nodes
             assert not space.writing
         stats = self.world.slots.stats()
-        assert stats.writing_bytes == stats.ready_bytes == stats.limbo_bytes == 0
-        assert stats.pinned_bytes == 0
+        assert (
+            stats.writing_bytes == stats.ready_bytes == stats.limbo_bytes == stats.pinned_bytes == 0
+        )
         assert all(not session.used_bytes for session in self.world.sessions.values())
-        self.table.check()
+        check(self.table)
 
 
 TestPagesMachine = PagesMachine.TestCase

@@ -6,6 +6,7 @@ Keys are hashes of all before them, but it is engines that make them, and files 
 import pytest
 
 from kvstore.state.table.adopt import adopt
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from tests.state.disk.test_disk_pages import DiskWorld
 from tests.state.table.test_adopt import found
@@ -31,7 +32,7 @@ def begin(world: World, shard: int, name: str, before: str) -> PageStatus:
     statuses, put = world.table.begin_put(process, 9, space, shard, key(name), key(before))
     if put.pages:
         world.commit(process, 9)
-    world.table.check()
+    check(world.table)
     return statuses[0]
 
 
@@ -80,7 +81,7 @@ def test_of_records_that_contradict_each_other_a_start_believes_the_first(order:
     [space] = world.table.spaces
     assert space.nodes[key("b")].parent is space.nodes[key("a")]
     assert set(space.nodes[key("b")].disk) == {0}
-    world.table.check()
+    check(world.table)
 
 
 def test_a_lookup_of_keys_that_are_no_chain_finds_what_is_there_of_them():
