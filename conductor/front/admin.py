@@ -34,12 +34,12 @@ class _TokenizeBody(msgspec.Struct):
 class Admin:
     """Handlers over the parts of one Conductor."""
 
-    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy, auth: Auth) -> None:
+    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
         self._parts = parts
-        self._membership = membership
+        self._membership: Membership = parts.membership
         self._proxy = proxy
         self._auth = auth
 
@@ -124,7 +124,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.queue.rules.in_flight(engine.info.id),
+            "in_flight": self._parts.rules.in_flight(engine.info.id),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -140,7 +140,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.queue.rules.forget(engine_id)
+        self._parts.rules.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 

@@ -128,7 +128,11 @@ class Completion:
 
 
 class Tier(Protocol):
-    """A tier as its node drives it; all calls come from the node's thread."""
+    """A tier as its node drives it; all calls come from the node's thread.
+
+    Whoever adds a tier implements this, and shows by
+    :class:`kvstore.testing.contract.TierContract` that it keeps what is asked of it.
+    """
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs. Writes and reads may end in any order; a SyncAll covers what it says."""
