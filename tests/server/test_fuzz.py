@@ -21,7 +21,6 @@ import msgspec
 import pytest
 
 from kvstore.errors import KVStoreError
-from kvstore.node.movements import DiskMovements
 from kvstore.server import operate
 from kvstore.server.admin.routes import ROUTES, Route
 from kvstore.server.channel import Caller
@@ -54,17 +53,17 @@ class Desk:
         self.table = self.world.table
         self.table.pins.budget_bytes = self.table.pins.disk_budget_bytes = 6 * PAGE
         self.other = self.world.space(self.world.process("other"), tenant="blue")
-        observed = SimpleNamespace(
-            node=SimpleNamespace(pages=self.table, sessions={}, processes={}),
-            memory=SimpleNamespace(read=self._read), movements=DiskMovements(self.table),
-            unready=str, stats=dict, tiers=list, set_policy=self.table.eviction.change_policy,
+        node = SimpleNamespace(pages=self.table, sessions={}, processes={})
+        memory = SimpleNamespace(read=self._read)
+        status = SimpleNamespace(
+            unready=str, stats=dict, tiers=list,
             policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
                             "configured": "lru"},
         )  # fmt: skip
         self.tasks: list[Any] = []
         turns = SimpleNamespace(start=lambda work, ended: self.tasks.append((work, ended)))
-        self.operation = OperatorRequests(observed, turns)
-        self.inspection = Inspection(observed)
+        self.operation = OperatorRequests(self.table, memory, status, turns)
+        self.inspection = Inspection(node, status)
         self.leases: list[tuple[Any, int]] = []
 
     def _read(self, _extent: int, _offset: int, into: memoryview) -> int:

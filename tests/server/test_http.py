@@ -328,7 +328,7 @@ from kvstore.server import daemon, inspect
 
 def broken(self, _asked):
     yield from ()
-    self._observed.node.pages.slots.extents[0].pinned = 7
+    self._table.slots.extents[0].pinned = 7
     assert False, "an invariant of the state"
 
 inspect.Inspection.quotas = broken
