@@ -382,18 +382,30 @@ class Node:
 
     def _after(self, now_ns: int) -> None:
         """Hand on what the page table did; resume who waited for it, as far as one turn goes."""
-        self._end_some()
+        if self._ending:
+            self._end_some()
+        self._wake()
+        if self.waiting.count:
+            self._resume_some(now_ns)
+        self.unfinished = bool(self._ending or self._overdue or self._may_resume)
+
+    def _resume_some(self, now_ns: int) -> None:
+        """Look again for those whose turn it is, as many as one turn does."""
         keys_left = self.limits.turn_pages
         while keys_left > 0 and (waiter := self._next_waiter()) is not None:
             keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
             self._resume(waiter, now_ns)
-        self._wake()
-        room = self._room_may_be and self.waiting.first_on(ROOM) is not None
-        self.unfinished = bool(self.waiting.ready or room or self._ending or self._overdue)
+            self._wake()
+
+    @property
+    def _may_resume(self) -> bool:
+        """Whether it is somebody's turn."""
+        return self.waiting.count > 0 and (
+            self.waiting.ready or (self._room_may_be and self.waiting.first_on(ROOM) is not None)
+        )
 
     def _next_waiter(self) -> Waiter | None:
         """Whose turn it is: what it waited for has happened, or there may be room for it."""
-        self._wake()
         waiter = self.waiting.take()
         if waiter is None and self._room_may_be:
             waiter = self.waiting.first_on(ROOM)
@@ -402,23 +414,19 @@ class Node:
         return waiter
 
     def _wake(self) -> None:
-        """Whoever waited for what has happened since the last call is ready."""
-        for thing in self._happened():
-            self.waiting.wake(thing)
-
-    def _happened(self) -> list[Hashable]:
-        """What somebody may have waited for, since the last call."""
+        """Publish what happened since the last call; whoever waited for it is ready."""
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        things: dict[Hashable, None] = {}
-        if len(self.waiting):
-            things = {(at.space.number, key): None for at in actions for key in at.keys}
         disk = self.pages.disk
+        ended: list[Hashable] = []
         if disk is not None:
-            things |= dict.fromkeys([*disk.fetched, *disk.acknowledged])
+            ended = [*disk.fetched, *disk.acknowledged]
             disk.fetched.clear()
             disk.acknowledged.clear()
-        return list(things)
+        if self.waiting.count:
+            things = {(at.space.number, key): None for at in actions for key in at.keys}
+            for thing in [*things, *ended]:
+                self.waiting.wake(thing)
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` should be called next; 0 = no deadline stands."""
