@@ -54,6 +54,8 @@ class Residents:
         self.now_ns = 0
         self.tick = 0
         self.emptying = False
+        #: The page behind which room is being made, which stays.
+        self._spared: PrefixNode | None = None
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, PrefixNode] = {}
 
@@ -110,17 +112,22 @@ class Residents:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING for a page of ``node``; None when there is no room now."""
-        space = node.space
-        while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
-            self.ghosts.wanted = (space.number, slot_bytes)
-            self.eviction.now_ns = self.now_ns
-            found = self._make_room(space, slot_bytes) or self._spill(node, slot_bytes)
-            self.ghosts.wanted = None
-            if not found:
-                return None
-        return taken[0]
+    def allocate(
+        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
+    ) -> list[Slot]:
+        """Slots in state WRITING for pages behind ``head``; fewer if there is no more room."""
+        taken = self.slots.allocate(count, space.identity.tenant, slot_bytes)
+        if len(taken) == count:
+            return taken
+        self.ghosts.wanted = (space.number, slot_bytes)
+        self.eviction.now_ns = self.now_ns
+        while len(taken) < count:
+            if not (self._make_room(space, slot_bytes) or self._spill(head, slot_bytes)):
+                break
+            taken += self.slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
+        self.eviction.end_choice()
+        self.ghosts.wanted = None
+        return taken
 
     def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
@@ -143,20 +150,23 @@ class Residents:
         if self.disk is not None:
             self.disk.add_candidate(node)
 
-    def shrink(self, space: PrefixTree, pages_max: int) -> bool:
-        """Evict own leaves of a space over its quota; True when it is within it."""
-        for _ in range(pages_max):
-            if not self.quotas.exceeded(space):
-                return True
-            chosen = self.eviction.own_victim(space)
-            verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
-            if chosen is None or verdict is Verdict.FULL:
-                return False
-            if verdict is Verdict.EVICT:
-                self.ghosts.wanted = (space.number, 0)
-                self._evict(chosen)
-                self.ghosts.wanted = None
-        return not self.quotas.exceeded(space)
+    def shrink(self, space: PrefixTree, pages_max: int, more_bytes: int = 0) -> bool:
+        """Evict leaves of a space until so much more is within its quota; whether it is."""
+        left = pages_max
+        while left and self.quotas.exceeded(space, more_bytes) and self._evict_own(space):
+            left -= 1
+        self.eviction.end_choice()
+        return not self.quotas.exceeded(space, more_bytes)
+
+    def _evict_own(self, space: PrefixTree) -> bool:
+        """Evict a leaf of a space with limits, or have it written first; False when none may go."""
+        chosen = self.eviction.own_victim(space)
+        verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+        if chosen is not None and verdict is Verdict.EVICT:
+            self.ghosts.wanted = (space.number, 0)
+            self._evict(chosen)
+            self.ghosts.wanted = None
+        return verdict is not Verdict.FULL
 
     # ---- leaving ----------------------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class Residents:
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        self._owners.pop(slot, None)  # it has none yet while room is made for it
+        del self._owners[slot]
         return slot
 
     def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
@@ -252,26 +262,26 @@ class Residents:
         self.slots.extents[position].used_at = self.tick
         return self.slots.colder_extent(domain, slot_bytes, age)
 
-    def _spill(self, node: PrefixNode, slot_bytes: int) -> bool:
-        """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
+    def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
+        """Take the memory of ``head`` or a page before it that is on disk, the first one first.
 
         A prompt larger than memory has no leaf to give but itself.
         """
         if self.disk is None:
             return False
         heads: list[PrefixNode] = []
-        at = node.parent
-        while at is not None and at is not node.space.root:
+        at: PrefixNode | None = head
+        while at is not None and at is not head.space.root:
             if at.slots:
                 heads.append(at)
             at = at.parent
-        for head in reversed(heads):
-            if slot_bytes not in classes(head) or not self.eviction.releasable(head):
+        for page in reversed(heads):
+            if slot_bytes not in classes(page) or not self.eviction.releasable(page):
                 continue
-            if self.disk.before_eviction(head) is not Verdict.EVICT:
+            if self.disk.before_eviction(page) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
-            if head.slots.keys() <= head.disk.keys():
-                self._evict(head)
+            if page.slots.keys() <= page.disk.keys():
+                self._evict(page)
                 return True
             return False  # not worth writing, and what follows it must not lose it
         return False
@@ -340,7 +350,7 @@ class Residents:
     def _may_leave(self, node: PrefixNode, space: PrefixTree) -> bool:
         """Whether all of a node's pages may leave memory with their extent, for ``space``."""
         size = self.slots.extent_bytes
-        if is_held(node) or self.quotas.protects(node.space, space, size):
+        if node is self._spared or is_held(node) or self.quotas.protects(node.space, space, size):
             return False
         return all(
             node.ready >> shard & 1 and not self.slots.in_use(slot)

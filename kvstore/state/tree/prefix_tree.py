@@ -212,6 +212,18 @@ class PrefixNode:
         self.fill(shard, slot)
         self.space.host_bytes += self.space.shards[shard].slot_bytes
 
+    def hold(self) -> None:
+        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        if not self.in_memory:
+            self._count_above(1)
+        self.children_in_memory += 1
+
+    def unhold(self) -> None:
+        """They have come, or will not."""
+        self.children_in_memory -= 1
+        if not self.in_memory:
+            self._count_above(-1)
+
     @property
     def in_memory(self) -> bool:
         """Whether this node or any below it has slots."""
@@ -324,18 +336,25 @@ class PrefixTree:
             deepen(found)
         return found
 
-    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
-        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+    def node_of(self, key: PrefixKey) -> PrefixNode:
+        """The node of a key; the root for the empty key, and for one that is not known."""
+        return self.nodes.get(key, self.root)
+
+    def contradicts(self, known: PrefixNode, parent_key: PrefixKey, above: PrefixNode) -> bool:
+        """Whether a node cannot follow ``parent_key``: it is known to follow another one.
 
         A key is a hash of all before it, so this is a mistake of whoever says so.
+
+        Args:
+            known: a node of this tree.
+            parent_key: what it is said to follow.
+            above: the deepest node that is known on the way to ``parent_key``, itself included.
         """
-        known = self.nodes.get(key)
-        if known is None or known.parent is None or known.parent.key == parent_key:
+        if known.parent is None or known.parent.key == parent_key:
             return False
         if known.parent is not self.root or known.present & self.full_mask:
             return True
-        above = self.nodes.get(parent_key)
-        return above is not None and self._above(known, above)
+        return self._above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
@@ -343,7 +362,9 @@ class PrefixTree:
         Returns:
             the deepest ancestor that stays (the root at last).
         """
-        while node is not self.root and not node.present and not node.children:
+        while node is not self.root and not (
+            node.present or node.children or node.children_in_memory
+        ):
             parent = node.parent
             assert parent is not None
             del self.nodes[node.key]
