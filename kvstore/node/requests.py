@@ -50,7 +50,7 @@ class NodeLimits:
 
     session_quota_bytes: int
     lease_ms_max: int
-    turn_pages: int = 4096
+    turn_pages: int = 512
     unwatched_ns: int = 60_000_000_000
 
 

@@ -21,7 +21,7 @@ from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Ret
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 4096
+EXPIRE_MAX: Final = 512
 """Pages whose deadline one turn applies."""
 
 
@@ -499,6 +499,8 @@ class PageTable(Residents):
             known = space.nodes.get(key)
             if key in seen or (known is not None and known.present >> shard & 1):
                 return new, None
+            if known is not None and space.holes.get(known, 0) >> shard & 1:
+                return new, PageStatus.NO_ROOM  # what followed it is leaving; it may come then
             if known is not None and space.contradicts(known, parent, head):
                 self.counts["contradicting_pages"] += 1
                 return new, PageStatus.NO_PARENT

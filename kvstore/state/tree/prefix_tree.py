@@ -284,6 +284,8 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        holes: nodes without a page of the shards of a mask, below which there are pages of them
+            that are leaving; see :mod:`kvstore.state.table.orphans`.
         by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
@@ -300,6 +302,7 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
+    holes: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -370,6 +373,7 @@ class PrefixTree:
             del self.nodes[node.key]
             del parent.children[node.key]
             self.by_creation.remove(node)
+            self.holes.pop(node, None)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -377,6 +381,12 @@ class PrefixTree:
             node.parent = None
             node = parent
         return node
+
+    def fill_hole(self, node: PrefixNode, shard: int) -> None:
+        """Nothing of ``shard`` is below a hole any more."""
+        left = self.holes.pop(node, 0) & ~(1 << shard)
+        if left:
+            self.holes[node] = left
 
     def check(self) -> None:
         """Assert every invariant of the tree."""
