@@ -137,8 +137,8 @@ class NodeStats(Answer, frozen=True):
 
     ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
     engines hold. ``loop_lag_s``: the worst of the last 15 to 30 s. ``latencies``: ``lookup``,
-    ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: of the first 32 models, and of
-    all others as ``other``.
+    ``acquire``, ``put``, ``wait``, ``disk_load`` and ``loop_turn``. ``lookups``: of the first
+    32 models, and of all others as ``other``.
     """
 
     node: str

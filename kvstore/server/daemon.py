@@ -48,6 +48,8 @@ from kvstore.tier.stale import MemoryRecord
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
 TICK_S: Final = 0.02
+LONG_TURN_NS: Final = 50_000_000
+"""A turn of the loop that the log names."""
 LAG_WINDOW_S: Final = 15.0
 """Of this window and the one before the worst lag is told, so that every scrape sees it."""
 WRITE_OUT_S: Final = 10.0
@@ -237,6 +239,9 @@ class Daemon:
             worst = max(worst, loop.time() - before - TICK_S)
             if before - window >= LAG_WINDOW_S:
                 worst, earlier, window = 0.0, worst, before
+                took_ns, what = self.desk.take_longest()
+                if took_ns >= LONG_TURN_NS:
+                    log.warning("everybody waited %.0f ms for %s", took_ns / 1e6, what)
             self._lags_s = worst, earlier
             self.desk.advance()
             if not self._announcement.done:
