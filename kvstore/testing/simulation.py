@@ -27,7 +27,7 @@ from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing import slowtier
-from kvstore.testing.followers import KnownPages
+from kvstore.testing.followers import KnownPages, page_token
 
 PAGE_BYTES: Final = slowtier.PAGE_BYTES
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
@@ -387,7 +387,8 @@ class Simulation:
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
         wait_ms = self.random.choice((0, WAIT_MS))
-        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", b"", wait_ms)
+        tokens = b"".join(map(page_token, keys)) if put % 3 else b""
+        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", tokens, wait_ms)
         if not isinstance(granted, wire.PutGranted) or not granted.addresses:
             return
         chosen = [
@@ -411,8 +412,7 @@ class Simulation:
             self._tell(process, wire.AbortPut(put))
             return
         ttl_ms = self.random.choice((0, 0, 5))
-        commit = wire.CommitPut(0, put, digests, ttl_ms, self.random.random() < 0.1)
-        committed = yield commit
+        committed = yield wire.CommitPut(0, put, digests, ttl_ms, self.random.random() < 0.1)
         if isinstance(committed, wire.Committed):
             self.outcome.pages_stored += committed.statuses.count(PageStatus.STORED)
 

@@ -33,9 +33,10 @@ class SimulatedTier:
     def __init__(self, simulation: "Simulation", rules: DiskRules) -> None:
         """Give the simulation's node a disk."""
         self.records: dict[Place, bytes] = {}
+        self._tokens: dict[Place, bytes] = {}
         self._simulation = simulation
         self._sizes: dict[int, int] = {}
-        self._ended: list[tuple[int, KVStoreError | None]] = []
+        self._ended: list[tuple[int, KVStoreError | None, bytes]] = []
         pages = simulation.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
@@ -53,8 +54,8 @@ class SimulatedTier:
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
-        for job, error in ended:
-            self._simulation.node.disk_completed(job, error, now_ns)
+        for job, error, tokens in ended:
+            self._simulation.node.disk_completed(job, error, now_ns, tokens)
 
     def stats(self) -> dict[str, Any]:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -68,7 +69,9 @@ class SimulatedTier:
             for node in space.nodes.values()
             if 0 in node.disk
         ]
-        self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
+        some = self._simulation.random.sample(pages, min(4, len(pages)))
+        self.pages.check(some)
+        self.pages.read_tokens(some)
         self.flush()
 
     def limit_some(self, table: PageTable) -> None:
@@ -106,7 +109,10 @@ class SimulatedTier:
             simulation.outcome.disk_failures += 1
         else:
             error = self._carry_out(job)
-        self._ended.append((job.job, error))
+        tokens = b""
+        if isinstance(job, diskjobs.DiskRead | diskjobs.DiskTokens) and error is None:
+            tokens = self._tokens[job.place]
+        self._ended.append((job.job, error, tokens))
         simulation.desk.poll_disk()
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
@@ -116,6 +122,7 @@ class SimulatedTier:
                 if content != _content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = node.tokens
             case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
                 error = self._read(place, self._memory(slot), _content(node.key))
                 self._simulation.outcome.pages_from_disk += error is None
@@ -128,6 +135,7 @@ class SimulatedTier:
                 if content != _content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = self._tokens[source]
             case diskjobs.DiskDrop(segment=segment):
                 for place in [at for at in self.records if at.segment == segment]:
                     del self.records[place]

@@ -179,7 +179,6 @@ class PageTable(Residents):
             space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put([], shard, 0, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
-        told: list[bytes] = []
         token_bytes = len(tokens) // len(keys) if keys else 0
         for index, key in enumerate(keys):
             status = self._grant(process, put, space, key, parent)
@@ -187,11 +186,10 @@ class PageTable(Residents):
                 statuses += [status] * (len(keys) - index)
                 break
             if status is PageStatus.GRANTED:
-                told.append(tokens[index * token_bytes : (index + 1) * token_bytes])
+                put.pages[-1][0].learn(tokens[index * token_bytes : (index + 1) * token_bytes])
             statuses.append(status)
             parent = key
         if put.pages:
-            put.tokens = b"".join(told)
             process.puts[put_id] = put
         return statuses, put
 
@@ -425,18 +423,14 @@ class PageTable(Residents):
 
     def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
-        size = len(put.tokens) // len(put.pages)
-        tokens = {
-            id(node): put.tokens[at * size : (at + 1) * size]
-            for at, (node, _) in enumerate(put.pages)
-        }
         run: list[PrefixNode] = []
         for node in [*stored, None]:
             if run and (node is None or node.parent is not run[-1]):
                 assert run[0].parent is not None
                 keys = [member.key for member in run]
-                told = b"".join(tokens[id(member)] for member in run)
-                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                told = [member.tokens for member in run]
+                tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
+                self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
                 run = []
             if node is not None:
                 run.append(node)
