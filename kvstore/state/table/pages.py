@@ -187,9 +187,10 @@ class PageTable(Residents):
             granted, refusal = self._grant(
                 process, put, space, keys[at:], keys[at - 1] if at else parent
             )
-            if tokens:
-                each = len(tokens) // len(keys)
-                put.tokens += tokens[at * each : (at + granted) * each]
+            each = len(tokens) // len(keys)
+            for number in range(granted):
+                start = (at + number) * each
+                put.pages[number - granted][0].learn(tokens[start : start + each])
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
@@ -427,18 +428,14 @@ class PageTable(Residents):
 
     def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
-        size = len(put.tokens) // len(put.pages)
-        tokens = {
-            id(node): put.tokens[at * size : (at + 1) * size]
-            for at, (node, _) in enumerate(put.pages)
-        }
         run: list[PrefixNode] = []
         for node in [*stored, None]:
             if run and (node is None or node.parent is not run[-1]):
                 assert run[0].parent is not None
                 keys = [member.key for member in run]
-                told = b"".join(tokens[id(member)] for member in run)
-                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                told = [member.tokens for member in run]
+                tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
+                self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
                 run = []
             if node is not None:
                 run.append(node)
