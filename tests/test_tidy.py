@@ -32,9 +32,7 @@ ENVIRONMENT_READERS = {
 }  # fmt: skip
 WORKPLACE = ("/work/", ".library")
 
-LONG_FILES: dict[str, int] = {
-    "kvstore/state/table/pages.py": 374,  # to be split when runs of pages replace single ones
-}
+LONG_FILES: dict[str, int] = {}
 """path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""

@@ -255,6 +255,10 @@ class DiskPages:
         """A node may have become a leaf that may go, or lost a pin."""
         self.limits.add_candidate(node)
 
+    def needs_space(self, space: PrefixTree) -> bool:
+        """Whether something on disk stands under the number of an empty space."""
+        return self.limits.quotas.is_limited(space) or self.graves.waits_for(space)
+
     def unpinned(self) -> None:
         """Less may have to be kept."""
         self._reclaimer.reconsider()
