@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
-from conductor.front.auth import Auth, Role
+from conductor.front.auth import Auth, CallerRole
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
@@ -47,13 +47,13 @@ class Admin:
         """Every route."""
 
         def asks(handler: Handler) -> Handler:
-            return self._auth.needs(Role.CLIENT, handler)
+            return self._auth.needs(CallerRole.CLIENT, handler)
 
         def reads(handler: Handler) -> Handler:
-            return self._auth.needs(Role.READ, handler)
+            return self._auth.needs(CallerRole.READ, handler)
 
         def operates(handler: Handler) -> Handler:
-            return self._auth.needs(Role.OPERATE, handler)
+            return self._auth.needs(CallerRole.OPERATE, handler)
 
         return [
             web.get("/health", self._health),
