@@ -137,7 +137,7 @@ class Simulation:
             self.policy.stored(node, self.tick)
             at = node
         if at is not self.space.root and not at.children:
-            self.policy.offer(at, self.tick)
+            self.policy.add_candidate(at, self.tick)
         return hits
 
     def _make_room(self, wanted: PrefixNode) -> bool:
@@ -149,7 +149,7 @@ class Simulation:
         victim.forget(0)
         bare = self.space.prune(victim)
         if bare is not self.space.root and not bare.children:
-            self.policy.offer(bare, self.tick)
+            self.policy.add_candidate(bare, self.tick)
         return True
 
 
@@ -186,9 +186,9 @@ class Furthest:
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """Its next use is another one now."""
-        self.offer(node, tick)
+        self.add_candidate(node, tick)
 
-    def offer(self, node: PrefixNode, tick: int) -> None:
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:
         """Rank it by its next use as of now; older entries of it count no more."""
         while self._done < tick:
             ids, uses = self._requests[self._done], self._next_uses[self._done]

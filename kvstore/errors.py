@@ -3,10 +3,10 @@
 ::
 
     KVStoreError                     code, retryable
-    ├─ ConfigError                   a key or value of the configuration; names both
-    ├─ CapacityError       (retry)   no slot is free or evictable, or a quota is reached
+    ├─ ConfigError                   a key or value of the configuration; names key and value
+    ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
     ├─ InvalidArgument               a caller's mistake; names the field
-    │  ├─ LayoutMismatch             the caller's bytes are not this space's; names the field
+    │  ├─ LayoutMismatch             the caller's bytes are not those of this space; names the field
     │  └─ NotFound                   what the caller names does not exist here
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed

@@ -33,25 +33,13 @@ ENVIRONMENT_READERS = {
 WORKPLACE = ("/work/", ".library")
 
 LONG_FILES: dict[str, int] = {
-    "kvstore/server/daemon.py": 375,
     "kvstore/state/table/pages.py": 374,  # to be split when runs of pages replace single ones
-    "kvstore/testing/powercut.py": 370,
-    "kvstore/testing/simulation.py": 376,
-    "tests/client/test_daemon.py": 354,
-    "tests/faults/puppet.py": 358,
-    "tests/mover/test_mover.py": 382,
-    "tests/server/test_fuzz.py": 385,
-    "tests/state/disk/test_disk_pages.py": 352,
-    "tests/state/disk/test_log.py": 364,
-    "tests/state/table/test_page_table_model.py": 364,
-    "tests/tier/ssd/fuzzed.py": 354,
-    "tests/tier/ssd/test_recovery.py": 373,
 }
 """path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
 CATCH_ALL: dict[str, str] = {
-    "conductor/front/admin.py:errors_as_json.told": "what one request does ends that request alone",
+    "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
@@ -190,12 +178,7 @@ def code_lines(path: Path) -> int:
     return sum(at not in prose and not re.match(r"\s*(#.*)?$", line) for at, line in lines)
 
 
-SAME_NAMES = {
-    "Access", "Channel", "Connection", "Counts", "Directory", "Fault", "Faults", "Found",
-    "Limits", "Link", "Load", "Match", "Memory", "Move", "Names", "Operation", "Outcome",
-    "Peer", "Pin", "Ping", "Prefetch", "Process", "Progress", "Put", "Refusal", "Server",
-    "Spaces", "Stats", "Verdict", "Wear",
-}  # fmt: skip
+SAME_NAMES: set[str] = set()
 """Classes that two modules of ``kvstore`` call the same; none is to be added."""
 
 

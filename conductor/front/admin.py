@@ -34,12 +34,12 @@ class _TokenizeBody(msgspec.Struct):
 class Admin:
     """Handlers over the parts of one Conductor."""
 
-    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy, auth: Auth) -> None:
+    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
         self._parts = parts
-        self._membership = membership
+        self._membership: Membership = parts.membership
         self._proxy = proxy
         self._auth = auth
 
@@ -124,7 +124,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.queue.rules.in_flight(engine.info.id),
+            "in_flight": self._parts.rules.in_flight(engine.info.id),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -140,7 +140,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.queue.rules.forget(engine_id)
+        self._parts.rules.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 
@@ -178,7 +178,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _shown_node(node: NodeEntry) -> dict[str, object]:
-    """What may be told of a node: not its token."""
+    """What may be said of a node: not its token."""
     return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
 
 
@@ -195,7 +195,7 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
     """
 
     @web.middleware
-    async def told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except BadRequestError as error:
@@ -215,4 +215,4 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
             faults.note("internal", f"{request.method} {request.path[:200]!r}: {error!r}")
             return error_response(500, "internal", "an error of the Conductor; its log says which")
 
-    return told
+    return answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.policy import Prefix, Waiting
-from kvstore.index.holders import Match, PrefixIndex, prefix_length
+from kvstore.index.holders import PrefixIndex, PromptMatch, prefix_length
 from kvstore.page import PrefixKeys, page_keys
 
 
@@ -71,7 +71,7 @@ class PrefixView:
         prompt = self._prompts.get(waiting.number)
         if prompt is None:
             return {}
-        matches: dict[tuple[str, int], Match] = {}
+        matches: dict[tuple[str, int], PromptMatch] = {}
         result: dict[str, Prefix] = {}
         for engine in self._registry.of_model(waiting.model):
             info = engine.info
@@ -82,7 +82,7 @@ class PrefixView:
             result[info.id] = self._prefix(info, matches[group])
         return result
 
-    def _prefix(self, info: EngineInfo, match: Match) -> Prefix:
+    def _prefix(self, info: EngineInfo, match: PromptMatch) -> Prefix:
         local = match.present(engine_worker(info.id))
         node = match.present(node_worker(info.node or ""))
         local &= self._is_current(engine_worker(info.id))

@@ -28,7 +28,7 @@ from kvstore.engine.identity import shard_index, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
-from kvstore.engine.requests import Progress, Role, Setup
+from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.worker import GroupMemory, WorkerSide
 
@@ -347,7 +347,7 @@ def _decoded(output: Any) -> int:
     return sum(count for name, count in counts if count <= 1 + len(guessed.get(name, ())))
 
 
-def _progress(output: Any) -> Iterable[Progress]:
+def _progress(output: Any) -> Iterable[ScheduledRequest]:
     """The requests of a step, and how far their KV is after it.
 
     Tokens that speculative decoding only guessed do not count.
@@ -362,4 +362,4 @@ def _progress(output: Any) -> Iterable[Progress]:
         table = blocks.get_block_ids(request_id)
         if count and table is not None:
             after = before + count - len(guessed.get(request_id, ()))
-            yield Progress(request_id, after, table)
+            yield ScheduledRequest(request_id, after, table)

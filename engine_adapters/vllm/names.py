@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.engine.requests import Names, files_fingerprint
+from kvstore.engine.requests import PromptScope, files_fingerprint
 from kvstore.page import PrefixKeys
 
 ENGINE: Final = "vllm"
@@ -30,7 +30,7 @@ def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[s
     return {"request_tokens": str(request_tokens)} if depends else {}
 
 
-def names_of(request: Any, *, strong_hashes: bool) -> Names:
+def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
     """What, besides tokens, names a request's KV.
 
     Args:
@@ -47,7 +47,7 @@ def names_of(request: Any, *, strong_hashes: bool) -> Names:
         parts.append(("cache_salt", request.cache_salt))
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
     usable = not request.resumable and (strong_hashes or not foreign)
-    return Names(tuple(parts), foreign, usable)
+    return PromptScope(tuple(parts), foreign, usable)
 
 
 def page_key(key: bytes) -> PrefixKeys | None:

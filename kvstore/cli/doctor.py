@@ -135,7 +135,7 @@ def _existing(path: Path) -> Path:
 
 
 def _stats(url: str, token: str) -> dict[str, Any] | None:
-    url, token = client.reach(url, token)
+    url, token = client.endpoint(url, token)
     try:
         status, answer = client.send(url, "GET", "/v1/stats", token=token, timeout_s=_TIMEOUT_S)
         stats = json.loads(answer)

@@ -47,7 +47,7 @@ class Remote:
             raise InvalidArgument("--url", message)
         if not (token.isascii() and token.isprintable()):
             raise InvalidArgument("--token", "a token has printable ASCII characters only")
-        self.url, self._token = client.reach(url.rstrip("/"), token)
+        self.url, self._token = client.endpoint(url.rstrip("/"), token)
 
     def get(self, path: str, **query: object) -> Any:
         """The answer to a GET; query values that are None are left out."""

@@ -28,7 +28,7 @@ from kvstore.client.endpoint import (
 )
 from kvstore.client.exchange import Connection
 from kvstore.client.mapping import Mapping, Use
-from kvstore.client.reconnecting import Effects, Move, Reconnecting
+from kvstore.client.reconnecting import Effects, Reconnecting, StoreMove
 from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
@@ -102,7 +102,9 @@ class Moving:
         end: ends it.
     """
 
-    def __init__(self, begin: Callable[[], tuple[Move, Use]], end: Callable[[Move], None]) -> None:
+    def __init__(
+        self, begin: Callable[[], tuple[StoreMove, Use]], end: Callable[[StoreMove], None]
+    ) -> None:
         self._begin = begin
         self._end = end
 
@@ -309,14 +311,14 @@ class Link:
 
     # ---- moves ------------------------------------------------------------------------------
 
-    def _begin(self) -> tuple[Move, Use]:
+    def _begin(self) -> tuple[StoreMove, Use]:
         with self._state:
             move = self._reconnecting.begin()
             if move is None:
                 raise PeerUnreachable(f"{self.path}: {self.why}")
             return move, self._mappings[move.memory].use()
 
-    def _ended(self, move: Move) -> None:
+    def _ended(self, move: StoreMove) -> None:
         with self._state:
             effects = self._reconnecting.end(move)
             connection = self._note(effects)

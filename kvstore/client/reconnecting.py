@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class StoreMove:
     """One move under way.
 
     Attributes:
@@ -80,7 +80,7 @@ class Reconnecting:
         self._first_lost = 0
         #: Up to where the present connection has settled.
         self._told = 0
-        self._moves: set[Move] = set()
+        self._moves: set[StoreMove] = set()
         #: Memories that are not the present one and still touched.
         self._retired: set[int] = set()
 
@@ -124,15 +124,15 @@ class Reconnecting:
 
     # ---- moves ------------------------------------------------------------------------------
 
-    def begin(self) -> Move | None:
+    def begin(self) -> StoreMove | None:
         """A move begins now; None when it may not."""
         if not self.connected or self.closing:
             return None
-        move = Move(self.connection, self.memory)
+        move = StoreMove(self.connection, self.memory)
         self._moves.add(move)
         return move
 
-    def end(self, move: Move) -> Effects:
+    def end(self, move: StoreMove) -> Effects:
         """A move has ended, its bytes are let go of; one of before a fork is nobody's."""
         if move not in self._moves:
             return Effects()

@@ -38,7 +38,7 @@ _SLAB: Final = {
 """Series → what the slab calls it."""
 
 
-class Counts:
+class AdapterCounts:
     """Sums since they were last taken."""
 
     def __init__(self, series: Mapping[str, str] = SERIES) -> None:

@@ -19,14 +19,14 @@ from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
 from kvstore.engine.chain import Chain, ForeignChain
-from kvstore.engine.counts import Counts
+from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.identity import chain_seed, window_pages
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace
 from kvstore.engine.pending import PendingWait, missing_tokens
-from kvstore.engine.requests import BlockHolder, Names, Progress, Request, Setup
+from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
 from kvstore.engine.transfer import Transfer, read_transfer
 from kvstore.page import PrefixKeys
 
@@ -50,7 +50,7 @@ class _State:
     """
 
     request: Request
-    names: Names
+    names: PromptScope
     chain: Chain | ForeignChain
     stored: int = 0
     hit: int = 0
@@ -105,7 +105,7 @@ class SchedulerSide:
             clock: monotonic seconds.
             report_prefill: told the measured seconds per token, once a second at most.
         """
-        self.counts = Counts()
+        self.counts = AdapterCounts()
         self.pace = Pace()
         self._opening = opening
         self._setup = setup
@@ -154,7 +154,7 @@ class SchedulerSide:
 
     # ---- loading ----------------------------------------------------------------------------
 
-    def match(self, request: Request, names: Names, computed: int) -> tuple[int | None, bool]:
+    def match(self, request: Request, names: PromptScope, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed`` to load.
 
         Returns:
@@ -264,7 +264,7 @@ class SchedulerSide:
 
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Iterable[Progress], tokens: int, decoded: int = 0) -> Step:
+    def build(self, scheduled: Iterable[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
         """Everything the workers are to start in this step.
 
         Args:
@@ -288,7 +288,7 @@ class SchedulerSide:
                 (self._withheld if self._layered else step.stores).append(store)
         return step
 
-    def see(self, request: Request, names: Names) -> None:
+    def see(self, request: Request, names: PromptScope) -> None:
         """A request exists; what is stored of it needs its tokens."""
         if names.usable:
             self._state(request, names)
@@ -312,7 +312,7 @@ class SchedulerSide:
             prompt_tokens=prompt,
         ).as_parameters()
 
-    def _store(self, progress: Progress) -> Store | None:
+    def _store(self, progress: ScheduledRequest) -> Store | None:
         state = self._states.get(progress.request_id)
         if state is None:
             return None
@@ -450,7 +450,7 @@ class SchedulerSide:
 
     # ---- requests ---------------------------------------------------------------------------
 
-    def _state(self, request: Request, names: Names) -> _State:
+    def _state(self, request: Request, names: PromptScope) -> _State:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
             seed = chain_seed([*self._epoch, *names.parts])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.client.jobs import StoreJob, Worker
 from kvstore.client.space import Space
-from kvstore.engine.counts import Counts
+from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.opening import Opening
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.page import PrefixKeys
@@ -110,7 +110,7 @@ class Tiering:
         #: In the order of their deadlines.
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._new: list[tuple[bytes, _Answer]] = []
-        self.counts = Counts(SERIES)
+        self.counts = AdapterCounts(SERIES)
 
     def lookup(self, key: bytes) -> bool | None:
         """Whether a page is there; None while the node is being asked.

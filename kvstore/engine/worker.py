@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import PutResult
-from kvstore.engine.counts import Counts
+from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.messages import Blocks, Load, Report, Store
 from kvstore.engine.opening import Opening
 from kvstore.errors import KVStoreError
@@ -47,7 +47,7 @@ class GroupMemory(NamedTuple):
         return self.page_tokens // self.block_tokens
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What the engine must be told after a step.
 
     Attributes:
@@ -106,7 +106,7 @@ class WorkerSide:
     opening: Opening
     groups: Sequence[GroupMemory]
     clock: Callable[[], float]
-    counts: Counts = field(default_factory=Counts)
+    counts: AdapterCounts = field(default_factory=AdapterCounts)
     _loads: list[_Loading] = field(default_factory=list)
     _stores: list[_Storing] = field(default_factory=list)
 
@@ -167,13 +167,13 @@ class WorkerSide:
                 storing.jobs.append(job)
                 storing.sizes.append(space.page_bytes[memory.shard])
 
-    def poll(self, *, idle: bool = False) -> Outcome:
+    def poll(self, *, idle: bool = False) -> StepOutcome:
         """What has ended. Layer-wise loads are waited for: they end with their step.
 
         Args:
             idle: the step computes nothing, so that a short wait holds up nobody.
         """
-        outcome = Outcome(set(), set(), set(), Report())
+        outcome = StepOutcome(set(), set(), set(), Report())
         if idle:
             self._wait_idle()
         for loading in list(self._loads):
@@ -206,7 +206,7 @@ class WorkerSide:
             for _, job in oldest.parts:
                 job.wait(max(0.0, until - self.clock()))
 
-    def _poll_load(self, loading: _Loading, outcome: Outcome) -> None:
+    def _poll_load(self, loading: _Loading, outcome: StepOutcome) -> None:
         load = loading.load
         left_s = loading.deadline - self.clock()
         # A layer-wise load ends with the step it was for: its last layer is there by now.
@@ -238,7 +238,7 @@ class WorkerSide:
         if not loading.late:
             self._finish(load, pages, outcome)
 
-    def _finish(self, load: Load, pages: int, outcome: Outcome) -> None:
+    def _finish(self, load: Load, pages: int, outcome: StepOutcome) -> None:
         """A load that a request waited for is over."""
         if not load.layerwise:
             outcome.received.add(load.request)

@@ -167,7 +167,7 @@ class _Queued(NamedTuple):
     batch: EventBatch
 
 
-class Access(NamedTuple):
+class FollowerAccess(NamedTuple):
     """Who may follow a publisher.
 
     Attributes:
@@ -179,7 +179,7 @@ class Access(NamedTuple):
     mode: int = 0o600
 
 
-OWNER: Final = Access()
+OWNER: Final = FollowerAccess()
 """The user of this process over Unix sockets, everybody over TCP."""
 
 
@@ -200,7 +200,7 @@ class EventPublisher:
         replay_endpoint: str | None = None,
         *,
         topic: bytes = b"",
-        access: Access = OWNER,
+        access: FollowerAccess = OWNER,
         queue_max: int = 1_024,
         replay_max: int = 10_000,
         replay_bytes_max: int = 64 << 20,

@@ -52,7 +52,7 @@ _REPLAY_BYTES: Final = 256 << 10
 """Of a replay that wait for one follower; the rest stays where it is kept."""
 _REQUESTS_MAX: Final = 8
 """Replays that one follower may ask for before it has read the first."""
-_LIMITS: Final = zmtp.Limits(message_bytes=1_024, frames=8)
+_LIMITS: Final = zmtp.MessageLimits(message_bytes=1_024, frames=8)
 """Followers say nothing long."""
 _TOPICS_MAX: Final = 16
 _FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -85,7 +85,7 @@ class _Follower:
     def __init__(self, raw: socket.socket, side: zmtp.Side, token: bytes, now: float) -> None:
         self.raw = raw
         self.side = side
-        self.peer = zmtp.Peer(side, _LIMITS, token=token, server=True)
+        self.peer = zmtp.ZmtpPeer(side, _LIMITS, token=token, server=True)
         self.waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
         self.sent_of_first = 0

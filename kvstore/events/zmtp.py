@@ -64,7 +64,7 @@ ROUTER: Final = Side(b"ROUTER", frozenset({b"DEALER", b"REQ", b"ROUTER"}))
 DEALER: Final = Side(b"DEALER", frozenset({b"ROUTER", b"REP", b"DEALER"}))
 
 
-class Limits(NamedTuple):
+class MessageLimits(NamedTuple):
     """What one message may be.
 
     Attributes:
@@ -76,7 +76,7 @@ class Limits(NamedTuple):
     frames: int
 
 
-class Peer:
+class ZmtpPeer:
     """The other side of one connection.
 
     Attributes:
@@ -85,7 +85,7 @@ class Peer:
     """
 
     def __init__(
-        self, side: Side, limits: Limits, *, token: bytes = b"", server: bool = False
+        self, side: Side, limits: MessageLimits, *, token: bytes = b"", server: bool = False
     ) -> None:
         """Begin the handshake: :meth:`outgoing` has its first bytes.
 

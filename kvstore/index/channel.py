@@ -14,13 +14,13 @@ from kvstore.process.listeners import Unix, parse_endpoint
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """Nodes' batches have up to half a MiB, those of engines that take no notice of size some MiB."""
-_LIMITS: Final = zmtp.Limits(MESSAGE_BYTES_MAX, frames=8)
+_LIMITS: Final = zmtp.MessageLimits(MESSAGE_BYTES_MAX, frames=8)
 _READ_BYTES: Final = 8 << 10
 """Messages of two bytes each are dealt with in a few milliseconds."""
 _BUFFER_BYTES: Final = 64 << 10
 
 
-class Channel:
+class EventConnection:
     """An open connection, handshake done.
 
     Attributes:
@@ -28,7 +28,7 @@ class Channel:
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: zmtp.Peer
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: zmtp.ZmtpPeer
     ) -> None:
         """See :meth:`open`."""
         self._reader = reader
@@ -37,7 +37,9 @@ class Channel:
         self._early: list[zmtp.Message] = []
 
     @classmethod
-    async def open(cls, endpoint: str, side: zmtp.Side, token: str, timeout_s: float) -> "Channel":
+    async def open(
+        cls, endpoint: str, side: zmtp.Side, token: str, timeout_s: float
+    ) -> "EventConnection":
         """Connect and shake hands.
 
         Args:
@@ -53,7 +55,7 @@ class Channel:
         async with asyncio.timeout(timeout_s):
             reader, writer = await _connect(endpoint)
             shown = token.encode() if endpoint.startswith("tcp:") else b""
-            channel = cls(reader, writer, zmtp.Peer(side, _LIMITS, token=shown))
+            channel = cls(reader, writer, zmtp.ZmtpPeer(side, _LIMITS, token=shown))
             try:
                 channel._answer()
                 while not channel._peer.ready:

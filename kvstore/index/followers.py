@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, wall_clock
-from kvstore.index.channel import Channel
+from kvstore.index.channel import EventConnection
 from kvstore.index.foreign import ForeignBlocks
 from kvstore.index.holders import PrefixIndex
 from kvstore.index.ingest import WorkerIngest
 from kvstore.index.reading import UnreadableError
-from kvstore.index.sequence import Sequence, Verdict
+from kvstore.index.sequence import BatchVerdict, Sequence
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Follower:
             PeerError: it is no publisher.
         """
         source = self.source
-        channel = await Channel.open(source.endpoint, zmtp.SUB, source.token, _CONNECT_S)
+        channel = await EventConnection.open(source.endpoint, zmtp.SUB, source.token, _CONNECT_S)
         try:
             await channel.send([b"\x01"])
             self.connected = True
@@ -144,7 +144,7 @@ class Follower:
         finally:
             channel.close()
 
-    async def _listen(self, channel: Channel) -> None:
+    async def _listen(self, channel: EventConnection) -> None:
         loop = asyncio.get_running_loop()
         heard_at, missed = loop.time(), 0
         while True:
@@ -187,11 +187,11 @@ class Follower:
     async def _take(self, number: int, payload: bytes) -> bool:
         """Apply a batch as the sequence allows; True when the publisher turns out restarted."""
         verdict = self.sequence.take(number, payload)
-        if verdict is Verdict.SKIP:
+        if verdict is BatchVerdict.SKIP:
             return False
-        if verdict is not Verdict.APPLY:
+        if verdict is not BatchVerdict.APPLY:
             await self._clear()
-        if verdict is Verdict.RESTARTED:
+        if verdict is BatchVerdict.RESTARTED:
             return True
         try:
             for _ in self.ingest.apply(payload):
@@ -268,7 +268,7 @@ class Follower:
         self, endpoint: str
     ) -> AsyncGenerator[tuple[bytes, int | None, bytes], None]:
         """Topic, number and payload of each batch; at the end the topic alone (number None)."""
-        channel = await Channel.open(endpoint, zmtp.DEALER, self.source.token, _CONNECT_S)
+        channel = await EventConnection.open(endpoint, zmtp.DEALER, self.source.token, _CONNECT_S)
         try:
             await channel.send([b"", self.sequence.replay_from.to_bytes(8, "big")])
             before = -1

@@ -66,7 +66,7 @@ def prefix_length(present: Present) -> int:
     return len(present) if present.all() else int(present.argmin())
 
 
-class Match:
+class PromptMatch:
     """Where the pages of one prompt are; a snapshot, valid whatever happens to the index."""
 
     def __init__(
@@ -274,7 +274,7 @@ class PrefixIndex:
         self._bury(slots)
         return pages
 
-    def match(self, domain: str, packed: bytes) -> Match:
+    def match(self, domain: str, packed: bytes) -> PromptMatch:
         """Find out who holds which of these pages.
 
         Args:
@@ -295,7 +295,7 @@ class PrefixIndex:
                 holders[worker] = {needed: [] for needed in shards}
             if shard in holders[worker]:
                 holders[worker][shard].append(bit)
-        return Match(words, holders, len(slots))
+        return PromptMatch(words, holders, len(slots))
 
     def pages(self) -> dict[tuple[str, str], int]:
         """Pages at each (worker, medium); with several shards, of the one that has most."""

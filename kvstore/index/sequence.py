@@ -10,7 +10,7 @@ import enum
 import hashlib
 
 
-class Verdict(enum.Enum):
+class BatchVerdict(enum.Enum):
     """What to do with a batch."""
 
     APPLY = "apply"
@@ -71,22 +71,22 @@ class Sequence:
             return True
         return False
 
-    def take(self, number: int, payload: bytes) -> Verdict:
+    def take(self, number: int, payload: bytes) -> BatchVerdict:
         """Decide about the next batch, from replay or live."""
         if self._next is not None and number < self._next - 1:
-            return Verdict.SKIP
+            return BatchVerdict.SKIP
         digest = hashlib.blake2b(payload, digest_size=16).digest()
         if self._next is None or number == self._next:
-            verdict = Verdict.APPLY
+            verdict = BatchVerdict.APPLY
         elif number == self._next - 1:
             if digest == self._last:
-                return Verdict.SKIP
+                return BatchVerdict.SKIP
             self.forget()
             self.restarts += 1
-            return Verdict.RESTARTED
+            return BatchVerdict.RESTARTED
         else:
             self.gaps_lost += 1
-            verdict = Verdict.CLEAR_AND_APPLY
+            verdict = BatchVerdict.CLEAR_AND_APPLY
         self._next = number + 1
         self._last = digest
         return verdict

@@ -13,7 +13,7 @@ class Answer(Struct, frozen=True, kw_only=True, gc=False):
     """Base of all; none refers to itself, so the garbage collector need not look at them."""
 
 
-class Fault(Answer, frozen=True):
+class ErrorBody(Answer, frozen=True):
     """Why a request was refused; ``field`` is empty when no part of it in particular is wrong."""
 
     code: str
@@ -21,10 +21,10 @@ class Fault(Answer, frozen=True):
     field: str
 
 
-class Refusal(Answer, frozen=True):
+class ErrorAnswer(Answer, frozen=True):
     """The body of every answer that is no success."""
 
-    error: Fault
+    error: ErrorBody
 
 
 class Health(Answer, frozen=True):
@@ -120,6 +120,21 @@ class PageDetail(PageRow, frozen=True):
     pins: int
     read_once: bool
     first_children: list[str]
+
+
+class PageTokens(Answer, frozen=True):
+    """The token ids of one page; None = nobody gave them, or its record has no room for them."""
+
+    key: str
+    depth: int
+    tokens: list[int] | None
+
+
+class PromptPart(Answer, frozen=True):
+    """Pages that follow each other; the last one is the page that was asked for."""
+
+    space: str
+    prompt: list[PageTokens]
 
 
 class PageList(Answer, frozen=True):
@@ -245,7 +260,7 @@ class QuotaList(Answer, frozen=True):
     quotas: list[QuotaRow]
 
 
-class Wear(Answer, frozen=True):
+class WearCounts(Answer, frozen=True):
     """What was admitted to the SSDs; ``forecast_bytes``: of a whole day; a budget of 0 is none."""
 
     admitted: int
@@ -261,7 +276,7 @@ class SsdPolicy(Answer, frozen=True):
     write: str
     sync: str
     admission: str
-    wear: Wear
+    wear: WearCounts
 
 
 class Policy(Answer, frozen=True):

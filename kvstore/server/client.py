@@ -81,7 +81,7 @@ def send(
         connection.close()
 
 
-def reach(url: str, token: str) -> tuple[str, str]:
+def endpoint(url: str, token: str) -> tuple[str, str]:
     """Where and with which token to ask a node.
 
     It is as it was given, but when it is the socket of a node that was told no paths and there is

@@ -1,6 +1,6 @@
 """What a node counts and measures, as answers of the admin API."""
 
-from kvstore.server.answers import Answer, Wear
+from kvstore.server.answers import Answer, WearCounts
 
 
 class HostSizes(Answer, frozen=True):
@@ -55,7 +55,7 @@ class AdminCounts(Answer, frozen=True):
     restarts: int
 
 
-class Directory(Answer, frozen=True):
+class DirectoryCounts(Answer, frozen=True):
     """One directory of the SSD tier."""
 
     path: str
@@ -71,7 +71,7 @@ class SsdCounts(Answer, frozen=True):
     write: str
     sync: str
     admission: str
-    wear: Wear
+    wear: WearCounts
     writes: int
     loads: int
     checks: int
@@ -92,7 +92,7 @@ class SsdCounts(Answer, frozen=True):
     jobs: int
     errors: dict[str, int]
     failed_segments: dict[str, str]
-    directories: list[Directory]
+    directories: list[DirectoryCounts]
     written_records: int = 0
     read_records: int = 0
     read_bytes: int = 0
@@ -132,13 +132,13 @@ class Lookups(Answer, frozen=True):
     missed_pages: int
 
 
-class Stats(Answer, frozen=True):
+class NodeStats(Answer, frozen=True):
     """Everything that can be counted; of spaces and sessions the first 100.
 
     ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
     engines hold. ``loop_lag_s``: the worst of the last 15 to 30 s. ``latencies``: ``lookup``,
-    ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: of the first 32 models, and of
-    all others as ``other``.
+    ``acquire``, ``put``, ``wait``, ``disk_load`` and ``loop_turn``. ``lookups``: of the first
+    32 models, and of all others as ``other``.
     """
 
     node: str

@@ -13,6 +13,7 @@ KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
 RUN_KEYS_MAX: Final = 1024
 TOKENS_MAX: Final = 2_000_000
+CHAIN_MAX: Final = 1024
 
 Tier = Literal["host", "ssd"]
 Name = Annotated[str, Meta(max_length=256)]
@@ -31,7 +32,7 @@ class Operation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # What shows
 
 
-class Ping(Operation, frozen=True):
+class PingNode(Operation, frozen=True):
     """The node's loop answers."""
 
 
@@ -73,6 +74,18 @@ class ShowPage(Operation, frozen=True):
 
     space: Name
     key: Name
+
+
+class ShowTokens(Operation, frozen=True):
+    """What was asked of engines: the token ids of a page, and of pages before it.
+
+    ``pages``: of how many pages, the page itself included; fewer when they are long. It changes
+    nothing and leaves a line in the log.
+    """
+
+    space: Name
+    key: Name
+    pages: Annotated[int, Meta(ge=1, le=CHAIN_MAX)] = 1
 
 
 class ListTree(Operation, frozen=True):
@@ -163,7 +176,7 @@ class Change(Operation, frozen=True):
     """Base of all that change something: each leaves a line in the log."""
 
 
-class Pin(Change, frozen=True):
+class PinPages(Change, frozen=True):
     """Pin the pages of a key and of all keys before it: they stay in a tier.
 
     It ends after ``ttl_s`` seconds; 0 = when it is unpinned.
@@ -207,7 +220,7 @@ class Verify(Change, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=7 * 86_400)] = 3600.0
 
 
-class Prefetch(Change, frozen=True):
+class PrefetchPages(Change, frozen=True):
     """Bring pages from the SSD into host memory, by a deadline."""
 
     space: Name
@@ -215,7 +228,7 @@ class Prefetch(Change, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
 
 
-class Move(Change, frozen=True):
+class MovePages(Change, frozen=True):
     """Move pages of one chain to another tier; to the SSDs: memory lets go from the tails on.
 
     The job's ``result`` says how many of the keys are ``there`` in the end, how many were ``kept``

@@ -92,16 +92,16 @@ class Verifier:
         return work
 
     def _check_space(self, scan: "_Scan", space: PrefixTree) -> Work[None]:
-        shelves, cursor = space.shelves, 0
+        order, cursor = space.by_creation, 0
         step = max(1, _STEP_PAGES // max(1, len(space.shards)))
-        while numbers := shelves.numbers(cursor):
+        while numbers := order.numbers(cursor):
             for number in numbers:
                 if scan.over():
                     return
-                nodes = shelves.nodes(number)
+                nodes = order.nodes(number)
                 for start in range(0, len(nodes), step):
                     yield from self._check_nodes(scan, nodes[start : start + step])
-            cursor = shelves.after(numbers[-1])
+            cursor = order.after(numbers[-1])
             yield None
 
     def _check_nodes(self, scan: "_Scan", nodes: list[PrefixNode]) -> Work[None]:
@@ -212,8 +212,8 @@ class _Scan:
 
 def _count(scan: _Scan, space: PrefixTree) -> Work[None]:
     """Count the pages of a space in the tiers that are looked at."""
-    for number in space.shelves.numbers(0):
-        nodes = space.shelves.nodes(number)
+    for number in space.by_creation.numbers(0):
+        nodes = space.by_creation.nodes(number)
         if "host" in scan.tiers:
             scan.job.total += sum(len(node.slots) for node in nodes)
         if "ssd" in scan.tiers:

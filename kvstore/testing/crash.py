@@ -46,7 +46,7 @@ _KNOWN_FILES: Final = re.compile(r"segment-[0-9a-f]{16}\.kvlog|kvstore-log\.json
 
 
 @dataclass
-class Outcome:
+class CrashOutcome:
     """What happened; a test asks that each of these did happen.
 
     Attributes:
@@ -98,7 +98,7 @@ def wrong_pages(keys: PrefixKeys, found: list[npt.NDArray[np.uint8]]) -> list[in
     return [at for at, page in enumerate(found) if not np.array_equal(page, page_of(keys[at]))]
 
 
-class Load:
+class CrashLoad:
     """Threads that store and read pages until the daemon is gone.
 
     Args:
@@ -114,7 +114,7 @@ class Load:
         found: what went wrong, if anything.
     """
 
-    def __init__(self, address: str, seed: str, chains: range, outcome: Outcome) -> None:
+    def __init__(self, address: str, seed: str, chains: range, outcome: CrashOutcome) -> None:
         """Start them."""
         self.acknowledged: dict[int, int] = {}
         self.operations = 0
@@ -210,7 +210,7 @@ class CrashRun:
     """
 
     def __init__(self, folder: Path, seed: int, sync: str, say: Say = lambda _line: None) -> None:
-        self.outcome = Outcome()
+        self.outcome = CrashOutcome()
         self._folder = folder
         self._seed = seed
         self._random = Random(f"{seed} {sync}")
@@ -219,7 +219,7 @@ class CrashRun:
         self._tight = False
         self._acknowledged: dict[int, int] = {}
 
-    def run(self, kills: int) -> Outcome:
+    def run(self, kills: int) -> CrashOutcome:
         """Kill the daemon so often, and verify what each start finds.
 
         Raises:
@@ -300,7 +300,7 @@ class CrashRun:
     # ---- under load -------------------------------------------------------------------------
 
     def _live(self, server: Server, chains: range) -> None:
-        load = Load(server.address, f"{self._seed} {chains.start}", chains, self.outcome)
+        load = CrashLoad(server.address, f"{self._seed} {chains.start}", chains, self.outcome)
         try:
             reached, point = self._point(load)
             if not wait_for(lambda: reached() or load.found or server.ended, WAIT_S):
@@ -315,7 +315,7 @@ class CrashRun:
         self.outcome.kills_by_point[point] += 1
         self._acknowledged |= load.acknowledged
 
-    def _point(self, load: Load) -> tuple[Callable[[], bool], str]:
+    def _point(self, load: CrashLoad) -> tuple[Callable[[], bool], str]:
         """When to kill: a condition, and what it is called."""
         least = self._random.randint(1, OPERATIONS_MAX)
         segments = len(self._segments()) + self._random.randint(1, 3)

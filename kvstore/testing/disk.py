@@ -297,7 +297,7 @@ def _survivors(length: int, random: Random) -> list[tuple[int, int]]:
 # A disk that fails
 
 
-class Fault(StrEnum):
+class DiskFault(StrEnum):
     """What :class:`FaultyDisk` can do to a call."""
 
     IO_ERROR = "io_error"
@@ -311,9 +311,9 @@ class Fault(StrEnum):
 
 Call = Literal["create", "open", "write", "read", "sync", "remove", "write_file", "lock"]
 _ERRORS: Final = {
-    Fault.IO_ERROR: errno.EIO,
-    Fault.FULL: errno.ENOSPC,
-    Fault.READ_ONLY: errno.EROFS,
+    DiskFault.IO_ERROR: errno.EIO,
+    DiskFault.FULL: errno.ENOSPC,
+    DiskFault.READ_ONLY: errno.EROFS,
 }
 
 
@@ -334,13 +334,13 @@ class FaultyDisk:
         self.slow_ends = threading.Event()
         self._disk = disk
         self._random = Random(seed)
-        self._armed: dict[Call, tuple[Fault, int, int]] = {}
+        self._armed: dict[Call, tuple[DiskFault, int, int]] = {}
 
-    def arm(self, call: Call, fault: Fault, *, after: int = 0, times: int = 1) -> None:
+    def arm(self, call: Call, fault: DiskFault, *, after: int = 0, times: int = 1) -> None:
         """Let ``times`` calls fail once ``after`` more have passed."""
         self._armed[call] = (fault, after, times)
 
-    def _struck(self, call: Call) -> Fault | None:
+    def _struck(self, call: Call) -> DiskFault | None:
         fault, after, times = self._armed.get(call, (None, 0, 0))
         if fault is None:
             return None
@@ -353,7 +353,7 @@ class FaultyDisk:
         self.hits += 1
         if fault in _ERRORS:
             raise _error(_ERRORS[fault])
-        if fault is Fault.SLOW:
+        if fault is DiskFault.SLOW:
             self.slow_ends.wait(SLOW_S_MAX)
         return fault
 
@@ -395,24 +395,24 @@ class FaultyDisk:
     def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See :class:`Disk`; short, torn or flipped when armed so."""
         fault = self._struck("write")
-        if fault not in (Fault.SHORT, Fault.TORN, Fault.BIT_FLIP):
+        if fault not in (DiskFault.SHORT, DiskFault.TORN, DiskFault.BIT_FLIP):
             return self._disk.write(descriptor, buffers, offset)
         data = aligned(sum(map(len, buffers)))
         data[:] = b"".join(buffers)
         kept = self._random.randrange(1, max(len(data) // SECTOR_BYTES, 2)) * SECTOR_BYTES
-        if fault is Fault.BIT_FLIP:
+        if fault is DiskFault.BIT_FLIP:
             self._flip(data)
             kept = len(data)
         self._disk.write(descriptor, [data[:kept]], offset)
-        return kept if fault is Fault.SHORT else len(data)
+        return kept if fault is DiskFault.SHORT else len(data)
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See :class:`Disk`; short or flipped when armed so."""
         fault = self._struck("read")
-        if fault is Fault.SHORT:
+        if fault is DiskFault.SHORT:
             return self._disk.read(descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)
         done = self._disk.read(descriptor, buffers, offset)
-        if fault is Fault.BIT_FLIP:
+        if fault is DiskFault.BIT_FLIP:
             self._flip(max(buffers, key=len))
         return done
 

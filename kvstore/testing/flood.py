@@ -33,7 +33,7 @@ _SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=128), layers=(0, 4), h
 
 
 @dataclass(frozen=True)
-class Put:
+class FloodPut:
     """One put that was done.
 
     Attributes:
@@ -65,7 +65,7 @@ class Flooded:
         begun: the daemon's, at the beginning.
     """
 
-    puts: list[Put] = field(default_factory=list)
+    puts: list[FloodPut] = field(default_factory=list)
     refused: int = 0
     seconds: float = 0.0
     memory_bytes_max: int = 0
@@ -78,9 +78,9 @@ class Flooded:
         """What the tier wrote meanwhile."""
         return int(self.stats["ssd"].get("written_bytes", 0))
 
-    def kept(self, capacity_bytes: int) -> list[Put]:
+    def kept(self, capacity_bytes: int) -> list[FloodPut]:
         """Durable puts so late that the disk cannot have reclaimed them since."""
-        late: list[Put] = []
+        late: list[FloodPut] = []
         after = 0
         for put in reversed(self.puts):
             after += PUT_BYTES * 2  # records have headers, segments have ends
@@ -223,11 +223,11 @@ class Flood:
                 with self._lock:
                     puts = self.result.puts
                     room = (len(puts) + WRITERS) * PUT_BYTES <= self.result.capacity_bytes
-                    puts.append(Put(prompt, now - begin, now - start, durable, room))
+                    puts.append(FloodPut(prompt, now - begin, now - start, durable, room))
                 number += 1
 
 
-def missing_puts(address: str, puts: list[Put]) -> list[int]:
+def missing_puts(address: str, puts: list[FloodPut]) -> list[int]:
     """Prompts of puts that are not all there, byte-equal."""
     missing = []
     with KVStore.connect(address, name="flood-verify", timeout_s=TIMEOUT_S) as store:

@@ -260,7 +260,7 @@ class Scan:
 # All segments together
 
 
-class Found(NamedTuple):
+class SegmentScan(NamedTuple):
     """A segment's file and what is in it, or why it is left alone."""
 
     number: int
@@ -271,10 +271,10 @@ class Found(NamedTuple):
     reason: str = ""
 
 
-def one_of_each(found: Iterable[Found]) -> list[Found]:
+def one_of_each(found: Iterable[SegmentScan]) -> list[SegmentScan]:
     """Of several files with one number use the one that has most; leave the others as they are."""
-    best: dict[int, Found] = {}
-    others: list[Found] = []
+    best: dict[int, SegmentScan] = {}
+    others: list[SegmentScan] = []
     for one in sorted(found, key=_worth, reverse=True):
         if best.setdefault(one.number, one) is one:
             continue
@@ -283,12 +283,12 @@ def one_of_each(found: Iterable[Found]) -> list[Found]:
     return [*best.values(), *others]
 
 
-def _worth(found: Found) -> tuple[bool, bool, int]:
+def _worth(found: SegmentScan) -> tuple[bool, bool, int]:
     loaded = found.loaded
     return (False, False, 0) if loaded is None else (True, loaded.sealed, len(loaded.entries))
 
 
-def combine(found: Iterable[Found]) -> RecoveredLog:
+def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
     """Decide which records stand: of two of the same page the later, none that was taken out."""
     ordered = sorted(found, key=lambda one: one.number)
     loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]

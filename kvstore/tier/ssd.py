@@ -21,6 +21,7 @@ from kvstore.tier.base import (
     DropSegment,
     Job,
     ReadPage,
+    ReadTokens,
     SealSegment,
     SyncAll,
     WritePage,
@@ -29,7 +30,7 @@ from kvstore.tier.base import (
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
-from kvstore.tier.recovery import Found, RecoveredLog, combine, load_segment, one_of_each
+from kvstore.tier.recovery import RecoveredLog, SegmentScan, combine, load_segment, one_of_each
 from kvstore.tier.segments import LogFile, Segments
 from kvstore.tier.transfer import RecordMover, Write, batches
 
@@ -134,7 +135,7 @@ class SSDLog:
                     " the next one might have no name: this is no segment, move it away"
                 )
             names += [(number, index) for number in numbers]
-        found: list[Found] = []
+        found: list[SegmentScan] = []
         if self._threads:
             with (
                 ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-scan") as readers,
@@ -156,7 +157,7 @@ class SSDLog:
             thread.start()
         return recovered
 
-    def _find(self, name: tuple[int, int], readers: Executor | None) -> Found:
+    def _find(self, name: tuple[int, int], readers: Executor | None) -> SegmentScan:
         """Read one segment; runs in threads of the recovery."""
         number, index = name
         directory = self._directories[index]
@@ -172,12 +173,12 @@ class SSDLog:
             finally:
                 self._disk.close(descriptor)
         except OSError as error:
-            return Found(number, index, path, size, None, f"{error.strerror or error}")
+            return SegmentScan(number, index, path, size, None, f"{error.strerror or error}")
         except ForeignLog as error:
-            return Found(number, index, path, size, None, str(error))
-        return Found(number, index, path, size, loaded)
+            return SegmentScan(number, index, path, size, None, str(error))
+        return SegmentScan(number, index, path, size, loaded)
 
-    def _adopt(self, found: Found) -> None:
+    def _adopt(self, found: SegmentScan) -> None:
         loaded = found.loaded
         if loaded is None:
             self._directories[found.directory].used_bytes += found.size_bytes
@@ -347,6 +348,8 @@ class SSDLog:
         match first:
             case ReadPage():
                 yield from mover.read(cast("list[ReadPage]", work.jobs))
+            case ReadTokens():
+                yield mover.read_tokens(first)
             case CopyPage():
                 yield mover.copy(first, work.sequence)
             case SyncAll():

@@ -16,7 +16,7 @@ from kvstore.errors import (
     KVStoreError,
     TierUnavailable,
 )
-from kvstore.testing.disk import Fault, FaultyDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import content, identity, new_keys, open_space
 
@@ -219,7 +219,7 @@ def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened
     with open_store(tmp_path) as store:
         space = large_space(store, model=model)
         keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
-        disk.arm("sync", Fault.IO_ERROR)
+        disk.arm("sync", DiskFault.IO_ERROR)
         for _ in range(2):
             with pytest.raises(KVStoreError):
                 space.put(keys, pages, durable=True)

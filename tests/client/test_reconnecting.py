@@ -11,14 +11,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.client.reconnecting import Effects, Move, Reconnecting
+from kvstore.client.reconnecting import Effects, Reconnecting, StoreMove
 
 
 class ModelNode:
     """What a node knows of one origin: its connections, and what each of them holds."""
 
     def __init__(self) -> None:
-        self.held: dict[int, set[Move]] = {}
+        self.held: dict[int, set[StoreMove]] = {}
         self.lost: set[int] = set()
 
     def hello(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Reconnects(RuleBasedStateMachine):
         self.link = Reconnecting()
         self.node = ModelNode()
         self.boot = 1
-        self.moves: list[Move] = []
+        self.moves: list[StoreMove] = []
         self.said: list[int] = []
         self.unmapped: set[int] = set()
         #: Of which boot each memory is.

@@ -10,14 +10,14 @@ from kvstore.engine.identity import Group
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import Options, read_section
-from kvstore.engine.requests import Names, Progress, Role, Setup
+from kvstore.engine.requests import PromptScope, Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 
 PAGE = 64
 BLOCK = 32
 FULL = Group(index=0, layers=4, block_tokens=BLOCK, block_bytes=128, kv_heads=2)
-PLAIN = Names()
+PLAIN = PromptScope()
 BOTH = Role(loads=True, stores=True)
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=PAGE)
 SHARD = ShardSpec(
@@ -98,7 +98,7 @@ class World:
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 
-    def step(self, *scheduled: Progress, tokens: int = 0, decoded: int = 0) -> Step:
+    def step(self, *scheduled: ScheduledRequest, tokens: int = 0, decoded: int = 0) -> Step:
         return self.side.build(scheduled, tokens, decoded)
 
     def load(self, request: Request, computed: int = 0, table: Sequence[int] = ()) -> Step:

@@ -5,7 +5,7 @@ import pytest
 from kvstore.client.results import Hit
 from kvstore.engine.identity import Group
 from kvstore.engine.messages import Report
-from kvstore.engine.requests import Names, Progress, Role
+from kvstore.engine.requests import PromptScope, Role, ScheduledRequest
 from tests.engine.engine import BLOCK, PLAIN, Request, World
 
 TOKENS = list(range(2, 302))
@@ -86,7 +86,7 @@ def test_other_salts_and_adapters_give_other_keys():
     world = World()
     names = [(), (("cache_salt", "a"),), (("cache_salt", "b"),), (("lora", "a"),), (("lora", "b"),)]
     for number, parts in enumerate(names):
-        world.side.match(request(str(number)), Names(parts), 0)
+        world.side.match(request(str(number)), PromptScope(parts), 0)
 
     keys = {asked.packed for asked in world.store.asked}
 
@@ -199,7 +199,7 @@ def test_what_could_not_be_loaded_is_computed_and_stored_again():
     world.ended(load.job, 1)
 
     assert world.side.match(asked, PLAIN, 64) == (0, False), "no second attempt"
-    (store,) = world.step(Progress("r", 300, [table()])).stores
+    (store,) = world.step(ScheduledRequest("r", 300, [table()])).stores
 
     assert store.keys == load.keys[1:4]
     assert store.blocks[0].blocks == [3, 4, 5, 6, 7, 8]
@@ -248,7 +248,8 @@ def test_pages_are_stored_once_as_chunks_complete_them():
     world.side.see(asked, PLAIN)
 
     stores = [
-        world.step(Progress("r", tokens, [table()])).stores for tokens in (40, 100, 130, 130, 300)
+        world.step(ScheduledRequest("r", tokens, [table()])).stores
+        for tokens in (40, 100, 130, 130, 300)
     ]
 
     assert [[len(store.keys) for store in step] for step in stores] == [[], [1], [1], [], [2]]
@@ -262,7 +263,7 @@ def test_output_is_stored_unless_that_is_switched_off():
         world = World(store_output=stored)
         asked = request(tokens=range(330), prompt=300)
         world.side.see(asked, PLAIN)
-        (store,) = world.step(Progress("r", 330, [table(11)])).stores
+        (store,) = world.step(ScheduledRequest("r", 330, [table(11)])).stores
 
         assert len(store.keys) == pages
 
@@ -272,18 +273,20 @@ def test_stores_hold_a_bounded_share_of_the_engines_blocks():
     for name in ("a", "b"):
         world.side.see(request(name), PLAIN)
 
-    first = world.step(Progress("a", 300, [table()]), Progress("b", 300, [table(first=20)]))
+    first = world.step(
+        ScheduledRequest("a", 300, [table()]), ScheduledRequest("b", 300, [table(first=20)])
+    )
     assert len(first.stores) == 1
     assert world.side.counts.take()["skipped_pages"] == 4
     world.ended(first.stores[0].job, 4)
-    assert len(world.step(Progress("b", 300, [table(first=20)])).stores) == 1, "tried again"
+    assert len(world.step(ScheduledRequest("b", 300, [table(first=20)])).stores) == 1, "tried again"
 
 
 def test_a_prompt_that_is_larger_than_that_share_is_stored_in_parts():
     world = World(blocks=24)  # six blocks, three pages, may be held
     world.side.see(request(), PLAIN)
     parts = []
-    while step := world.step(Progress("r", 300, [table()])).stores:
+    while step := world.step(ScheduledRequest("r", 300, [table()])).stores:
         (store,) = step
         assert len(world.blocks.held) <= 6
         parts.append(store.blocks[0].blocks)
@@ -302,15 +305,15 @@ def test_roles_say_what_is_done():
 
     assert producer.side.match(request(), PLAIN, 0) == (0, False)
     assert consumer.side.match(request(), PLAIN, 0) == (256, True)
-    assert producer.step(Progress("r", 300, [table()])).stores
-    assert not consumer.step(Progress("r", 300, [table()])).stores
+    assert producer.step(ScheduledRequest("r", 300, [table()])).stores
+    assert not consumer.step(ScheduledRequest("r", 300, [table()])).stores
 
 
 def test_only_a_request_that_is_handed_on_says_what_was_stored():
     world = World()
     for name, wanted in (("a", None), ("b", {"do_remote_decode": True})):
         world.side.see(request(name, kv_transfer_params=wanted), PLAIN)
-        world.step(Progress(name, 300, [table()]))
+        world.step(ScheduledRequest(name, 300, [table()]))
 
     assert world.side.finished("a") is None
     assert world.side.finished("b") == {
@@ -324,19 +327,19 @@ def test_only_a_request_that_is_handed_on_says_what_was_stored():
 def test_requests_that_tokens_do_not_name_are_left_alone():
     world = World()
     world.store.answer = Hit(4)
-    unusable = Names(usable=False)
+    unusable = PromptScope(usable=False)
     world.side.see(request(), unusable)
 
     assert world.side.match(request(), unusable, 0) == (0, False)
-    assert not world.step(Progress("r", 300, [table()])).stores
+    assert not world.step(ScheduledRequest("r", 300, [table()])).stores
 
 
 def test_images_are_named_by_the_engines_own_hashes():
     world = World()
     hashes = [bytes([n]) * 32 for n in range(9)]
-    world.side.match(request("a", block_hashes=hashes), Names(foreign=True), 0)
+    world.side.match(request("a", block_hashes=hashes), PromptScope(foreign=True), 0)
     other = [*hashes[:3], b"x" * 32, *hashes[4:]]
-    world.side.match(request("b", block_hashes=other), Names(foreign=True), 0)
+    world.side.match(request("b", block_hashes=other), PromptScope(foreign=True), 0)
     first, second = world.store.asked
 
     assert len(first) == 4
@@ -361,7 +364,7 @@ def test_a_sliding_window_needs_and_holds_only_its_last_pages():
         (1, 2, table(4, 50)),
     ]
     world.ended(load.job, 0)
-    (store,) = world.step(Progress("r", 300, [table(), [0, 0, 0, *table(7, 49)]])).stores
+    (store,) = world.step(ScheduledRequest("r", 300, [table(), [0, 0, 0, *table(7, 49)]])).stores
     assert [(part.group, part.first, part.blocks) for part in store.blocks] == [
         (0, 0, table(8)),
         (1, 2, table(4, 50)),
@@ -371,7 +374,7 @@ def test_a_sliding_window_needs_and_holds_only_its_last_pages():
 def test_waiting_for_a_job_is_offered_only_when_it_frees_blocks():
     world = World()
     world.side.see(request(), PLAIN)
-    world.step(Progress("r", 300, [table()]))
+    world.step(ScheduledRequest("r", 300, [table()]))
 
     assert not world.side.frees_soon()
     world.blocks.only_ours = {3}
@@ -389,7 +392,7 @@ def layerwise_step(world, *more):
     asked = request()
     assert world.side.match(asked, PLAIN, 0) == (128, False)
     world.side.allocated(asked, [table()], 128)
-    step = world.step(Progress("r", 300, [table()]), *more, tokens=172)
+    step = world.step(ScheduledRequest("r", 300, [table()]), *more, tokens=172)
     (load,) = step.loads
     assert load.layerwise
     return step
@@ -425,7 +428,7 @@ def test_what_was_computed_on_layers_that_did_not_come_is_not_stored():
 
     assert not world.step().stores
     assert not world.blocks.held
-    (store,) = world.step(Progress("r", 300, [table()])).stores
+    (store,) = world.step(ScheduledRequest("r", 300, [table()])).stores
     assert store.blocks[0].blocks == [3, 4, 5, 6, 7, 8], "computed again, and stored then"
 
 
@@ -441,13 +444,16 @@ def test_what_was_computed_on_layers_that_some_rank_cannot_tell_of_is_not_stored
 def test_the_engine_finds_no_block_that_was_computed_on_layers_that_did_not_come():
     world = World(load="layerwise", role=Role(loads=True, stores=False))
     # Two that share blocks with the load, one that does not.
-    shares, other = Progress("s", 200, [[1, 2, 20, 21]]), Progress("o", 200, [table(6, 30)])
+    shares, other = (
+        ScheduledRequest("s", 200, [[1, 2, 20, 21]]),
+        ScheduledRequest("o", 200, [table(6, 30)]),
+    )
     step = layerwise_step(world, shares, other)
     world.ended(step.loads[0].job, 1)
 
     assert world.blocks.forgotten == {*table(), 20, 21}
 
     world.blocks.forgotten.clear()
-    world.step(Progress("r", 300, [table()]), tokens=172)
+    world.step(ScheduledRequest("r", 300, [table()]), tokens=172)
     world.side.reported(None)
     assert not world.blocks.forgotten

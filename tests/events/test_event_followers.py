@@ -15,9 +15,9 @@ from kvstore.events import server as eventserver
 from kvstore.events import zmtp
 from kvstore.events.publisher import (
     END_OF_REPLAY,
-    Access,
     ClearedEvent,
     EventPublisher,
+    FollowerAccess,
     RemovedEvent,
     StoredEvent,
 )
@@ -41,7 +41,7 @@ class Follower:
             host, _, port = where.rpartition(":")
             self.raw = socket.create_connection((host, int(port)))
         self.raw.settimeout(WAIT_S)
-        self.peer = zmtp.Peer(side, zmtp.Limits(8 << 20, 8), token=token)
+        self.peer = zmtp.ZmtpPeer(side, zmtp.MessageLimits(8 << 20, 8), token=token)
         self.messages: list[zmtp.Message] = []
 
     def meet(self) -> "Follower":
@@ -249,7 +249,9 @@ def test_a_publisher_without_descriptors_lets_nobody_in_and_lives_on(spawn, tmp_
 
 def test_a_token_is_asked_for_over_tcp_and_a_unix_socket_has_permissions(tmp_path, follow):
     token, unix = b"sixteen characters", f"ipc://{tmp_path}/events"
-    with EventPublisher(unix, "tcp://127.0.0.1:*", topic=TOPIC, access=Access(token)) as publisher:
+    with EventPublisher(
+        unix, "tcp://127.0.0.1:*", topic=TOPIC, access=FollowerAccess(token)
+    ) as publisher:
         assert serves(publisher, follow)
         asking = follow(publisher.bound_replay_endpoint, zmtp.DEALER, token).meet()
         asking.say(b"", bytes(8))
@@ -261,7 +263,7 @@ def test_a_token_is_asked_for_over_tcp_and_a_unix_socket_has_permissions(tmp_pat
 
 def test_a_token_that_no_handshake_can_carry_is_refused(tmp_path):
     with pytest.raises(InvalidArgument) as refused:
-        EventPublisher(f"ipc://{tmp_path}/events", access=Access(b"x" * 256))
+        EventPublisher(f"ipc://{tmp_path}/events", access=FollowerAccess(b"x" * 256))
 
     assert refused.value.field == "access"
 

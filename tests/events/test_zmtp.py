@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.events import zmtp
-from kvstore.events.publisher import Access, ClearedEvent, EventPublisher
-from kvstore.events.zmtp import DEALER, PUB, ROUTER, SUB, Limits, Peer, PeerError, encode
+from kvstore.events.publisher import ClearedEvent, EventPublisher, FollowerAccess
+from kvstore.events.zmtp import DEALER, PUB, ROUTER, SUB, MessageLimits, PeerError, ZmtpPeer, encode
 
-LIMITS = Limits(message_bytes=1_000, frames=4)
+LIMITS = MessageLimits(message_bytes=1_000, frames=4)
 TOKEN = b"a token of sixteen or more"
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 WAIT_MS = 10_000
@@ -22,10 +22,10 @@ def ready(kind: bytes) -> bytes:
     return bytes((4, len(said))) + said
 
 
-def met(token: bytes = b"") -> tuple[Peer, Peer]:
+def met(token: bytes = b"") -> tuple[ZmtpPeer, ZmtpPeer]:
     """A publisher and a subscriber after their handshake."""
-    publisher = Peer(PUB, LIMITS, token=token, server=True)
-    subscriber = Peer(SUB, LIMITS, token=token)
+    publisher = ZmtpPeer(PUB, LIMITS, token=token, server=True)
+    subscriber = ZmtpPeer(SUB, LIMITS, token=token)
     for _ in range(4):
         for one, other in ((publisher, subscriber), (subscriber, publisher)):
             if said := one.outgoing():
@@ -49,8 +49,8 @@ def test_both_sides_get_ready_and_messages_pass(token):
     token=st.sampled_from([b"", TOKEN]),
 )
 def test_where_the_stream_is_cut_makes_no_difference(messages, cuts, token):
-    server = Peer(ROUTER, LIMITS, token=token, server=True)
-    client = Peer(DEALER, LIMITS, token=token)
+    server = ZmtpPeer(ROUTER, LIMITS, token=token, server=True)
+    client = ZmtpPeer(DEALER, LIMITS, token=token)
     sizes = iter([*cuts, *[1 << 20] * 10_000])
     found, data, sent = [], b"", False
     for _ in range(5_000):
@@ -97,7 +97,7 @@ WRONG = {
 )
 @pytest.mark.parametrize("step", [1, 1 << 20])
 def test_what_is_no_peer_ends_the_connection_and_is_named(cause, data, step):
-    peer = Peer(PUB, LIMITS, server=True)
+    peer = ZmtpPeer(PUB, LIMITS, server=True)
     pieces = [data[start : start + step] for start in range(0, len(data), step)]
 
     with pytest.raises(PeerError) as ended:
@@ -109,7 +109,7 @@ def test_what_is_no_peer_ends_the_connection_and_is_named(cause, data, step):
 
 @pytest.mark.parametrize("said", [b"", b"\x07kvstore", b"\xff", b"\x00\x05abc", b"\x00\x01ab"])
 def test_a_login_that_is_none_is_refused(said):
-    peer = Peer(PUB, LIMITS, token=TOKEN, server=True)
+    peer = ZmtpPeer(PUB, LIMITS, token=TOKEN, server=True)
     hello = b"\x05HELLO" + said
     peer.feed(GREETING.replace(b"NULL\0", b"PLAIN"))
 
@@ -120,8 +120,8 @@ def test_a_login_that_is_none_is_refused(said):
 
 
 def test_a_wrong_token_is_told_so_and_gets_nothing():
-    server = Peer(PUB, LIMITS, token=TOKEN, server=True)
-    client = Peer(SUB, LIMITS, token=b"another one, as long")
+    server = ZmtpPeer(PUB, LIMITS, token=TOKEN, server=True)
+    client = ZmtpPeer(SUB, LIMITS, token=b"another one, as long")
     client.feed(server.outgoing())
 
     with pytest.raises(PeerError) as ended:
@@ -185,7 +185,9 @@ def libzmq() -> Iterator[Libzmq]:
 @pytest.mark.parametrize("token", [b"", TOKEN])
 def test_libzmq_follows_and_asks_again_over_tcp(libzmq, kind, token):
     where = "tcp://127.0.0.1:*"
-    with EventPublisher(where, where, topic=b"kvstore@n@aa", access=Access(token)) as publisher:
+    with EventPublisher(
+        where, where, topic=b"kvstore@n@aa", access=FollowerAccess(token)
+    ) as publisher:
         live = libzmq(zmq.SUB, publisher.bound_endpoint, token)
         asking = libzmq(kind, publisher.bound_replay_endpoint, token)
         for _ in range(500):
@@ -204,7 +206,7 @@ def test_libzmq_follows_and_asks_again_over_tcp(libzmq, kind, token):
 @pytest.mark.parametrize("shown", [b"", b"not the token at all"])
 def test_libzmq_without_the_token_gets_nothing(libzmq, shown, wait_until):
     where = "tcp://127.0.0.1:*"
-    with EventPublisher(where, where, access=Access(TOKEN)) as publisher:
+    with EventPublisher(where, where, access=FollowerAccess(TOKEN)) as publisher:
         live = libzmq(zmq.SUB, publisher.bound_endpoint, shown)
         asking = libzmq(zmq.DEALER, publisher.bound_replay_endpoint, shown)
         asking.send_multipart([b"", bytes(8)])

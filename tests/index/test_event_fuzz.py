@@ -317,7 +317,7 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
             *listeners, topic=TOPICS[2], token=b"", waiting_max=100, kept=Bounds(50, 1 << 20)
         )
         stack.callback(server.close)
-        honest = zmtp.Peer(zmtp.SUB, zmtp.Limits(1 << 20, 8))
+        honest = zmtp.ZmtpPeer(zmtp.SUB, zmtp.MessageLimits(1 << 20, 8))
         raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         raw.connect(paths[0])
         raw.setblocking(False)

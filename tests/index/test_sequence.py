@@ -1,15 +1,15 @@
 """Numbered batches: what is applied, what is skipped, and when everything is dropped."""
 
-from kvstore.index.sequence import Sequence, Verdict, boot_of
+from kvstore.index.sequence import BatchVerdict, Sequence, boot_of
 
-APPLY, SKIP, CLEAR = Verdict.APPLY, Verdict.SKIP, Verdict.CLEAR_AND_APPLY
+APPLY, SKIP, CLEAR = BatchVerdict.APPLY, BatchVerdict.SKIP, BatchVerdict.CLEAR_AND_APPLY
 
 
 def body(number: int) -> bytes:
     return b"batch %d" % number
 
 
-def seen(sequence: Sequence, *numbers: int) -> list[Verdict]:
+def seen(sequence: Sequence, *numbers: int) -> list[BatchVerdict]:
     return [sequence.take(number, body(number)) for number in numbers]
 
 
@@ -73,7 +73,7 @@ def test_late_live_batches_after_a_replay_are_no_restart() -> None:
 def test_a_last_batch_that_is_another_one_is_a_restart() -> None:
     sequence = Sequence()
     seen(sequence, 0, 1, 2)
-    assert sequence.take(2, b"something else") is Verdict.RESTARTED
+    assert sequence.take(2, b"something else") is BatchVerdict.RESTARTED
     assert sequence.replay_from == 0
     assert seen(sequence, 0) == [APPLY]
 

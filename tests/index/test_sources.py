@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvstore.events import zmtp
-from kvstore.events.publisher import Access, EventPublisher
+from kvstore.events.publisher import EventPublisher, FollowerAccess
 from kvstore.index import followers, ingest
 from kvstore.index.channel import MESSAGE_BYTES_MAX
 from kvstore.index.holders import HOLDERS_MAX
@@ -143,7 +143,7 @@ async def test_a_publisher_that_gives_no_sign_of_life_counts_for_nothing(
     alive.set()
 
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = zmtp.Peer(zmtp.PUB, zmtp.Limits(1 << 20, 8), server=True)
+        peer = zmtp.ZmtpPeer(zmtp.PUB, zmtp.MessageLimits(1 << 20, 8), server=True)
         with contextlib.suppress(OSError):
             while True:
                 writer.write(peer.outgoing())
@@ -168,7 +168,7 @@ async def test_a_publisher_that_gives_no_sign_of_life_counts_for_nothing(
 @in_loop
 async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None) -> None:
     where = "tcp://127.0.0.1:*"
-    access = Access(b"the token of this node")
+    access = FollowerAccess(b"the token of this node")
     async with following() as it:
         with EventPublisher(where, where, topic=b"kvstore@n@aa", access=access) as publisher:
             publisher.publish([stored(KEYS[:4])])

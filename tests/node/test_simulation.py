@@ -3,7 +3,8 @@
 import pytest
 
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
-from kvstore.testing.simulation import PAGE_BYTES, Faults, Simulation
+from kvstore.testing.simulation import Simulation
+from kvstore.testing.timeline import PAGE_BYTES, FaultRates
 
 SEEDS = 30
 
@@ -36,7 +37,7 @@ def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
 
 
 def test_the_histories_with_a_disk_contain_what_they_are_there_for():
-    faults = Faults(disk=0.1)
+    faults = FaultRates(disk=0.1)
     simulation = Simulation(2, extents=3, faults=faults, rules=disk_rules(4))
     outcome = simulation.run(seconds=1.5)
     counts = simulation.node.pages.counts
@@ -60,7 +61,7 @@ def test_the_histories_contain_what_they_are_there_for():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_history_of_clients_whose_end_nobody_tells_shows_a_wrong_byte(seed):
-    outcome = Simulation(seed, faults=Faults(process=0.01, unwatched=1.0)).run(seconds=1.0)
+    outcome = Simulation(seed, faults=FaultRates(process=0.01, unwatched=1.0)).run(seconds=1.0)
 
     assert outcome.extents_retired > 0
 
@@ -70,7 +71,7 @@ def test_one_seed_is_one_history():
 
 
 def test_without_faults_nothing_is_lost():
-    outcome = Simulation(3, faults=Faults(0, 0, 0)).run(0.5)
+    outcome = Simulation(3, faults=FaultRates(0, 0, 0)).run(0.5)
 
     assert outcome.connections_lost == outcome.processes_ended == 5, "the five at the end"
     assert outcome.late_pieces == 0

@@ -187,7 +187,7 @@ def test_a_quota_on_a_full_space_shrinks_it(world_of_two):
     world, process, space, _ = world_of_two
     world.store(process, space, "abcd")
     world.table.quotas.set(space, PAGE, 0, 4 * PAGE)
-    world.table.eviction.offer_all(space.shelves.nodes(0), anew=True)
+    world.table.eviction.offer_all(space.by_creation.nodes(0), anew=True)
 
     assert not world.table.shrink(space, 2)
     assert world.table.shrink(space, 2)

@@ -18,13 +18,13 @@ from kvstore.server import client
 from kvstore.server.admin import app, connections
 from kvstore.server.admin.access import Access
 from kvstore.server.admin.app import App
-from kvstore.server.admin.connections import Connection, Connections, Peer
+from kvstore.server.admin.connections import Connections, HttpConnection, HttpPeer
 from kvstore.server.refusal import Refusal
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import PAGE_BYTES, TIMEOUT_S, Api, Stored
 
 _pins = count(10**6)
-TCP = Peer("10.0.0.7:1", unix=False)
+TCP = HttpPeer("10.0.0.7:1", unix=False)
 
 
 # The pages that people look at
@@ -100,7 +100,8 @@ def test_long_prompts_wait_for_each_other_and_are_refused_when_it_takes_too_long
     monkeypatch.setattr(app, "BUSY_S", 0.0)
 
     async def run() -> None:
-        made = App(SimpleNamespace(), Access({}, group=False, token_file=""), [], open_metrics=True)
+        access = Access({}, group=False, tenants=False, token_file="")
+        made = App(SimpleNamespace(), access, [], open_metrics=True)
         await made._acquire_prompt()
         with pytest.raises(Refusal, match="prompts are being explained") as refused:
             await made._acquire_prompt()
@@ -141,13 +142,13 @@ class Transport:
 class Client:
     """A connection, as far as it is counted."""
 
-    def __init__(self, peer: Peer, *, idle: bool) -> None:
+    def __init__(self, peer: HttpPeer, *, idle: bool) -> None:
         self.peer, self.idle = peer, idle
         self.transport = Transport()
         self.since = 0.0
 
 
-def opened(every: Connections, peer: Peer = TCP, *, idle: bool = True) -> Client:
+def opened(every: Connections, peer: HttpPeer = TCP, *, idle: bool = True) -> Client:
     made = Client(peer, idle=idle)
     every.opened(made)
     return made
@@ -185,7 +186,7 @@ def test_where_all_are_busy_the_new_one_is_cut_off(few):
 def test_strangers_over_tcp_take_no_place_of_the_unix_socket(few):
     for _ in range(9):
         opened(few, idle=False)
-    mine = opened(few, Peer("user 0, process 1", unix=True, uid=0))
+    mine = opened(few, HttpPeer("user 0, process 1", unix=True, uid=0))
 
     assert not mine.transport.aborted
 
@@ -220,7 +221,7 @@ def test_what_is_idle_or_busy_for_too_long_is_cut_off(few, monkeypatch):
 
 
 def test_a_connection_is_idle_until_its_request_and_after_its_answer():
-    made = Connection.__new__(Connection)
+    made = HttpConnection.__new__(HttpConnection)
     for cycle, idle in (
         (None, True), (SimpleNamespace(response_complete=False), False),
         (SimpleNamespace(response_complete=True), True),
@@ -230,7 +231,7 @@ def test_a_connection_is_idle_until_its_request_and_after_its_answer():
 
 
 def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
-    made = Connection.__new__(Connection)
+    made = HttpConnection.__new__(HttpConnection)
     made.conn = h11.Connection(h11.SERVER)
     made.conn.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     made.conn.next_event()
@@ -254,13 +255,13 @@ def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
 @pytest.mark.parametrize(
     ("peer", "group", "authorization", "role", "held"),
     [
-        (Peer("p", unix=True, uid=os.geteuid()), False, "", "operate", "operate"),
-        (Peer("p", unix=True, uid=0), False, "", "operate", "operate"),
-        (Peer("p", unix=True, uid=77, groups={5, os.getegid()}), True, "", "operate", "operate"),
-        (Peer("p", unix=True, uid=77, groups={5, os.getegid()}), False, "", "operate", 401),
-        (Peer("p", unix=True, uid=77, groups={78}), True, "", "read", 401),
+        (HttpPeer("p", unix=True, uid=os.geteuid()), False, "", "operate", "operate"),
+        (HttpPeer("p", unix=True, uid=0), False, "", "operate", "operate"),
+        (HttpPeer("p", unix=True, uid=77, groups={os.getegid()}), True, "", "operate", "operate"),
+        (HttpPeer("p", unix=True, uid=77, groups={5, os.getegid()}), False, "", "operate", 401),
+        (HttpPeer("p", unix=True, uid=77, groups={78}), True, "", "read", 401),
         (TCP, True, "", "read", 401), (None, True, "", "read", 401),
-        (Peer("p", unix=False, uid=0), True, "", "read", 401),
+        (HttpPeer("p", unix=False, uid=0), True, "", "read", 401),
         (TCP, False, "Bearer rrr", "read", "read"), (TCP, False, "bearer  rrr ", "read", "read"),
         (TCP, False, "Bearer rrr", "operate", 403), (TCP, False, "Basic rrr", "read", 401),
         (TCP, False, "Bearer ooo", "read", "operate"), (TCP, False, "Bearer rr", "read", 401),
@@ -268,7 +269,8 @@ def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
     ],
 )  # fmt: skip
 def test_who_asks_decides_what_may_be_asked(peer, group, authorization, role, held):
-    access = Access({"read": "rrr", "operate": "ooo"}, group=group, token_file="/run/token")
+    tokens = {"read": "rrr", "operate": "ooo"}
+    access = Access(tokens, group=group, tenants=True, token_file="/run/token")
     if isinstance(held, int):
         with pytest.raises(Refusal) as refused:
             access.check(peer, authorization, role)
@@ -276,6 +278,26 @@ def test_who_asks_decides_what_may_be_asked(peer, group, authorization, role, he
         assert held == 403 or "it is in /run/token" in str(refused.value)
     else:
         assert access.check(peer, authorization, role).role == held
+
+
+@pytest.mark.parametrize(
+    ("uid", "tenants", "authorization", "allowed"),
+    [
+        (0, True, "", True), (77, False, "", True), (77, True, "", False),
+        (77, True, "Bearer rrr", False), (77, True, "Bearer ooo", True),
+    ],
+)  # fmt: skip
+def test_in_a_group_of_several_tenants_nobody_reads_the_prompts_of_the_others(
+    uid, tenants, authorization, allowed
+):
+    tokens = {"read": "rrr", "operate": "ooo"}
+    access = Access(tokens, group=True, tenants=tenants, token_file="")
+    peer = HttpPeer("p", unix=True, uid=uid, groups={os.getegid()})
+    if allowed:
+        assert access.check(peer, authorization, "operate", prompts=True).role == "operate"
+    else:
+        with pytest.raises(Refusal):
+            access.check(peer, authorization, "operate", prompts=True)
 
 
 # The log
@@ -328,7 +350,7 @@ from kvstore.server import daemon, inspect
 
 def broken(self, _asked):
     yield from ()
-    self._observed.node.pages.slots.extents[0].pinned = 7
+    self._table.slots.extents[0].pinned = 7
     assert False, "an invariant of the state"
 
 inspect.Inspection.quotas = broken

@@ -9,9 +9,12 @@ import pytest
 from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.server import rounds
-from kvstore.server.connection import Connection
+from kvstore.server.connection import (
+    UNREAD_BYTES_MAX,
+    SessionConnection,
+    SessionConnections,
+)
 from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
-from kvstore.server.socket import UNREAD_BYTES_MAX, SocketServer
 from kvstore.state.tree.sessions import Peer
 
 
@@ -47,13 +50,13 @@ def test_a_process_with_many_busy_connections_delays_others_by_one_round(clock):
         made = Rounds()
         flood = [Busy(clock, taken, 1, turns=100) for _ in range(300)]
         for one in flood:
-            made.want(one)
+            made.want(one.process, one.take)
         assert len(taken) <= ROUND_S / TURN_S + 1, "the others wait for their turn"
 
         await asyncio.sleep(0)
         before = len(taken)
         other = Busy(clock, taken, 2, turns=1)
-        made.want(other)
+        made.want(other.process, other.take)
         await asyncio.sleep(0)
         assert other in taken
         assert len(taken) - before <= ROUND_S / TURN_S + 1
@@ -71,7 +74,7 @@ def test_the_connections_of_a_process_have_equal_turns_and_all_come_to_an_end(cl
         made = Rounds()
         all_of_it = [Busy(clock, taken, 1 + at % 3, turns=4) for at in range(9)]
         for one in all_of_it:
-            made.want(one)
+            made.want(one.process, one.take)
         for _ in range(36):
             await asyncio.sleep(0)
         assert Counter(taken) == dict.fromkeys(all_of_it, 4)
@@ -99,7 +102,7 @@ class Quiet:
 
 
 class Served:
-    """A server that notes what it gets; ``full`` after so many messages."""
+    """All connections, noting what it gets; ``full`` after so many messages."""
 
     def __init__(self, full: int) -> None:
         self.got: list[bytes] = []
@@ -107,24 +110,24 @@ class Served:
         self._full = full
         self._rounds = Rounds()
 
-    def begin(self, connection: Connection, hello: wire.Hello, rest: bytes) -> None:
+    def begin(self, connection: SessionConnection, hello: wire.Hello, rest: bytes) -> None:
         connection.peer = Peer(1)
 
-    def want(self, connection: Connection) -> None:
-        self._rounds.want(connection)
+    def want(self, connection: SessionConnection) -> None:
+        self._rounds.want(connection.peer.identity, connection.take)
 
-    def receive(self, connection: Connection, body: bytes | memoryview) -> None:
+    def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
         self.got.append(bytes(body))
         if len(self.got) == self._full:
             connection.pause_writing()
 
-    def refuse(self, connection: Connection, error: ProtocolError) -> None:
+    def refuse(self, connection: SessionConnection, error: ProtocolError) -> None:
         raise error
 
     def unread(self, change_bytes: int) -> None:
         self.unread_bytes += change_bytes
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: SessionConnection) -> None:
         assert not self.unread_bytes
 
 
@@ -150,24 +153,23 @@ def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():
     asyncio.run(run())
 
 
-def made(server: object) -> Connection:
+def made(server: object) -> SessionConnection:
     hello = wire.Hello(1, 1, 3, "n")
     first = socket.socket(), hello, b""
     first[0].close()
-    return Connection(server, None, first)  # type: ignore[arg-type]
+    return SessionConnection(server, None, first)  # type: ignore[arg-type]
 
 
 def test_who_sends_the_most_of_long_messages_loses_one_of_them():
-    refused: list[Connection] = []
-    server = SocketServer.__new__(SocketServer)
-    server.unread_bytes = 0
+    refused: list[SessionConnection] = []
+    server = SessionConnections.__new__(SessionConnections)
     server.refuse = lambda connection, error: refused.append(connection)  # type: ignore[method-assign]
-    server.connections = {}
+    server.open = {}
     for number, process, size in ((1, 1, UNREAD_BYTES_MAX // 2), (2, 1, 8), (3, 2, 1 << 20)):
-        connection = server.connections[number] = made(server)
+        connection = server.open[number] = made(server)
         connection.peer, connection.unread_bytes = Peer(process), size
     server.unread_bytes = UNREAD_BYTES_MAX
 
     server.unread(1)
 
-    assert refused == [server.connections[1]]
+    assert refused == [server.open[1]]

@@ -67,8 +67,8 @@ def test_shelves_show_what_stays_once_while_pages_come_and_go(stored, more, chan
         space.node(key(f"filler{filler}"), ROOT)
     before = set(space.nodes.values())
     seen = []
-    for number in space.shelves.numbers(0):
-        seen += space.shelves.nodes(number)
+    for number in space.by_creation.numbers(0):
+        seen += space.by_creation.nodes(number)
         for path in more[:2]:
             world.store(process, space, path)
         victim = chance.choice(list(space.nodes.values()))
@@ -194,5 +194,5 @@ def test_spaces_do_not_show_each_others_pages():
     world, process, space = grown(["ab"])
     other, _ = world.table.spaces.open(process.session, identity(model="n"), [space.shards[0].spec])
 
-    assert other.shelves.numbers(0) == []
-    assert len(space.shelves.nodes(0)) == 2
+    assert other.by_creation.numbers(0) == []
+    assert len(space.by_creation.nodes(0)) == 2

@@ -11,7 +11,7 @@ from engine_adapters.vllm.options import page_tokens_of, read_options
 from kvstore.engine.chain import ForeignChain
 from kvstore.engine.identity import chain_seed
 from kvstore.engine.options import LoadOrder
-from kvstore.engine.requests import Names
+from kvstore.engine.requests import PromptScope
 from kvstore.errors import ConfigError
 from tests.engine.engine import FULL
 
@@ -70,10 +70,10 @@ def test_what_a_request_says_besides_tokens_names_its_kv(tmp_path):
 
 def test_inputs_that_are_no_tokens_are_named_only_by_hashes_that_can_be_trusted():
     for fields in ({"mm_features": ["an image"]}, {"prompt_embeds": [0.5]}):
-        assert names_of(asked(**fields), strong_hashes=True) == Names((), True, True)
+        assert names_of(asked(**fields), strong_hashes=True) == PromptScope((), True, True)
         assert not names_of(asked(**fields), strong_hashes=False).usable
     assert not names_of(asked(resumable=True), strong_hashes=True).usable
-    assert names_of(asked(), strong_hashes=False) == Names((), False, True)
+    assert names_of(asked(), strong_hashes=False) == PromptScope((), False, True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from engine_adapters.vllm.options import read_options
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
-from kvstore.engine.counts import SERIES, Counts
+from kvstore.engine.counts import SERIES, AdapterCounts
 from kvstore.engine.messages import Blocks, Load
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import SLAB_BYTES_MIN
@@ -70,7 +70,7 @@ def test_a_worker_loads_from_its_slab_what_it_has_loaded_before(layerwise, wait_
 
 
 def test_a_worker_without_a_slab_counts_none():
-    counts = Counts()
+    counts = AdapterCounts()
     counts.note_slab({})
     assert counts.take() == {}
     assert {"slab_pages", "slab_promoted_pages", "slab_evicted_pages", "slab_errors"} <= set(SERIES)

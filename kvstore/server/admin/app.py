@@ -22,7 +22,7 @@ from kvstore.errors import KVStoreError
 from kvstore.server import answers, operations
 from kvstore.server.admin import prompts
 from kvstore.server.admin.access import Access
-from kvstore.server.admin.link import NOBODY, Link
+from kvstore.server.admin.link import NOBODY, AdminLink
 from kvstore.server.admin.openapi import described
 from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfiguration, ShowMetrics
 from kvstore.server.channel import Caller
@@ -59,7 +59,7 @@ class App:
     """
 
     def __init__(
-        self, link: Link, access: Access, values: list[dict[str, Any]], *, open_metrics: bool
+        self, link: AdminLink, access: Access, values: list[dict[str, Any]], *, open_metrics: bool
     ) -> None:
         """Make the routes."""
         self._link = link
@@ -69,7 +69,7 @@ class App:
         self._prompts = asyncio.Semaphore(PROMPTS_MAX)
         self._document = msgspec.json.encode(described(ROUTES))
         self._handlers: dict[type[operations.Operation], Handler] = {
-            operations.Ping: partial(self._within, HEALTH_S),
+            operations.PingNode: partial(self._within, HEALTH_S),
             operations.ShowReadiness: partial(self._within, READY_S),
             ShowMetrics: self._metrics,
             ShowConfiguration: self._configuration,
@@ -105,7 +105,7 @@ class App:
             if route.role is not None and not (route.asks is ShowMetrics and self._open_metrics):
                 peer = request.scope["state"].get("peer")
                 authorization = request.headers.get("authorization", "")
-                by = self._access.check(peer, authorization, route.role)
+                by = self._access.check(peer, authorization, route.role, prompts=route.prompts)
             prompt = route.asks is Question
             if prompt:
                 await self._acquire_prompt()
@@ -263,8 +263,8 @@ def _json(body: bytes, status: int = 200) -> Response:
 
 
 def _error(status: int, code: str, message: str, field: str = "") -> Response:
-    fault = answers.Fault(code=code, message=message, field=field)
-    answer = _json(msgspec.json.encode(answers.Refusal(error=fault)), status)
+    fault = answers.ErrorBody(code=code, message=message, field=field)
+    answer = _json(msgspec.json.encode(answers.ErrorAnswer(error=fault)), status)
     if status == 401:
         answer.headers["WWW-Authenticate"] = "Bearer"
     return answer

@@ -31,7 +31,7 @@ HEADER_BYTES_MAX: Final = 32 << 10
 _OTHER_DESCRIPTORS: Final = 64
 
 
-class Peer(NamedTuple):
+class HttpPeer(NamedTuple):
     """Who is at the other end.
 
     Attributes:
@@ -55,12 +55,12 @@ class Connections:
         room = max(8, soft - _OTHER_DESCRIPTORS) if soft != resource.RLIM_INFINITY else 1 << 20
         self._most = {True: min(UNIX_MAX, room // 4), False: min(TCP_MAX, room // 2)}
         #: Unix or TCP → connections, the one that has been idle (or busy) for longest first.
-        self._open: dict[bool, dict[Connection, None]] = {True: {}, False: {}}
+        self._open: dict[bool, dict[HttpConnection, None]] = {True: {}, False: {}}
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def opened(self, connection: "Connection") -> None:
+    def opened(self, connection: "HttpConnection") -> None:
         """Take a connection on; if there is no room, one that is idle goes, or else this one."""
         there = self._open[connection.peer.unix]
         if len(there) >= self._most[connection.peer.unix]:
@@ -71,11 +71,11 @@ class Connections:
                 return
         there[connection] = None
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: "HttpConnection") -> None:
         """A connection is gone."""
         self._open[connection.peer.unix].pop(connection, None)
 
-    def rested(self, connection: "Connection") -> None:
+    def rested(self, connection: "HttpConnection") -> None:
         """A connection is idle again."""
         there = self._open[connection.peer.unix]
         if connection in there:
@@ -93,7 +93,7 @@ class Connections:
                         one.transport.abort()
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One HTTP connection; counts, and knows who is at its other end.
 
     Attributes:
@@ -111,7 +111,7 @@ class Connection(H11Protocol):
         """See uvicorn."""
         super().__init__(config, server_state, app_state, _loop)
         self.since = monotonic()
-        self.peer = Peer("", unix=False)
+        self.peer = HttpPeer("", unix=False)
 
     @property
     def idle(self) -> bool:
@@ -149,12 +149,12 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def _peer(connection: socket.socket) -> Peer:
+def _peer(connection: socket.socket) -> HttpPeer:
     if connection.family != socket.AF_UNIX:
         try:
             host, port = connection.getpeername()[:2]
         except OSError:  # it has left already
-            return Peer("a client that left", unix=False)
-        return Peer(f"{host}:{port}", unix=False)
+            return HttpPeer("a client that left", unix=False)
+        return HttpPeer(f"{host}:{port}", unix=False)
     pid, uid, _ = credentials(connection)
-    return Peer(f"user {uid}, process {pid}", unix=True, uid=uid, groups=groups(connection))
+    return HttpPeer(f"user {uid}, process {pid}", unix=True, uid=uid, groups=groups(connection))

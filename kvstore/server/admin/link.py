@@ -32,7 +32,7 @@ NOBODY: Final = Caller()
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Link:
+class AdminLink:
     """Asks the node.
 
     Attributes:
@@ -117,7 +117,7 @@ class NodeLog(logging.Handler):
         link: leads there.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AdminLink) -> None:
         """Write from now on."""
         super().__init__()
         self._link = link

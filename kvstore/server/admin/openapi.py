@@ -16,7 +16,7 @@ def described(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI document of these routes."""
     kinds = {route.asks for route in routes} | {route.gives for route in routes if route.gives}
     _, schemas = msgspec.json.schema_components(
-        sorted({*kinds, answers.Refusal}, key=lambda kind: str(kind.__name__)),
+        sorted({*kinds, answers.ErrorAnswer}, key=lambda kind: str(kind.__name__)),
         ref_template=_REFERENCE,
     )
     paths: dict[str, dict[str, Any]] = {}
@@ -70,7 +70,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusal() -> dict[str, Any]:
-    reference = _REFERENCE.format(name=answers.Refusal.__name__)
+    reference = _REFERENCE.format(name=answers.ErrorAnswer.__name__)
     return {
         "description": "It was refused, or failed.",
         "content": {"application/json": {"schema": {"$ref": reference}}},

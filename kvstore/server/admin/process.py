@@ -15,10 +15,10 @@ from kvstore.server.admin.app import App
 from kvstore.server.admin.connections import (
     HEADER_BYTES_MAX,
     IDLE_S,
-    Connection,
     Connections,
+    HttpConnection,
 )
-from kvstore.server.admin.link import Link, NodeLog
+from kvstore.server.admin.link import AdminLink, NodeLog
 from kvstore.server.channel import ALIVE_S, Serving
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _NICE: Final = 5
 class _Server(uvicorn.Server):
     """A server that says when it serves, and leaves signals alone."""
 
-    def __init__(self, config: uvicorn.Config, link: Link) -> None:
+    def __init__(self, config: uvicorn.Config, link: AdminLink) -> None:
         super().__init__(config)
         self._link = link
 
@@ -55,7 +55,7 @@ def run(descriptor: int) -> int:
 async def _live(node: socket.socket) -> int:
     """Serve; what ends it is told to the node, whose log has the form that was asked for."""
     node.setblocking(False)  # noqa: FBT003
-    link = Link()
+    link = AdminLink()
     await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=node)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NodeLog(link)])
     try:
@@ -66,14 +66,16 @@ async def _live(node: socket.socket) -> int:
     return 0
 
 
-async def _serve(link: Link) -> None:
+async def _serve(link: AdminLink) -> None:
     async with asyncio.timeout(_BEGIN_S):
         begin = await link.begun
-    access = Access(begin.tokens, group=begin.group, token_file=begin.token_file)
+    access = Access(
+        begin.tokens, group=begin.group, tenants=begin.tenants, token_file=begin.token_file
+    )
     app = App(link, access, begin.values, open_metrics=begin.open_metrics).starlette()
-    Connection.all = Connections()
+    HttpConnection.all = Connections()
     config = uvicorn.Config(
-        app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
+        app, http=HttpConnection, ws="none", loop="asyncio", lifespan="off", log_config=None,
         log_level="error", access_log=False, proxy_headers=False, server_header=False,
         timeout_keep_alive=int(IDLE_S), timeout_graceful_shutdown=1, backlog=128,
         h11_max_incomplete_event_size=HEADER_BYTES_MAX,
@@ -82,8 +84,9 @@ async def _serve(link: Link) -> None:
     listeners = [socket.socket(fileno=number) for number in begin.listeners]
     async with asyncio.TaskGroup() as tasks:
         helpers = [
-            tasks.create_task(link.say_alive(ALIVE_S)), tasks.create_task(Connection.all.sweep())
-        ]  # fmt: skip
+            tasks.create_task(link.say_alive(ALIVE_S)),
+            tasks.create_task(HttpConnection.all.sweep()),
+        ]
         serving = tasks.create_task(server.serve(listeners))
         await link.lost.wait()
         server.should_exit = True

@@ -46,6 +46,7 @@ class Route:
         gives: the answer's JSON; None = it is no JSON.
         role: who may ask; None = everybody.
         status: of success.
+        prompts: it tells what engines were asked.
         rows: name of the rows of a listing that is put together from several answers of the node.
         body_bytes_max: a longer body is refused.
     """
@@ -56,6 +57,7 @@ class Route:
     gives: Any
     role: Role | None = "read"
     status: int = 200
+    prompts: bool = False
     rows: str = ""
     body_bytes_max: int = BODY_BYTES_MAX
 
@@ -66,13 +68,21 @@ class Route:
 
 
 ROUTES: Final = (
-    Route("GET", "/healthz", operations.Ping, answers.Health, None),
+    Route("GET", "/healthz", operations.PingNode, answers.Health, None),
     Route("GET", "/readyz", operations.ShowReadiness, answers.Readiness, None),
     Route("GET", "/metrics", ShowMetrics, None),
-    Route("GET", "/v1/stats", operations.ShowStats, counts.Stats),
+    Route("GET", "/v1/stats", operations.ShowStats, counts.NodeStats),
     Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
     Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
     Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
+    Route(
+        "GET",
+        "/v1/pages/{space}/{key}/tokens",
+        operations.ShowTokens,
+        answers.PromptPart,
+        "operate",
+        prompts=True,
+    ),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),
@@ -83,13 +93,13 @@ ROUTES: Final = (
     Route("GET", "/v1/jobs", operations.ListJobs, answers.JobList),
     Route("GET", "/v1/jobs/{job:int}", operations.ShowJob, answers.JobRow),
     Route("POST", "/v1/explain", Question, Explanation, body_bytes_max=PROMPT_BYTES_MAX),
-    Route("POST", "/v1/pins", operations.Pin, answers.Pinned, "operate"),
+    Route("POST", "/v1/pins", operations.PinPages, answers.Pinned, "operate"),
     Route("DELETE", "/v1/pins/{pin:int}", operations.Unpin, answers.Unpinned, "operate"),
     Route("POST", "/v1/evict", operations.Evict, answers.JobRow, "operate", 202),
     Route("POST", "/v1/clear", operations.Clear, answers.JobRow, "operate", 202),
     Route("POST", "/v1/verify", operations.Verify, answers.JobRow, "operate", 202),
-    Route("POST", "/v1/prefetch", operations.Prefetch, answers.JobRow, "operate", 202),
-    Route("POST", "/v1/move", operations.Move, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/prefetch", operations.PrefetchPages, answers.JobRow, "operate", 202),
+    Route("POST", "/v1/move", operations.MovePages, answers.JobRow, "operate", 202),
     Route("PUT", "/v1/quotas/{space}", operations.SetLimits, answers.JobRow, "operate", 202),
     Route("PUT", "/v1/policy", operations.SetPolicy, answers.PolicySet, "operate"),
     Route("DELETE", "/v1/jobs/{job:int}", operations.CancelJob, answers.JobRow, "operate"),

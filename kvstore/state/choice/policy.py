@@ -36,7 +36,7 @@ class EvictionPolicy(Protocol):
         """A request used the prefix that ends at ``node``; said once a request."""
         ...
 
-    def offer(self, node: PrefixNode, tick: int) -> None:
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:
         """``node`` may be evictable now; offering it twice changes nothing."""
         ...
 
@@ -66,7 +66,7 @@ class LeastRecent:
     def used(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn: ``node.access`` says it."""
 
-    def offer(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Enter the heap, unless the node is there."""
         if enter(node, self._slot_bytes):
             self._push(node)
@@ -131,7 +131,7 @@ class SmallAndMain:
 
     SMALL_SHARE: Final = 10
     ROUNDS_MAX: Final = 3
-    POPPED_MAX: Final = 64
+    POPPED_MAX: Final = 1024
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -154,7 +154,7 @@ class SmallAndMain:
     def used(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn: ``node.uses`` says it."""
 
-    def offer(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """Take the place that a leaf has left to it, or the last one of the small queue."""
         if enter(node, self._slot_bytes):
             place = self._places.pop(node, None)
@@ -244,7 +244,7 @@ class HighestReuse:
         """Learn from the reuse."""
         self._reuse.used(node, tick)
 
-    def offer(self, node: PrefixNode, tick: int) -> None:
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:
         """Enter the cell of the node's class and age."""
         if enter(node, self._slot_bytes):
             self._push(node, tick)

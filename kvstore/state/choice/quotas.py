@@ -22,7 +22,7 @@ SHRINK_MAX: Final = 64
 
 
 @dataclass(slots=True)
-class Limits:
+class SpaceLimits:
     """What one space may and must have; 0 = no limit."""
 
     space: PrefixTree
@@ -39,20 +39,20 @@ class Quotas:
 
     def __init__(self, used: Callable[[PrefixTree], int]) -> None:
         self.used = used
-        self._limits: dict[int, Limits] = {}
+        self._limits: dict[int, SpaceLimits] = {}
 
-    def get(self, space: PrefixTree) -> Limits:
+    def get(self, space: PrefixTree) -> SpaceLimits:
         """The limits of a space; a copy."""
         known = self._limits.get(space.number)
         if known is None:
-            return Limits(space)
-        return Limits(space, known.quota_bytes, known.reserved_bytes)
+            return SpaceLimits(space)
+        return SpaceLimits(space, known.quota_bytes, known.reserved_bytes)
 
     def is_limited(self, space: PrefixTree) -> bool:
         """Whether the space has limits, or had some."""
         return space.number in self._limits
 
-    def all(self) -> list[Limits]:
+    def all(self) -> list[SpaceLimits]:
         """The limits of every space that has any."""
         return [one for one in self._limits.values() if one.quota_bytes or one.reserved_bytes]
 
@@ -83,7 +83,7 @@ class Quotas:
                 raise CapacityError(
                     f"{LIMITED_MAX} spaces have (or had) limits, and no more can", "space"
                 )
-            self._limits[space.number] = Limits(space)
+            self._limits[space.number] = SpaceLimits(space)
         limits = self._limits[space.number]
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
 
@@ -114,7 +114,7 @@ class Quotas:
         limits = self._limits.get(space.number)
         return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
 
-    def _protected(self, limits: Limits, space: PrefixTree, size_bytes: int) -> bool:
+    def _protected(self, limits: SpaceLimits, space: PrefixTree, size_bytes: int) -> bool:
         return (
             limits.space is not space
             and limits.reserved_bytes > 0

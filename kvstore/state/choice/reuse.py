@@ -56,7 +56,7 @@ PAUSE_MAX: Final = 12
 """Pauses below and above these powers of two are alike."""
 
 
-class Counts:
+class ReuseCounts:
     """What became of one class of observations: by bin of age, how many entered and were used."""
 
     __slots__ = ("reused", "seen")
@@ -88,15 +88,15 @@ class Counts:
 class Observation:
     """A prefix that is watched until it is used again; ``key`` is None when that is over."""
 
-    __slots__ = ("counts", "key", "pause", "since", "turns", "uses")
+    __slots__ = ("counts", "key", "since", "turns", "use_interval", "uses")
 
-    def __init__(self, node: PrefixNode, counts: tuple[Counts, ...], since: int) -> None:
+    def __init__(self, node: PrefixNode, counts: tuple[ReuseCounts, ...], since: int) -> None:
         """Watch ``node``'s key from tick ``since`` on."""
         self.key: bytes | None = node.key
         self.counts = counts
         self.since = since
         self.turns = node.turns
-        self.pause = node.pause
+        self.use_interval = node.use_interval
         self.uses = node.uses
 
 
@@ -109,9 +109,9 @@ class LearnedReuse:
         self._observed: list[dict[bytes, Observation]] = [{} for _ in range(PARTS)]
         self._in_order: deque[Observation] = deque()
         self._by_age: list[deque[Observation]] = [deque() for _ in range(self.BINS)]
-        self._table: dict[Kind, Counts] = {}
-        self._tables: list[Counts] = []
-        self._counted: dict[Kind, tuple[Counts, ...]] = {}
+        self._table: dict[Kind, ReuseCounts] = {}
+        self._tables: list[ReuseCounts] = []
+        self._counted: dict[Kind, tuple[ReuseCounts, ...]] = {}
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
         #: The page stored last and the one before it, which may be gone when the prompt ends.
@@ -128,7 +128,7 @@ class LearnedReuse:
         """A request used the prefix that ends at ``node``."""
         watched = self._close(node, tick)
         if watched is not None:
-            node.pause = min(tick - watched.since, node.pause or NEVER)
+            node.use_interval = min(tick - watched.since, node.use_interval or NEVER)
         self._observe(node, tick)
 
     def stored(self, node: PrefixNode, tick: int) -> Kind | None:
@@ -141,15 +141,15 @@ class LearnedReuse:
         assert parent is not None
         if parent is not node.space.root and parent.branches < BRANCHES_SHARED:
             node.turns = parent.turns + (parent.uses > 0)
-            node.pause = parent.pause
-        node.added = parent.added + 1 if parent is self._end else 1
+            node.use_interval = parent.use_interval
+        node.pages_added = parent.pages_added + 1 if parent is self._end else 1
         before = self._close(node, tick)
         if before is not None:
             node.turns = max(node.turns, before.turns)
             node.uses = max(node.uses, before.uses + 1)
             node.branches = max(node.branches, 1)
-            node.pause = min(tick - before.since, before.pause or NEVER)
-            node.added = 0
+            node.use_interval = min(tick - before.since, before.use_interval or NEVER)
+            node.pages_added = 0
         changed = None
         if self._end is not None and parent is not self._end:
             changed = self._finish_prompt(tick)
@@ -165,8 +165,8 @@ class LearnedReuse:
         parent = node.parent
         assert parent is not None
         if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
-            parent.turns, parent.pause = node.turns, node.pause
-            parent.added, parent.reach = node.added, node.reach
+            parent.turns, parent.use_interval = node.turns, node.use_interval
+            parent.pages_added, parent.deepest = node.pages_added, node.deepest
 
     def _finish_prompt(self, tick: int) -> Kind | None:
         """The pages stored last end a prompt: watch it, and refresh what was learnt."""
@@ -256,11 +256,11 @@ class LearnedReuse:
         else:
             place = 2 + min(node.uses.bit_length(), 8)
         turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
-        depth = min((node.reach.bit_length() + 1) // 2, 4)
+        depth = min((node.deepest.bit_length() + 1) // 2, 4)
         if place > 1 or not turns:
             return place, turns, depth, 0, 0
-        pause = min(max(node.pause.bit_length(), PAUSE_MIN), PAUSE_MAX)
-        added = min(node.added.bit_length(), 4)
+        pause = min(max(node.use_interval.bit_length(), PAUSE_MIN), PAUSE_MAX)
+        added = min(node.pages_added.bit_length(), 4)
         return place, turns, depth, pause, added
 
     def rank(self, kind: Kind, age_bin: int) -> float:
@@ -284,15 +284,15 @@ class LearnedReuse:
         """The age at which a bin ends."""
         return _edge(age_bin + 1)
 
-    def _counts_of(self, kind: Kind) -> tuple[Counts, ...]:
+    def _counts_of(self, kind: Kind) -> tuple[ReuseCounts, ...]:
         """The tables that an observation of this kind enters."""
         counted = self._counted.get(kind)
         if counted is None:
-            rows: list[Counts] = []
+            rows: list[ReuseCounts] = []
             for general in _general(kind):
                 row = self._table.get(general)
                 if row is None:
-                    row = self._table[general] = Counts(self.BINS)
+                    row = self._table[general] = ReuseCounts(self.BINS)
                     self._tables.append(row)
                 rows.append(row)
             counted = self._counted[kind] = tuple(rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
-from kvstore.state.disk.jobs import Memory, Write
+from kvstore.state.disk.jobs import PageMemory, Write
 from kvstore.state.disk.log import Segment
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
@@ -64,7 +64,7 @@ class DiskLimits:
             them.
     """
 
-    def __init__(self, memory: Memory, forget: Callable[[PrefixNode, int], None]) -> None:
+    def __init__(self, memory: PageMemory, forget: Callable[[PrefixNode, int], None]) -> None:
         self.writing: dict[tuple[PrefixNode, int], Write] = {}
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
@@ -88,7 +88,7 @@ class DiskLimits:
 
     # ---- quotas -----------------------------------------------------------------------------
 
-    def offer(self, node: PrefixNode) -> None:
+    def add_candidate(self, node: PrefixNode) -> None:
         """The node may have become a leaf that may go."""
         leaves = self._leaves.get(node.space.number) if self._leaves else None
         if leaves is not None and self._may_go(node):
@@ -120,7 +120,7 @@ class DiskLimits:
             assert leaves is not None
             chosen = leaves.pop(lambda node: node not in spared and self._may_go(node))
             for node in spared:
-                self.offer(node)
+                self.add_candidate(node)
             if chosen is None:
                 return False
             self._take_out(chosen)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskRead, Load, Memory, page_name
+from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, page_name
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
@@ -22,7 +22,7 @@ class DiskLoads:
     """
 
     def __init__(
-        self, memory: Memory, log: SegmentLog, number: Callable[[], int],
+        self, memory: PageMemory, log: SegmentLog, number: Callable[[], int],
         submit: Callable[[DiskJob], None], fetched: list[Fetch],
     ) -> None:  # fmt: skip
         self._memory = memory
@@ -30,7 +30,7 @@ class DiskLoads:
         self._number = number
         self._submit = submit
         self._fetched = fetched
-        self._loads: dict[tuple[PrefixNode, int], Load] = {}
+        self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -64,11 +64,11 @@ class DiskLoads:
         """Let go of pages in memory; empties the list."""
         for node, slot in pinned:
             self._memory.slots.unpin([slot])
-            self._memory.offer(node)
+            self._memory.add_candidate(node)
         pinned.clear()
 
-    def loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        """A load has ended."""
+    def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
+        """A load has ended; the record had these ``tokens``."""
         node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self._log.unpin_segment(job.place.segment)
@@ -81,10 +81,10 @@ class DiskLoads:
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
-            self._memory.promoted(node, shard, slot)
+            self._memory.promoted(node, shard, slot, tokens)
             for fetch in waiters:
                 self._keep(fetch, node, slot)
-            self._memory.offer(node)
+            self._memory.add_candidate(node)
         else:
             self._memory.slots.abort([slot])
             if wanted:
@@ -99,16 +99,16 @@ class DiskLoads:
         self._memory.slots.pin([slot], 0)
         fetch.pinned.append((node, slot))
 
-    def _begin(self, node: PrefixNode, shard: int) -> Load | None:
+    def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node, size)
+        assert node.parent is not None
+        slots = self._memory.allocate(node.space, node.parent, size, 1)
         place = node.disk.get(shard)
-        if slot is None or place is None:  # making room may have cost the page itself
-            if slot is not None:
-                self._memory.slots.abort([slot])
+        if not slots or place is None:  # making room may have cost the page itself
+            self._memory.slots.abort(slots)
             return None
         self._log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = Load(job, self._memory.now_ns)
+        job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
+        load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
         self._submit(job)
         return load

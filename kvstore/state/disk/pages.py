@@ -31,17 +31,18 @@ from kvstore.state.disk.jobs import (
     DiskRead,
     DiskRules,
     DiskSync,
+    DiskTokens,
     DiskTombstone,
     DiskWrite,
     Durable,
-    Memory,
+    PageMemory,
     Verdict,
     WritePolicy,
 )
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.disk.segments import SegmentKeeper
+from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.actions import TierRemoved
@@ -71,7 +72,7 @@ class DiskPages:
     """
 
     def __init__(
-        self, memory: Memory, log: SegmentLog, admission: Admission, rules: DiskRules
+        self, memory: PageMemory, log: SegmentLog, admission: Admission, rules: DiskRules
     ) -> None:
         self.log = log
         self.admission = admission
@@ -96,7 +97,7 @@ class DiskPages:
         )
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, self.forget)
-        self._keeper = SegmentKeeper(
+        self._reclaimer = SegmentReclaimer(
             log, admission, self._number, self._submit, self._lose, self.limits.kept,
             memory.counts, rules.retry_ns,
         )  # fmt: skip
@@ -118,7 +119,7 @@ class DiskPages:
     @property
     def _room_is_made(self) -> bool:
         """Whether a segment is on its way to be free: sealed first, then reclaimed."""
-        return self._keeper.reclaiming or bool(self.log.full)
+        return self._reclaimer.reclaiming or bool(self.log.full)
 
     @property
     def degraded(self) -> bool:
@@ -248,15 +249,15 @@ class DiskPages:
             InvalidArgument, CapacityError: see :meth:`kvstore.state.choice.quotas.Quotas.set`.
         """
         self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
-        self._keeper.reconsider()
+        self._reclaimer.reconsider()
 
-    def offer(self, node: PrefixNode) -> None:
+    def add_candidate(self, node: PrefixNode) -> None:
         """A node may have become a leaf that may go, or lost a pin."""
-        self.limits.offer(node)
+        self.limits.add_candidate(node)
 
     def unpinned(self) -> None:
         """Less may have to be kept."""
-        self._keeper.reconsider()
+        self._reclaimer.reconsider()
 
     def forget(self, node: PrefixNode, shard: int) -> None:
         """The page leaves the disk, if it is there."""
@@ -264,13 +265,13 @@ class DiskPages:
             self.log.remove(node, shard)
             node.forget_disk(shard)
             if shard in node.slots:
-                self._memory.told(TierRemoved, node, shard, "ssd")
+                self._memory.emit(TierRemoved, node, shard, "ssd")
             if node.parent is not None:
-                self.offer(node.parent)
+                self.add_candidate(node.parent)
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
-        self._keeper.tend(self._memory.tick)
+        self._reclaimer.advance_reclaim(self._memory.tick)
         return begun
 
     def _pump(self) -> None:
@@ -305,6 +306,12 @@ class DiskPages:
         self._checks.begin(run)
         return run
 
+    def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
+        """Read the tokens of pages from their records, and nothing more of them."""
+        run = CheckRun(deque(pages), tokens_only=True)
+        self._checks.begin(run)
+        return run
+
     def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
         if shard in node.slots:
@@ -314,8 +321,11 @@ class DiskPages:
 
     # ---- what the tier says -----------------------------------------------------------------
 
-    def completed(self, job: int, error: KVStoreError | None) -> None:
-        """A job has ended; ``error`` None = all of it was done."""
+    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> None:
+        """A job has ended; ``error`` None = all of it was done.
+
+        ``tokens``: of one that read a record, those that it has of its page.
+        """
         ended = self._under_way.pop(job)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
@@ -330,21 +340,21 @@ class DiskPages:
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
-                self.loads.loaded(ended, error)
-                self._keeper.tend(self._memory.tick)
-            case DiskCheck():
-                self._checks.completed(ended, error)
-                self._keeper.tend(self._memory.tick)
+                self.loads.loaded(ended, error, tokens)
+                self._reclaimer.advance_reclaim(self._memory.tick)
+            case DiskCheck() | DiskTokens():
+                self._checks.completed(ended, error, tokens)
+                self._reclaimer.advance_reclaim(self._memory.tick)
             case DiskTombstone():
                 if error is not None:
                     self._fail(error, ended.place)
                 self.graves.completed(ended, error)
-            case DiskSync() if not self._keeper.is_mine(job):
+            case DiskSync() if not self._reclaimer.is_mine(job):
                 if error is not None:
                     self._fail(error)
                 self._syncs.ended(error)
             case _:
-                self._keeper.completed(ended, error, self._memory.tick)
+                self._reclaimer.completed(ended, error, self._memory.tick)
         self.go_on()
 
     def go_on(self) -> None:
@@ -358,7 +368,7 @@ class DiskPages:
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._keeper.advance(now_ns, self._memory.tick)
+        self._reclaimer.advance(now_ns, self._memory.tick)
         self.go_on()
 
     def stats(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ GAIN_MIN: Final = 1 / 8
 is one of which all but less than a page must be."""
 
 
-class SegmentKeeper:
+class SegmentReclaimer:
     """Upkeep of one log.
 
     Args:
@@ -86,9 +86,9 @@ class SegmentKeeper:
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_MAX)
-        self.tend(tick)
+        self.advance_reclaim(tick)
 
-    def tend(self, tick: int) -> None:
+    def advance_reclaim(self, tick: int) -> None:
         """Do what is to be done now."""
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
@@ -129,7 +129,7 @@ class SegmentKeeper:
             case _:
                 raise AssertionError(job)
         if error is None:
-            self.tend(tick)  # else it is tried again when time has passed
+            self.advance_reclaim(tick)  # else it is tried again when time has passed
 
     def reconsider(self) -> None:
         """Less may have to be kept than before."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvstore.errors import CapacityError, KVStoreError
 from kvstore.state.choice.admission import Admission, ask_later
 from kvstore.state.disk.graves import Graves
-from kvstore.state.disk.jobs import DiskJob, DiskWrite, Durable, Memory, Write, page_name
+from kvstore.state.disk.jobs import DiskJob, DiskWrite, Durable, PageMemory, Write, page_name
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
@@ -36,7 +36,7 @@ class Writes:
     """
 
     def __init__(
-        self, memory: Memory, log: SegmentLog, admission: Admission, limits: DiskLimits,
+        self, memory: PageMemory, log: SegmentLog, admission: Admission, limits: DiskLimits,
         graves: Graves, syncs: Syncs, number: Callable[[], int], submit: Callable[[DiskJob], None],
     ) -> None:  # fmt: skip
         self.in_flight_bytes = 0
@@ -174,16 +174,16 @@ class Writes:
             node.demote(shard, write.job.place)
             self._log.wrote(write.job.place)
             self._memory.counts["demoted_pages"] += 1
-            self._memory.told(TierStored, node, shard, "ssd")
+            self._memory.emit(TierStored, node, shard, "ssd")
         else:
             self._log.abandon(write.job.place, node, shard)
             node.space.disk_bytes -= write.size
             if node.parent is not None:
-                self._limits.offer(node.parent)
+                self._limits.add_candidate(node.parent)
             self._memory.counts["unwritten_pages"] += 1
             write.error = write.error or CapacityError("the page left the store meanwhile")
         self._memory.slots.unpin([write.job.slot])
-        self._memory.offer(node)
+        self._memory.add_candidate(node)
         self._answer(write)
 
     def _answer(self, write: Write) -> None:

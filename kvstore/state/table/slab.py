@@ -378,7 +378,7 @@ class SlabIndex:
     def _offer(self, nodes: Iterable[PrefixNode]) -> None:
         for node in nodes:
             if self._evictable(node):
-                self._queue(node.space.shards[_SHARD].slot_bytes).offer(node, self._tick)
+                self._queue(node.space.shards[_SHARD].slot_bytes).add_candidate(node, self._tick)
 
     def _queue(self, slot_bytes: int) -> LeastRecent:
         queue = self._queues.get(slot_bytes)

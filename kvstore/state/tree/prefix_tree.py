@@ -52,6 +52,8 @@ class PrefixNode:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        tokens: of the page, uint32 little-endian, if they are known and a page of it is in memory;
+            else empty. On disk they are in its records.
         memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
@@ -61,10 +63,10 @@ class PrefixNode:
         uses: requests whose prefix ended here, or at a descendant that is gone.
         turns: requests that extended this node's prefix, one after the other, before it was stored.
         branches: nodes that ever continued this one.
-        pause: fewest ticks between two requests of which one extended the other; 0 = not known.
-        added: nodes up to this one that the request which stored it had to store.
+        use_interval: fewest ticks from a request to one that extended it; 0 = not known.
+        pages_added: nodes up to this one that the request which stored it had to store.
         ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
-        reach: its depth, or that of the descendants that eviction took before it.
+        deepest: its depth, or that of the descendants that eviction took before it.
         expires: shard number → when that page leaves the index by itself; others never do.
         read_once: bit i set = the page of shard i leaves the index when its first reader is done.
         memory_only: bit i set = the page of shard i never goes to disk.
@@ -74,14 +76,41 @@ class PrefixNode:
         used_ns: when the last of ``hits`` was; 0 = never.
         memory_pins: operator pins that keep its pages in memory.
         disk_pins: operator pins that keep its pages on disk.
-        serial: its place in the space's shelves.
+        serial: its place in the space's order of creation.
     """
 
     __slots__ = (
-        "access", "added", "ask_depth", "branches", "children", "children_in_memory", "depth",
-        "digests", "disk", "disk_pins", "expires", "hits", "key", "memory", "memory_only",
-        "memory_pins", "parent", "pause", "present", "queued", "reach", "read_once", "ready",
-        "serial", "slots", "space", "stored_ns", "turns", "used_ns", "uses",
+        "access",
+        "ask_depth",
+        "branches",
+        "children",
+        "children_in_memory",
+        "deepest",
+        "depth",
+        "digests",
+        "disk",
+        "disk_pins",
+        "expires",
+        "hits",
+        "key",
+        "memory",
+        "memory_only",
+        "memory_pins",
+        "pages_added",
+        "parent",
+        "present",
+        "queued",
+        "read_once",
+        "ready",
+        "serial",
+        "slots",
+        "space",
+        "stored_ns",
+        "tokens",
+        "turns",
+        "use_interval",
+        "used_ns",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, space: "PrefixTree", key: PrefixKey, parent: "PrefixNode | None") -> None:
@@ -94,6 +123,7 @@ class PrefixNode:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.tokens = b""
         self.memory = 0
         self.present = 0
         self.ready = 0
@@ -105,8 +135,10 @@ class PrefixNode:
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0
-        self.uses = self.turns = self.branches = self.pause = self.added = self.ask_depth = 0
-        self.reach = self.depth
+        self.uses = self.turns = self.branches = self.use_interval = self.pages_added = (
+            self.ask_depth
+        ) = 0
+        self.deepest = self.depth
         if parent is not None:
             parent.children[key] = self
             parent.branches += 1
@@ -127,6 +159,11 @@ class PrefixNode:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
         self.memory |= 1 << shard
+
+    def learn(self, tokens: bytes) -> None:
+        """Keep the tokens of a page in memory: the first that are given, if they are one page's."""
+        if not self.tokens and len(tokens) == self.space.token_bytes and self.slots:
+            self.tokens = tokens
 
     def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
@@ -166,6 +203,8 @@ class PrefixNode:
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
+        if not self.slots:
+            self.tokens = b""
         if not self.in_memory:
             self._count_above(-1)
         self._leave(shard)
@@ -183,6 +222,18 @@ class PrefixNode:
             self._count_above(1)
         self.fill(shard, slot)
         self.space.host_bytes += self.space.shards[shard].slot_bytes
+
+    def hold(self) -> None:
+        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        if not self.in_memory:
+            self._count_above(1)
+        self.children_in_memory += 1
+
+    def unhold(self) -> None:
+        """They have come, or will not."""
+        self.children_in_memory -= 1
+        if not self.in_memory:
+            self._count_above(-1)
 
     @property
     def in_memory(self) -> bool:
@@ -244,7 +295,9 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
-        shelves: the nodes of ``nodes`` in the order they were made.
+        holes: nodes without a page of the shards of a mask, below which there are pages of them
+            that are leaving; see :mod:`kvstore.state.table.orphans`.
+        by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
         sessions: how many have it open.
@@ -253,6 +306,7 @@ class PrefixTree:
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
+        token_bytes: what the tokens of a page take, a uint32 each.
     """
 
     number: int
@@ -260,7 +314,8 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
-    shelves: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
+    holes: dict[PrefixNode, int] = field(default_factory=dict)
+    by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
     sessions: int = 0
@@ -270,9 +325,11 @@ class PrefixTree:
     prefill_s_per_token: float = 0.0
     root: PrefixNode = field(init=False)
     label: str = field(init=False)
+    token_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.identity.digest.hex()
+        self.token_bytes = self.identity.page_tokens * 4
         self.root = PrefixNode(self, PrefixKey(b""), None)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
@@ -296,18 +353,25 @@ class PrefixTree:
             deepen(found)
         return found
 
-    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
-        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+    def node_of(self, key: PrefixKey) -> PrefixNode:
+        """The node of a key; the root for the empty key, and for one that is not known."""
+        return self.nodes.get(key, self.root)
+
+    def contradicts(self, known: PrefixNode, parent_key: PrefixKey, above: PrefixNode) -> bool:
+        """Whether a node cannot follow ``parent_key``: it is known to follow another one.
 
         A key is a hash of all before it, so this is a mistake of whoever says so.
+
+        Args:
+            known: a node of this tree.
+            parent_key: what it is said to follow.
+            above: the deepest node that is known on the way to ``parent_key``, itself included.
         """
-        known = self.nodes.get(key)
-        if known is None or known.parent is None or known.parent.key == parent_key:
+        if known.parent is None or known.parent.key == parent_key:
             return False
         if known.parent is not self.root or known.present & self.full_mask:
             return True
-        above = self.nodes.get(parent_key)
-        return above is not None and self._above(known, above)
+        return self._above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
@@ -315,12 +379,15 @@ class PrefixTree:
         Returns:
             the deepest ancestor that stays (the root at last).
         """
-        while node is not self.root and not node.present and not node.children:
+        while node is not self.root and not (
+            node.present or node.children or node.children_in_memory
+        ):
             parent = node.parent
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
-            self.shelves.remove(node)
+            self.by_creation.remove(node)
+            self.holes.pop(node, None)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -328,6 +395,12 @@ class PrefixTree:
             node.parent = None
             node = parent
         return node
+
+    def fill_hole(self, node: PrefixNode, shard: int) -> None:
+        """Nothing of ``shard`` is below a hole any more."""
+        left = self.holes.pop(node, 0) & ~(1 << shard)
+        if left:
+            self.holes[node] = left
 
     def check(self) -> None:
         """Assert every invariant of the tree."""
@@ -342,6 +415,7 @@ class PrefixTree:
             assert (node in self.writing) == (node.present != node.ready)
             assert node.memory == sum(1 << shard for shard in node.slots)
             assert node.ready == sum(1 << shard for shard in node.digests)
+            assert not node.tokens or (node.slots and len(node.tokens) == self.token_bytes)
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0
@@ -349,20 +423,22 @@ class PrefixTree:
             assert not node.read_once & ~node.memory_only
             assert all(node.memory_only >> shard & 1 for shard in node.expires)
             assert not any(node.memory_only >> shard & 1 for shard in node.disk)
-        assert len(self.nodes) == sum(1 for node in self.shelves if self.nodes[node.key] is node)
+        assert len(self.nodes) == sum(
+            1 for node in self.by_creation if self.nodes[node.key] is node
+        )
         held = [self.shards[at].slot_bytes for node in self.nodes.values() for at in node.slots]
         assert self.host_bytes == sum(held)
 
     def add(self, key: PrefixKey, parent: PrefixNode | None = None) -> PrefixNode:
         """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
         node = self.nodes[key] = PrefixNode(self, key, parent)
-        self.shelves.add(node)
+        self.by_creation.add(node)
         return node
 
     def remove(self, node: PrefixNode) -> None:
         """Forget a node that nothing leads to."""
         del self.nodes[node.key]
-        self.shelves.remove(node)
+        self.by_creation.remove(node)
         node.parent = None
 
     def _above(self, node: PrefixNode, other: PrefixNode) -> bool:

@@ -38,10 +38,10 @@ class Watched:
     def used(self, node: PrefixNode, tick: int) -> None:
         self.policy.used(node, tick)
 
-    def offer(self, node: PrefixNode, tick: int) -> None:
+    def add_candidate(self, node: PrefixNode, tick: int) -> None:
         assert not node.children, "leaf-first"
         self.offered.add(node)
-        self.policy.offer(node, tick)
+        self.policy.add_candidate(node, tick)
 
     def pop(self, tick: int) -> PrefixNode | None:
         node = self.policy.pop(tick)
@@ -126,7 +126,7 @@ def test_a_leaf_whose_turn_was_not_taken_comes_again(name):
     for _ in range(20):
         first = policy.pop(simulation.tick)
         assert first is not None
-        policy.offer(first, simulation.tick)
+        policy.add_candidate(first, simulation.tick)
     found = [policy.pop(simulation.tick) for _ in range(5)]
     assert None not in found
     assert len(set(found)) == 5
@@ -161,7 +161,7 @@ def test_ours_evicts_what_is_computed_again_fastest_of_pages_alike(cheap_is_olde
     policy = new_policy("kvstore", SLOT_BYTES)
     for number in range(8):
         for space in (cheap, dear):
-            policy.offer(
+            policy.add_candidate(
                 a_leaf(space, number, 100 if (space is cheap) == cheap_is_older else 101), 102
             )
 
@@ -186,7 +186,7 @@ def test_a_put_tells_its_space_what_its_session_reported():
 def test_no_choice_of_a_victim_moves_more_than_a_few_leaves_however_many_aged(monkeypatch):
     space, policy = a_space(0), HighestReuse(SLOT_BYTES)
     for number in range(3000):
-        policy.offer(a_leaf(space, number, number), 3000)
+        policy.add_candidate(a_leaf(space, number, number), 3000)
     moved = []
     put = HighestReuse._put
     monkeypatch.setattr(HighestReuse, "_put", lambda *given: (moved.append(given), put(*given)))

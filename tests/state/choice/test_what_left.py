@@ -14,7 +14,7 @@ from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Lease
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import ROOT, World, identity, key
 
 PAGES = 2000

@@ -10,7 +10,7 @@ from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
 RECORD = 2 * PAGE
@@ -30,7 +30,7 @@ class LimitedWorld(DiskWorld):
     def limit(self, space: PrefixTree, quota: int = 0, reserved: int = 0) -> None:
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
-            self.table.offer(node)
+            self.table.add_candidate(node)
         while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 
@@ -123,8 +123,10 @@ def test_a_long_prompt_at_its_quota_looks_at_each_of_its_pages_a_few_times(monke
     path = "".join(chr(0x8000 + at) for at in range(pages))
     assert set(world.store(world.me, world.mine, path)) == {PageStatus.GRANTED}
     looked: list[PrefixNode] = []
-    offer = world.disk.limits.offer
-    monkeypatch.setattr(world.disk.limits, "offer", lambda node: (looked.append(node), offer(node)))
+    add = world.disk.limits.add_candidate
+    monkeypatch.setattr(
+        world.disk.limits, "add_candidate", lambda node: (looked.append(node), add(node))
+    )
 
     world.persist(path)
 

@@ -44,7 +44,7 @@ class LeastRecentUse(RuleBasedStateMachine):
                 node.commit(0, b"d" * 16)
                 self.slots += 1
         self._use(path)
-        self.queue.offer(self.space.nodes[key(path)], 0)
+        self.queue.add_candidate(self.space.nodes[key(path)], 0)
 
     @rule(path=PATHS)
     def use(self, path: str) -> None:
@@ -80,7 +80,7 @@ class LeastRecentUse(RuleBasedStateMachine):
         survivor = self.space.prune(node)
         assert not is_live(node)
         if survivor is not self.space.root and not survivor.children:
-            self.queue.offer(survivor, 0)
+            self.queue.add_candidate(survivor, 0)
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:
@@ -138,10 +138,10 @@ def test_a_node_that_was_offered_twice_comes_out_once_and_dead_ones_never():
     alive.begin(0, Slot(1))
     dead = space.node(key("b"), PrefixKey(b""))
     for node in (alive, dead, alive):
-        queue.offer(node, 0)
+        queue.add_candidate(node, 0)
     space.prune(dead)
 
     assert queue.pop(0) is alive
     assert queue.pop(0) is None
-    queue.offer(alive, 0)
+    queue.add_candidate(alive, 0)
     assert queue.pop(0) is alive, "once out, it can be offered again"

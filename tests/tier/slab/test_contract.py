@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.state.tree.places import HEADER_BYTES, Place
 from kvstore.testing.contract import Holder, HostHolder, LogHolder, SlabHolder, TierContract
-from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
 from kvstore.tier.gpu import DeviceSlab
@@ -26,7 +26,7 @@ def open_log(home: Path, disk: FaultyDisk, edit: Callable[[Path, int], None]) ->
 
     def fill() -> None:
         for call in ("create", "write"):
-            disk.arm(call, Fault.FULL, times=1000)
+            disk.arm(call, DiskFault.FULL, times=1000)
 
     return LogHolder(log, damage, fill)
 

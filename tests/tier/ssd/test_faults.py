@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.state.tree.places import HEADER_BYTES, Place, record_bytes
-from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
 from kvstore.tier.base import SealSegment, SyncAll, WritePage
 from kvstore.tier.directories import Directory
@@ -39,12 +39,12 @@ def assert_reads_back(driver: TierDriver, place: Place, page: PageInMemory) -> N
 @pytest.mark.parametrize(
     ("call", "fault", "kind"),
     [
-        ("create", Fault.FULL, CapacityError),
-        ("create", Fault.READ_ONLY, TierUnavailable),
-        ("create", Fault.IO_ERROR, TierUnavailable),
-        ("write", Fault.IO_ERROR, TierUnavailable),
-        ("write", Fault.FULL, CapacityError),
-        ("write", Fault.READ_ONLY, TierUnavailable),
+        ("create", DiskFault.FULL, CapacityError),
+        ("create", DiskFault.READ_ONLY, TierUnavailable),
+        ("create", DiskFault.IO_ERROR, TierUnavailable),
+        ("write", DiskFault.IO_ERROR, TierUnavailable),
+        ("write", DiskFault.FULL, CapacityError),
+        ("write", DiskFault.READ_ONLY, TierUnavailable),
     ],
 )
 def test_a_write_that_the_disk_refuses_is_an_error_and_can_be_tried_again(
@@ -67,7 +67,7 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_can_be_tried_again(
 def test_of_records_written_together_only_those_fail_that_the_disk_refuses(faulty):
     driver = TierDriver(recovered(faulty))
     placed = laid_out(0, pages(3))
-    faulty.arm("write", Fault.IO_ERROR, times=2)  # the three together, then the first alone
+    faulty.arm("write", DiskFault.IO_ERROR, times=2)  # the three together, then the first alone
 
     ended = driver.write(*placed)
 
@@ -80,7 +80,7 @@ def test_a_hole_that_a_failed_write_left_hides_no_record_behind_it(faulty, disk)
     faulty = FaultyDisk(disk)
     driver = TierDriver(recovered(faulty))
     placed = laid_out(0, pages(3))
-    faulty.arm("write", Fault.IO_ERROR, after=1)
+    faulty.arm("write", DiskFault.IO_ERROR, after=1)
     ended = [driver.write(one)[0] for one in placed]
     assert [one.error is None for one in ended] == [True, False, True]
     assert driver.sync().error is None
@@ -103,7 +103,7 @@ class recovered_with:  # noqa: N801
         }
 
 
-@pytest.mark.parametrize("fault", [Fault.SHORT, Fault.TORN, Fault.BIT_FLIP])
+@pytest.mark.parametrize("fault", [DiskFault.SHORT, DiskFault.TORN, DiskFault.BIT_FLIP])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_write_that_went_wrong_unsaid_is_found_by_the_read(fault, seed):
     disk = SimulatedDisk()
@@ -121,7 +121,7 @@ def test_a_write_that_went_wrong_unsaid_is_found_by_the_read(fault, seed):
         assert isinstance(ended.error, PageCorrupt | type(None))
         good += ended.error is None
         assert ended.error is not None or target.content == page.content
-    assert fault is not Fault.SHORT or good == 3, "a short write is gone on with"
+    assert fault is not DiskFault.SHORT or good == 3, "a short write is gone on with"
     disk.kill()
     keys = {page.record.key for _, page in placed}
     assert recovered_with(disk).keys <= keys
@@ -132,10 +132,10 @@ def test_a_read_that_went_wrong_is_an_error_and_the_next_one_may_be_right(faulty
     driver = TierDriver(recovered(faulty))
     ((place, page),) = laid_out(0, pages(1, 8192, seed))
     driver.write((place, page))
-    for fault in (Fault.IO_ERROR, Fault.BIT_FLIP, Fault.SHORT):
+    for fault in (DiskFault.IO_ERROR, DiskFault.BIT_FLIP, DiskFault.SHORT):
         faulty.arm("read", fault)
         ended, target = driver.read(place, page)
-        expected = {Fault.IO_ERROR: TierUnavailable, Fault.BIT_FLIP: PageCorrupt}.get(fault)
+        expected = {DiskFault.IO_ERROR: TierUnavailable, DiskFault.BIT_FLIP: PageCorrupt}.get(fault)
         assert expected is None or isinstance(ended.error, expected)
         assert ended.error is not None or target.content == page.content
         assert_reads_back(driver, place, page)
@@ -146,7 +146,7 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     driver = TierDriver(log)
     first, second = laid_out(0, pages(2))
     driver.write(first)
-    faulty.arm("sync", Fault.IO_ERROR)
+    faulty.arm("sync", DiskFault.IO_ERROR)
 
     assert isinstance(driver.sync().error, TierUnavailable)
     assert isinstance(driver.sync().error, TierUnavailable), "a second sync proves nothing"
@@ -162,7 +162,7 @@ def test_after_a_footer_that_failed_no_record_is_taken_and_the_seal_can_be_tried
     driver = TierDriver(recovered(faulty))
     first, second = laid_out(0, pages(2))
     driver.write(first)
-    faulty.arm("write", Fault.IO_ERROR)
+    faulty.arm("write", DiskFault.IO_ERROR)
 
     assert isinstance(driver.seal(0).error, TierUnavailable)
     refused = driver.write(second)[0].error
@@ -176,7 +176,7 @@ def test_a_drop_that_failed_can_be_tried_again(faulty):
     log = recovered(faulty)
     driver = TierDriver(log)
     driver.write(*laid_out(0, pages(1)))
-    faulty.arm("remove", Fault.IO_ERROR)
+    faulty.arm("remove", DiskFault.IO_ERROR)
 
     assert isinstance(driver.drop(0).error, TierUnavailable)
     assert log.stats()["directories"][0]["used_bytes"] == SEGMENT_BYTES
@@ -324,7 +324,7 @@ def test_a_slow_disk_lets_submit_and_poll_return_and_drain_says_no(tmp_path):
                  threads=1, wake=woken.set, disk=faulty)  # fmt: skip
     log.recover()
     page = pages(1)[0]
-    faulty.arm("write", Fault.SLOW)
+    faulty.arm("write", DiskFault.SLOW)
 
     log.submit([WritePage(1, Place(0, 0), page.record, page.address)])
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.testing.disk import Fault, FaultyDisk, SimulatedDisk
+from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver
 from kvstore.tier import window
 from kvstore.tier.record import segment_name
@@ -65,7 +65,7 @@ def test_a_read_error_ahead_ends_the_scan_with_that_error(monkeypatch):
     monkeypatch.setattr(window, "WINDOW_BYTES", 16_384)
     faulty = FaultyDisk(disk)
     descriptor = faulty.open(HOME / "0" / segment_name(0), direct=True)
-    faulty.arm("read", Fault.IO_ERROR, after=4)
+    faulty.arm("read", DiskFault.IO_ERROR, after=4)
 
     with ThreadPoolExecutor(2) as readers, pytest.raises(OSError, match="Input/output"):
         load_segment(faulty, descriptor, 0, log_id, readers)
