@@ -167,7 +167,9 @@ def test_what_old_puts_evict_is_past_its_grace_and_what_young_ones_evict_is_with
 
 
 @pytest.mark.parametrize("size", node_rates.SIZES)
-def test_with_an_ssd_tier_all_that_is_evicted_is_on_disk_first(size):
+def test_with_an_ssd_tier_all_that_is_evicted_is_on_disk_first(size, monkeypatch):
+    waited = []
+    monkeypatch.setattr(LoneNode, "tick", lambda lone: waited.append(lone))
     full = a_full_node(ssd=True)
     calls = full.puts(size, old=True)
     before = full.lone.stored()
@@ -179,6 +181,7 @@ def test_with_an_ssd_tier_all_that_is_evicted_is_on_disk_first(size):
     assert counts["evicted_to_disk"] >= 20 * calls.pages
     assert counts["demoted_pages"] >= counts["evicted_to_disk"]
     assert "removed_evicted" not in counts
+    assert not waited, "its jobs should have ended at once"
     for _, keys in full.prompts:
         assert full.engine.lookup(keys) == PROMPT_PAGES
 
