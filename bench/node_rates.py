@@ -18,12 +18,13 @@ from kvstore.state.choice.eviction import GRACE_NS
 
 FULL_PAGES: Final = 131_072
 """Of the nodes of these cases: 8 GiB of pages of 64 KiB."""
-FULL_PAGES_MIN: Final = 4096
+READ_PAGES_MIN: Final = 4096
+"""Of the node of a lookup: twice its pages."""
 PROMPT_PAGES: Final = 128
 CALL_PROMPTS: Final = 16
 BOUND_PAGES: Final = 262_144
 """Keys in the bound's dict: too many for the caches, as those of a node are."""
-ROUNDS_MIN: Final = 5
+ROUNDS_MIN: Final = 3
 LEASES: Final = 64
 LOOKUP_PAGES: Final = 32_768
 """That one call looks up."""
@@ -81,16 +82,16 @@ class Rates:
     """All cases; a node that is full is used again.
 
     Args:
-        pages: of a full node; some more than the longest prompt, and :data:`FULL_PAGES` at most.
+        pages: of a full node, at most.
         seconds: of CPU time, at least, for a case.
     """
 
     def __init__(self, pages: int, seconds: float) -> None:
-        self._pages = max(FULL_PAGES_MIN, min(pages, FULL_PAGES))
+        self._pages = min(pages, FULL_PAGES)
         self._seconds = seconds
         self._bound_pages = min(BOUND_PAGES, 2 * self._pages)
         self._bound = dict_bound(self._bound_pages)
-        self._full: tuple[tuple[str, bool], FullNode] | None = None
+        self._full: tuple[tuple[int, str, bool], FullNode] | None = None
 
     def bound(self) -> float:
         """The bound itself, pages a second."""
@@ -105,9 +106,10 @@ class Rates:
             self._full = None
             return self._rate(fresh_puts(self._pages, policy, int(rest[1])))
         ssd = case.endswith(SSD)
-        if self._full is None or self._full[0] != (policy, ssd):
+        pages = self._pages if verb == "put" else max(self._pages, READ_PAGES_MIN)
+        if self._full is None or self._full[0] != (pages, policy, ssd):
             self._full = None  # two do not fit small machines
-            self._full = (policy, ssd), FullNode(self._pages, policy, ssd=ssd)
+            self._full = (pages, policy, ssd), FullNode(pages, policy, ssd=ssd)
         node = self._full[1]
         if verb == "put":
             return self._rate(node.puts(int(rest[1]), old=rest[2] == "old"))
