@@ -41,4 +41,4 @@ def test_links_to_sections_are_found():
 def test_prose_of_a_page_is_wrapped(page):
     lines = _FENCE.sub("", page.read_text()).splitlines()
     long = [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
-    assert not [line for line in long if len(line.split()) > 1], "the name of a test cannot be"
+    assert not [line for line in long if len(line.split()) > 1]  # one word cannot be wrapped
