@@ -40,7 +40,7 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
         if pool.block_count <= count:
             return ""
         blocks = list(range(1, count + 1))
-        pieces = pool.pieces(blocks, size)
+        pieces = pool.pieces(blocks, size, 1)
         pattern = os.urandom(size)
         keys = PrefixKeys(os.urandom(KEY_BYTES))
         try:

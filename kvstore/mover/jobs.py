@@ -5,14 +5,19 @@ Both implementations take it, :class:`~kvstore.mover.native.Native` and
 """
 
 import threading
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import InvalidArgument
+
 Addresses = npt.NDArray[np.uint64]
 Digests = npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
+"""What holds the bytes of one page; any dtype."""
 
 # As in ``_mover.c``: what is moved between two looks at the cancel flag, what a job does, and the
 # words of a progress block, in their order.
@@ -44,6 +49,35 @@ class Pieces(NamedTuple):
         count = len(addresses)
         length = np.full(count, page_bytes, dtype=np.uint64)
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)
+
+    @classmethod
+    def of_buffers(
+        cls, buffers: Sequence[Buffer], page_bytes: int, *, writable: bool = False
+    ) -> "Pieces":
+        """Pages that are one buffer each, of ``page_bytes``; the caller keeps them alive.
+
+        Raises:
+            InvalidArgument: one has another size, is not contiguous, or may not be written.
+        """
+        found = np.empty(len(buffers), dtype=np.uint64)
+        field, need = "pages", "C-contiguous"
+        if writable:
+            field, need = "out", "writable and C-contiguous"
+        for index, buffer in enumerate(buffers):
+            if isinstance(buffer, np.ndarray):
+                array, contiguous = buffer, buffer.flags.c_contiguous
+            else:
+                view = memoryview(buffer)
+                contiguous = view.c_contiguous
+                array = np.frombuffer(view if contiguous else b"", dtype=np.uint8)
+            if not contiguous or (writable and not array.flags.writeable):
+                raise InvalidArgument(field, f"page {index} is not {need}")
+            if array.nbytes != page_bytes:
+                raise InvalidArgument(
+                    field, f"page {index} has {array.nbytes} bytes, not {page_bytes}"
+                )
+            found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
+        return cls.contiguous(found, page_bytes)
 
     def pages(self, start: int, stop: int) -> "Pieces":
         """The pieces of pages ``start`` to ``stop``, without copying them."""

@@ -134,7 +134,7 @@ class Puppet:
         }
 
     def lease_s(self, seconds: float) -> None:
-        kvstore.client.leases.LEASE_S = seconds  # type: ignore[misc]
+        kvstore.client.loads.LEASE_S = seconds  # type: ignore[misc]
 
     def cut(self) -> None:
         """Break the connection as a network would; the process goes on."""

@@ -10,7 +10,7 @@ from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -216,8 +216,10 @@ class PageMemory(Protocol):
     now_ns: int
     tick: int
 
-    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING for a page of ``node``, made room for if need be."""
+    def allocate(
+        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
+    ) -> list[Slot]:
+        """Slots in state WRITING for pages behind ``head``, made room for if need be."""
         ...
 
     def add_candidate(self, node: PrefixNode) -> None:

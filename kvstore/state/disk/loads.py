@@ -101,14 +101,14 @@ class DiskLoads:
 
     def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node, size)
+        assert node.parent is not None
+        slots = self._memory.allocate(node.space, node.parent, size, 1)
         place = node.disk.get(shard)
-        if slot is None or place is None:  # making room may have cost the page itself
-            if slot is not None:
-                self._memory.slots.abort([slot])
+        if not slots or place is None:  # making room may have cost the page itself
+            self._memory.slots.abort(slots)
             return None
         self._log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slot)
+        job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
         load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
         self._submit(job)
         return load

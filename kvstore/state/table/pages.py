@@ -21,7 +21,7 @@ from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Ret
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 4096
+EXPIRE_MAX: Final = 512
 """Pages whose deadline one turn applies."""
 
 
@@ -179,19 +179,21 @@ class PageTable(Residents):
             space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put([], shard, 0, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
-        told: list[bytes] = []
-        token_bytes = len(tokens) // len(keys) if keys else 0
-        for index, key in enumerate(keys):
-            status = self._grant(process, put, space, key, parent)
-            if status in (PageStatus.NO_ROOM, PageStatus.NO_PARENT):
-                statuses += [status] * (len(keys) - index)
-                break
-            if status is PageStatus.GRANTED:
-                told.append(tokens[index * token_bytes : (index + 1) * token_bytes])
-            statuses.append(status)
-            parent = key
+        while (at := len(statuses)) < len(keys):
+            known = self._known(space, shard, keys[at])
+            if known is not None:
+                statuses.append(known)
+                continue
+            granted, refusal = self._grant(
+                process, put, space, keys[at:], keys[at - 1] if at else parent
+            )
+            if tokens:
+                each = len(tokens) // len(keys)
+                put.tokens += tokens[at * each : (at + granted) * each]
+            statuses += [PageStatus.GRANTED] * granted
+            if refusal is not None:
+                statuses += [refusal] * (len(keys) - len(statuses))
         if put.pages:
-            put.tokens = b"".join(told)
             process.puts[put_id] = put
         return statuses, put
 
@@ -441,49 +443,86 @@ class PageTable(Residents):
             if node is not None:
                 run.append(node)
 
-    def _grant(
-        self, process: Process, put: Put, space: PrefixTree, key: PrefixKey, parent: PrefixKey
-    ) -> PageStatus:
-        shard = put.shard
-        known = space.nodes.get(key)
-        if known is not None and known.present >> shard & 1:
-            known.access = self.tick
-            return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
-        of = space.shards[shard]
-        if not self._may_follow(space, shard, key, parent):
-            return PageStatus.NO_PARENT
-        if not process.session.admits(of.slot_bytes):
-            return PageStatus.NO_ROOM
-        node = space.node(key, parent)
-        assert node.parent is not None
-        assert node.parent.key == parent
-        # In the tree before room is made, so that its ancestors are no leaves meanwhile.
-        node.begin(shard, Slot(-1))
-        slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
-        if shard not in node.slots:  # its head was lost while room was made, and it with that
-            self.slots.abort([slot] if slot is not None else [])
-            return PageStatus.NO_PARENT
-        if slot is None:
-            node.forget(shard)
-            self._tidy(node)
-            return PageStatus.NO_ROOM
-        node.fill(shard, slot)
-        self._owners[slot] = node
-        put.pages.append((node, slot))
-        put.size_bytes += of.slot_bytes
-        self._hold(process, of.slot_bytes)
-        return PageStatus.GRANTED
+    def _known(self, space: PrefixTree, shard: int, key: PrefixKey) -> PageStatus | None:
+        """What a put is told of a page that is there, or is being written; None for no page."""
+        node = space.nodes.get(key)
+        if node is None or not node.present >> shard & 1:
+            return None
+        node.access = self.tick
+        return PageStatus.EXISTS if node.ready >> shard & 1 else PageStatus.PENDING
 
-    def _may_follow(self, space: PrefixTree, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
-        """Whether the page of ``key`` can be reached behind that of ``parent``."""
-        if parent and not space.shards[shard].window_pages:
-            head = space.nodes.get(parent)
-            if head is None or not head.present >> shard & 1:
-                return False
-        if space.contradicts(key, parent):
-            self.counts["contradicting_pages"] += 1
-            return False
-        return True
+    def _grant(
+        self, process: Process, put: Put, space: PrefixTree, keys: list[PrefixKey],
+        parent: PrefixKey,
+    ) -> tuple[int, PageStatus | None]:  # fmt: skip
+        """Grant the leading pages of ``keys`` that are not there.
+
+        Returns:
+            how many were granted; and why the next is not, None when it is there or is none.
+        """
+        shard, slot_bytes = put.shard, space.shards[put.shard].slot_bytes
+        count, refusal = self._new_pages(space, shard, keys, parent)
+        admitted = process.session.free_bytes // slot_bytes
+        if count > admitted:
+            count, refusal = admitted, PageStatus.NO_ROOM
+        head = space.node_of(parent)
+        head.hold()  # so that what precedes the pages is no leaf while room is made
+        self._spared = head
+        slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
+        self._spared = None
+        head.unhold()
+        if not self._follows(space, shard, parent):
+            self.slots.abort(slots)  # its head was lost while room was made
+            count, slots, refusal = 0, [], PageStatus.NO_PARENT
+        if len(slots) < count:
+            refusal = PageStatus.NO_ROOM
+        for key, slot in zip(keys, slots, strict=False):
+            node = space.node(key, parent)
+            node.begin(shard, slot)
+            self._owners[slot] = node
+            put.pages.append((node, slot))
+            parent = key
+        if not slots:
+            self._tidy(head)
+        put.size_bytes += len(slots) * slot_bytes
+        self._hold(process, len(slots) * slot_bytes)
+        return len(slots), refusal
+
+    def _new_pages(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey
+    ) -> tuple[int, PageStatus | None]:
+        """How many leading ``keys`` are of no page yet and may follow each other; why no more."""
+        if not self._follows(space, shard, parent):
+            return 0, PageStatus.NO_PARENT
+        head, seen = space.node_of(parent), set[PrefixKey]()
+        for new, key in enumerate(keys):
+            known = space.nodes.get(key)
+            if key in seen or (known is not None and known.present >> shard & 1):
+                return new, None
+            if known is not None and space.holes.get(known, 0) >> shard & 1:
+                return new, PageStatus.NO_ROOM  # what followed it is leaving; it may come then
+            if known is not None and space.contradicts(known, parent, head):
+                self.counts["contradicting_pages"] += 1
+                return new, PageStatus.NO_PARENT
+            seen.add(key)
+            parent = key
+        return len(keys), None
+
+    def _follows(self, space: PrefixTree, shard: int, parent: PrefixKey) -> bool:
+        """Whether a page behind that of ``parent`` can be reached."""
+        if not parent or space.shards[shard].window_pages:
+            return True
+        head = space.nodes.get(parent)
+        return head is not None and bool(head.present >> shard & 1)
+
+    def _within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
+        """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
+        if not self.quotas.is_limited(space):
+            return count
+        allowed = (
+            n for n in range(count) if not self.shrink(space, SHRINK_MAX, (n + 1) * slot_bytes)
+        )
+        return next(allowed, count)
 
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)

@@ -212,6 +212,18 @@ class PrefixNode:
         self.fill(shard, slot)
         self.space.host_bytes += self.space.shards[shard].slot_bytes
 
+    def hold(self) -> None:
+        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        if not self.in_memory:
+            self._count_above(1)
+        self.children_in_memory += 1
+
+    def unhold(self) -> None:
+        """They have come, or will not."""
+        self.children_in_memory -= 1
+        if not self.in_memory:
+            self._count_above(-1)
+
     @property
     def in_memory(self) -> bool:
         """Whether this node or any below it has slots."""
@@ -272,6 +284,8 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        holes: nodes without a page of the shards of a mask, below which there are pages of them
+            that are leaving; see :mod:`kvstore.state.table.orphans`.
         by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
@@ -288,6 +302,7 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
+    holes: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -324,18 +339,25 @@ class PrefixTree:
             deepen(found)
         return found
 
-    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
-        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+    def node_of(self, key: PrefixKey) -> PrefixNode:
+        """The node of a key; the root for the empty key, and for one that is not known."""
+        return self.nodes.get(key, self.root)
+
+    def contradicts(self, known: PrefixNode, parent_key: PrefixKey, above: PrefixNode) -> bool:
+        """Whether a node cannot follow ``parent_key``: it is known to follow another one.
 
         A key is a hash of all before it, so this is a mistake of whoever says so.
+
+        Args:
+            known: a node of this tree.
+            parent_key: what it is said to follow.
+            above: the deepest node that is known on the way to ``parent_key``, itself included.
         """
-        known = self.nodes.get(key)
-        if known is None or known.parent is None or known.parent.key == parent_key:
+        if known.parent is None or known.parent.key == parent_key:
             return False
         if known.parent is not self.root or known.present & self.full_mask:
             return True
-        above = self.nodes.get(parent_key)
-        return above is not None and self._above(known, above)
+        return self._above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
@@ -343,12 +365,15 @@ class PrefixTree:
         Returns:
             the deepest ancestor that stays (the root at last).
         """
-        while node is not self.root and not node.present and not node.children:
+        while node is not self.root and not (
+            node.present or node.children or node.children_in_memory
+        ):
             parent = node.parent
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
             self.by_creation.remove(node)
+            self.holes.pop(node, None)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -356,6 +381,12 @@ class PrefixTree:
             node.parent = None
             node = parent
         return node
+
+    def fill_hole(self, node: PrefixNode, shard: int) -> None:
+        """Nothing of ``shard`` is below a hole any more."""
+        left = self.holes.pop(node, 0) & ~(1 << shard)
+        if left:
+            self.holes[node] = left
 
     def check(self) -> None:
         """Assert every invariant of the tree."""

@@ -159,6 +159,11 @@ class Session:
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
 
+    @property
+    def free_bytes(self) -> int:
+        """What the quota leaves."""
+        return max(0, self.quota_bytes - self.used_bytes)
+
     def admits(self, extra_bytes: int) -> bool:
         """Whether the quota leaves room for ``extra_bytes`` more."""
         return self.used_bytes + extra_bytes <= self.quota_bytes
