@@ -1,4 +1,4 @@
-"""Everything the Conductor serves besides completions: engines, nodes, decisions, health."""
+"""All routes besides completions: engines, nodes, decisions, health, metrics."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ class _TokenizeBody(msgspec.Struct):
 
 
 class Admin:
-    """Handlers over the parts of one Conductor."""
+    """Handlers of these routes."""
 
     def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
@@ -44,7 +44,7 @@ class Admin:
         self._auth = auth
 
     def routes(self) -> list[web.RouteDef]:
-        """Every route."""
+        """All routes."""
 
         def asks(handler: Handler) -> Handler:
             return self._auth.needs(CallerRole.CLIENT, handler)
@@ -178,20 +178,20 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _shown_node(node: NodeEntry) -> dict[str, object]:
-    """What may be said of a node: not its token."""
+    """A node without its token."""
     return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
 
 
 def _unknown(what: str) -> web.Response:
-    return error_response(404, f"unknown_{what}", f"no such {what} is known", field="id")
+    return error_response(404, f"unknown_{what}", f"this {what} is unknown", field="id")
 
 
 def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> Middleware:
-    """A middleware: errors in OpenAI's form.
+    """A middleware that returns errors in OpenAI's format.
 
     Args:
-        faults: counts what was our own fault.
-        broken: told when an assertion failed: our state cannot be trusted any more.
+        faults: counts internal errors.
+        broken: called when an assertion failed, because the state cannot be trusted any more.
     """
 
     @web.middleware
@@ -210,9 +210,9 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
             broken(error)
             raise
         except ConnectionError:
-            raise  # the client has gone
+            raise  # the client has disconnected
         except Exception as error:
             faults.note("internal", f"{request.method} {request.path[:200]!r}: {error!r}")
-            return error_response(500, "internal", "an error of the Conductor; its log says which")
+            return error_response(500, "internal", "an internal error; see the Conductor's log")
 
     return answer
