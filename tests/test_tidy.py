@@ -32,9 +32,7 @@ ENVIRONMENT_READERS = {
 }  # fmt: skip
 WORKPLACE = ("/work/", ".library")
 
-LONG_FILES: dict[str, int] = {
-    "kvstore/state/table/pages.py": 374,  # to be split when runs of pages replace single ones
-}
+LONG_FILES: dict[str, int] = {}
 """path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
@@ -90,21 +88,28 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_let_go() -> Iterator[None]:
+    """They are large, and every later garbage collection would walk over them."""
+    yield
+    tree_of.cache_clear()
+
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
 
 
 def nodes(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Every node with the dotted name of the function or class it is in."""
-
-    def walk(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str]]:
+    within: list[tuple[ast.AST, str]] = [(tree_of(path), "")]
+    while within:
+        node, name = within.pop()
         for child in ast.iter_child_nodes(node):
             inner = name
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 inner = f"{name}.{child.name}".lstrip(".")
             yield child, inner
-            yield from walk(child, inner)
-
-    yield from walk(tree_of(path), "")
+            within.append((child, inner))
 
 
 def dotted(node: ast.expr) -> str:
@@ -170,7 +175,7 @@ def code_lines(path: Path) -> int:
     """Lines that are no docstring, comment or blank."""
     prose: set[int] = set()
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
+        if isinstance(node, Documented) and node.body:
             head = node.body[0]
             if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant):
                 prose |= set(range(head.lineno, (head.end_lineno or head.lineno) + 1))
@@ -349,7 +354,12 @@ def test_no_test_sleeps():
 
 
 def test_every_exception_from_a_rule_is_still_needed():
-    functions = {f"{shown(path)}:{name}" for path in python_files() for _, name in nodes(path)}
+    functions = {
+        f"{shown(path)}:{name}"
+        for path in python_files()
+        for node, name in nodes(path)
+        if isinstance(node, Function | ast.ClassDef)
+    }
     paths = {shown(path) for path in files()}
 
     faults = sorted((set(LONG_FUNCTIONS) | set(CATCH_ALL) | set(CALLED_FROM_OUTSIDE)) - functions)

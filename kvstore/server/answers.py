@@ -122,6 +122,21 @@ class PageDetail(PageRow, frozen=True):
     first_children: list[str]
 
 
+class PageTokens(Answer, frozen=True):
+    """The token ids of one page; None = nobody gave them, or its record has no room for them."""
+
+    key: str
+    depth: int
+    tokens: list[int] | None
+
+
+class PromptPart(Answer, frozen=True):
+    """Pages that follow each other; the last one is the page that was asked for."""
+
+    space: str
+    prompt: list[PageTokens]
+
+
 class PageList(Answer, frozen=True):
     """A stretch of pages; ``next`` is the cursor of the one after it, None = that was all."""
 

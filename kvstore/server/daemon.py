@@ -175,7 +175,7 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
-        self._announcement = Announcement(self.node.pages)
+        self._announcement = Announcement(self.node.pages, tokens=self.publication.tells_tokens)
         self.node.pages.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )

@@ -101,8 +101,8 @@ class Dispatcher:
             self._tasks[number] = task
 
     def _answer(self, number: int, asked: operations.Operation, by: Caller, result: Any) -> None:
-        if isinstance(asked, operations.Change):
-            _log_change(asked, by, result)
+        if isinstance(asked, operations.Change | operations.ShowTokens):
+            _log_operation(asked, by, result)
         if isinstance(result, Refusal):
             self._refuse(number, result)
             return
@@ -118,8 +118,8 @@ class Dispatcher:
         self._send(Refused(number, refusal.status, refusal.code, str(refusal), refusal.field))
 
 
-def _log_change(asked: operations.Change, by: Caller, result: Any) -> None:
-    """Say who changed what, and what came of it."""
+def _log_operation(asked: operations.Operation, by: Caller, result: Any) -> None:
+    """Say who changed what, or was told whose prompt, and what came of it."""
     told: dict[str, object] = {"operation": type(asked).__name__}
     told |= {"role": by.role, "address": by.address}
     for name in asked.__struct_fields__:

@@ -85,6 +85,7 @@ class HttpServer:
         self._loaded = loaded
         self._socket_path = admin_socket(config)
         self._group = config.socket.group_access
+        self._tenants = bool(config.socket.tenants)
         self._tokens = tokens_of(config.http)
         self._made_token = not self._tokens
         self._tcp = _listen("http.port", Tcp(config.http.host, config.http.port))
@@ -175,6 +176,7 @@ class HttpServer:
                 listeners=self._listeners(),
                 tokens={str(role): text for role, text in self._tokens.items()},
                 group=self._group,
+                tenants=self._tenants,
                 open_metrics=self._made_token and self._config.is_loopback,
                 token_file=str(token_file(self._socket_path)) if self._made_token else "",
                 values=_printable(values(self._loaded)),

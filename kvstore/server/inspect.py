@@ -5,7 +5,7 @@ Each is work in turns; rows are made a few at a time, whatever has left meanwhil
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore.errors import InvalidArgument
@@ -34,11 +34,15 @@ _SHELVES_MAX: Final = 64
 """Shelves that one answer looks through; a filter that finds little goes on with the next one."""
 _STEP_ROWS: Final = 16
 _CHILDREN_MAX: Final = 100
+_TOKENS_MAX: Final = 65_536
+"""Token ids of one answer, but those of at least one page."""
+_READ_S: Final = 5.0
+_POLL_S: Final = 0.002
 _NS_PER_S: Final = 1_000_000_000
 
 
 class Inspection:
-    """What any role may ask.
+    """What changes nothing.
 
     Args:
         node: is looked at, never changed.
@@ -60,6 +64,7 @@ class Inspection:
             operations.ListSpaces: self.spaces,
             operations.ListPages: self.pages,
             operations.ShowPage: self.page,
+            operations.ShowTokens: self.tokens,
             operations.ListTree: self.tree,
             operations.ListSessions: self.sessions,
             operations.ListPins: self.pins,
@@ -137,6 +142,36 @@ class Inspection:
             space=space.label, pins=node.pins, read_once=bool(node.read_once),
             first_children=[child.hex() for child in islice(node.children, _CHILDREN_MAX)],
         )  # fmt: skip
+
+    def tokens(self, asked: operations.ShowTokens) -> Work[answers.PromptPart]:
+        """The tokens of a page and of some before it; read from their records if need be."""
+        space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
+        node = space.nodes.get(self._stored(space, key.hex(), "key"))
+        chain: list[PrefixNode] = []
+        most = max(1, _TOKENS_MAX // space.identity.page_tokens)
+        while node is not None and node is not space.root and len(chain) < min(asked.pages, most):
+            chain.append(node)
+            node = node.parent
+        told = [(one.key.hex(), one.depth, one) for one in reversed(chain)]
+        found = {one: one.tokens for one in chain}
+        if (disk := self._table.disk) is not None:
+            run = disk.read_tokens((at, of) for at in chain if not found[at] for of in at.disk)
+            until_s = monotonic() + _READ_S
+            try:
+                while not run.finished:
+                    if monotonic() > until_s:
+                        message = f"the SSD tier did not read them in {_READ_S:g} s; try again"
+                        raise Refusal(503, "transfer_timeout", message)
+                    yield _POLL_S
+            finally:
+                run.cancel()
+            found |= run.tokens
+        yield None
+        rows = [
+            answers.PageTokens(key=name, depth=depth, tokens=_ids(found[one]))
+            for name, depth, one in told
+        ]
+        return answers.PromptPart(space=space.label, prompt=rows)
 
     def tree(self, asked: operations.ListTree) -> Work[answers.PageList]:
         """A stretch of the prefix tree."""
@@ -265,6 +300,11 @@ class Inspection:
                 for one in space.shards
             ],
         )  # fmt: skip
+
+
+def _ids(tokens: bytes) -> list[int] | None:
+    """Token ids of their bytes; None = they are not known."""
+    return list(memoryview(tokens).cast("I")) if tokens else None
 
 
 def _at_once(shown: Callable[[], Any]) -> Work[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from kvstore import wire
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.tree.actions import PageStatus
+from kvstore.testing.followers import page_token
 from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
 
 PIECES: Final = 4
@@ -117,7 +118,8 @@ class Engines:
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
         wait_ms = self._random.choice((0, WAIT_MS))
-        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", b"", wait_ms)
+        tokens = b"".join(map(page_token, keys)) if put % 3 else b""
+        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", tokens, wait_ms)
         if not isinstance(granted, wire.PutGranted) or not granted.addresses:
             return
         chosen = [

@@ -38,6 +38,7 @@ class SimulatedTier:
         self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
     ) -> None:
         self.records: dict[Place, bytes] = {}
+        self._tokens: dict[Place, bytes] = {}
         self._time = time
         self._random = time.random
         self._outcome = time.outcome
@@ -45,7 +46,7 @@ class SimulatedTier:
         self._node = desk.node
         self._extents = extents
         self._sizes: dict[int, int] = {}
-        self._ended: list[tuple[int, KVStoreError | None]] = []
+        self._ended: list[tuple[int, KVStoreError | None, bytes]] = []
         pages = desk.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
@@ -63,8 +64,8 @@ class SimulatedTier:
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
-        for job, error in ended:
-            self._node.disk_completed(job, error, now_ns)
+        for job, error, tokens in ended:
+            self._node.disk_completed(job, error, now_ns, tokens)
 
     def stats(self) -> dict[str, Any]:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -78,7 +79,9 @@ class SimulatedTier:
             for node in space.nodes.values()
             if 0 in node.disk
         ]
-        self.pages.check(self._random.sample(pages, min(4, len(pages))))
+        some = self._random.sample(pages, min(4, len(pages)))
+        self.pages.check(some)
+        self.pages.read_tokens(some)
         self.flush()
 
     def limit_some(self, table: PageTable) -> None:
@@ -114,7 +117,10 @@ class SimulatedTier:
             self._outcome.disk_failures += 1
         else:
             error = self._carry_out(job)
-        self._ended.append((job.job, error))
+        tokens = b""
+        if isinstance(job, diskjobs.DiskRead | diskjobs.DiskTokens) and error is None:
+            tokens = self._tokens[job.place]
+        self._ended.append((job.job, error, tokens))
         self._desk.poll_disk()
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
@@ -124,6 +130,7 @@ class SimulatedTier:
                 if content != page_content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = node.tokens
             case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
                 error = self._read(place, self._memory(slot), page_content(node.key))
                 self._outcome.pages_from_disk += error is None
@@ -136,6 +143,7 @@ class SimulatedTier:
                 if content != page_content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = self._tokens[source]
             case diskjobs.DiskDrop(segment=segment):
                 for place in [at for at in self.records if at.segment == segment]:
                     del self.records[place]

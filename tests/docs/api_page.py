@@ -58,7 +58,6 @@ INSIDE: Final = {
     "KVPool": {"pieces"},
     "KVStore": {"forked"},
     "PageViews": {"forked"},
-    "PutResult": {"plus"},
     "RestoreJob": {"forked", "run"},
     "Space": {"load_pieces", "numbers", "put_pieces"},
     "StoreJob": {"forked", "run"},

@@ -5,8 +5,7 @@ import os
 import signal
 import socket
 import stat
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -318,16 +317,9 @@ def test_without_a_token_tcp_shows_health_and_metrics_and_nothing_else(own):
     assert known.ended(known.post("/v1/clear", all=True))["state"] == "done"
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that every user of this machine can look into."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
 def as_nobody(url: str, method: str, path: str, groups: Sequence[int] = ()) -> int:
     """What another user, in further groups, gets for a status; 0 = it may not even connect."""
+    "".encode("idna")  # a host's name needs it, and the other user may not read Python's library
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

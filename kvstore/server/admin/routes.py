@@ -46,6 +46,7 @@ class Route:
         gives: the answer's JSON; None = it is no JSON.
         role: who may ask; None = everybody.
         status: of success.
+        prompts: it tells what engines were asked.
         rows: name of the rows of a listing that is put together from several answers of the node.
         body_bytes_max: a longer body is refused.
     """
@@ -56,6 +57,7 @@ class Route:
     gives: Any
     role: Role | None = "read"
     status: int = 200
+    prompts: bool = False
     rows: str = ""
     body_bytes_max: int = BODY_BYTES_MAX
 
@@ -73,6 +75,14 @@ ROUTES: Final = (
     Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
     Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
     Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
+    Route(
+        "GET",
+        "/v1/pages/{space}/{key}/tokens",
+        operations.ShowTokens,
+        answers.PromptPart,
+        "operate",
+        prompts=True,
+    ),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),
