@@ -1,7 +1,7 @@
 """kvstore in vLLM: ``KVStoreConnector``, named by ``--kv-transfer-config``; docs/engines/vllm.md.
 
 Reading order: ``options`` (what users set), ``names`` (what tells KV apart), ``facts`` (what vLLM's
-configuration says of it), ``tensors`` and ``selftest`` (its memory), ``stats``, ``connector`` (its
+configuration says of it), ``tensors`` (its memory), ``stats``, ``connector`` (its
 calls); ``tier`` is the second route. All of these translate between vLLM and :mod:`kvstore.engine`,
 which decides and moves.
 """

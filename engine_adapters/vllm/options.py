@@ -1,45 +1,14 @@
 """What users set of the connector and of the tier, under vLLM's names."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
-
-import msgspec
+from typing import Any, Final
 
 from kvstore.engine.identity import Group
-from kvstore.engine.options import (
-    ADDRESS,
-    LoadOrder,
-    Milliseconds,
-    Options,
-    Tenant,
-    check_address,
-    read_section,
-)
+from kvstore.engine.options import LoadOrder, Options, TieringOptions, read_section
 from kvstore.errors import ConfigError
 
 _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
-
-
-class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tier's section, an entry of ``secondary_tiers``.
-
-    Attributes:
-        revision: names the weights, their quantisation and all else that vLLM does not tell a tier.
-        address: the node's socket.
-        tenant: isolation domain: memory of one tenant is never mapped by another.
-        lookup_timeout_ms: longest time that vLLM is told to ask again about a chunk; after it the
-            chunk is a miss.
-    """
-
-    revision: Annotated[str, msgspec.Meta(min_length=1)]
-    address: str = ADDRESS
-    tenant: Tenant = "default"
-    lookup_timeout_ms: Milliseconds = 1000.0
-
-    def __post_init__(self) -> None:
-        """Refuse an address that is none."""
-        check_address(self.address)
 
 
 def read_options(values: Mapping[str, Any]) -> Options:
@@ -51,13 +20,13 @@ def read_options(values: Mapping[str, Any]) -> Options:
     return read_section(values, Options, _WHERE)
 
 
-def read_tier_options(values: Mapping[str, Any]) -> TierOptions:
+def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
     """Check what the user gave the tier.
 
     Raises:
         ConfigError: an unknown key, one that is missing, or a value that does not fit; names it.
     """
-    return read_section(values, TierOptions, _WHERE_TIER)
+    return read_section(values, TieringOptions, _WHERE_TIER)
 
 
 def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:

@@ -1,17 +1,12 @@
 """vLLM's KV tensors as memory that the mover can reach."""
 
-import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvstore import mover
 from kvstore.engine.identity import Group
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool
-
-log = logging.getLogger("vllm.kvstore")
 
 
 def pool_of(
@@ -46,28 +41,6 @@ def pool_of(
         block_count=block_count,
         planes_per_layer=1,
     )
-
-
-def prefault(pools: Sequence[KVPool]) -> None:
-    """Touch the engine's KV memory in the background, so that no first load pays for it.
-
-    A first touch costs several times a copy, and the engine owns the memory either way. Without the
-    native mover nothing is touched: only that one may do it while the engine writes.
-    """
-    if not mover.is_native:
-        return
-
-    def touch() -> None:
-        for pool in pools:
-            for plane in pool.planes:
-                size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-                try:
-                    mover.populate(plane, size, write=True)
-                except KVStoreError as error:
-                    log.debug("KV memory is not touched ahead: %s", error)
-                    return
-
-    threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
 
 
 def _block_shape(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from tests.server.conftest import TIMEOUT_S, Api, Stored
 SECONDS = 10.0
 STALL_S = 0.05
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 409, 413, 422, 503}
+MUST_BE_SEEN = {200, 400, 401, 404}
 ODD_HEADERS = (
     b"Content-Length: x", b"Content-Length: 99999999999999999999", b"Expect: 100-continue",
     b"Transfer-Encoding: chunked", b"Upgrade: websocket", b"Connection: upgrade",
@@ -50,7 +51,12 @@ class Stranger:
         self.idle: list[socket.socket] = []
 
     def run(self, end: float) -> None:
-        while monotonic() < end and not self.wrong:
+        """Until then, and on a busy machine until it was answered in every way that matters."""
+        late = end + 3 * SECONDS
+        while not self.wrong:
+            now, seen_all = monotonic(), self.seen.keys() >= MUST_BE_SEEN
+            if now >= (end if seen_all else late):
+                break
             kinds = [self._request, self._request, self._request, self._request, self._garbage,
                      self._half, self._many, self._wait, self._prompt]  # fmt: skip
             with suppress(OSError):  # it may be cut off wherever it is
@@ -228,7 +234,7 @@ def be_strange(daemon: Daemon, seeds: list[int], seconds: float, wait_until: Any
         seen = sum((one.seen for one in strangers), Counter[int]())
         said = f"seeds {seeds}, answers {dict(seen)}, {waits['lookups']} lookups"
         assert not [wrong for one in strangers for wrong in one.wrong], said
-        assert {200, 400, 401, 404} <= seen.keys(), said
+        assert seen.keys() >= MUST_BE_SEEN, said
         assert [one for one in waits["stalls_s"] if one > STALL_S] == [], said
         assert waits["lookups"] > 10, said
 
