@@ -4,7 +4,6 @@ import codecs
 from collections.abc import Sequence
 from typing import Final
 
-BOS: Final = 256
 EOS: Final = 257
 VOCAB_SIZE: Final = 320
 """Bytes and specials, rounded up to whole cache lines; the rest are never produced."""
@@ -16,11 +15,6 @@ PRINTABLE: Final = (ord("\n"), *range(0x20, 0x7F))
 def encode(text: str) -> list[int]:
     """UTF-8 bytes of ``text``; no special token is added, so tokens concatenate as text does."""
     return list(text.encode("utf-8", errors="surrogatepass"))
-
-
-def decode(tokens: Sequence[int]) -> str:
-    """Text of whole output; specials are skipped, broken UTF-8 becomes U+FFFD."""
-    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class TextStream:

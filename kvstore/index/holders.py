@@ -94,15 +94,6 @@ class PromptMatch:
             result &= some
         return result
 
-    def prefix(self, *workers: str) -> int:
-        """Longest prefix of which every page is at one of the workers or another."""
-        if not workers or not self.pages:
-            return 0
-        present = self.present(workers[0])
-        for worker in workers[1:]:
-            present = present | self.present(worker)
-        return prefix_length(present)
-
 
 def _by_word(bits: Sequence[int]) -> dict[int, np.uint64]:
     masks: Counter[int] = Counter()
@@ -143,11 +134,6 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return self._live
-
-    @property
-    def table_bytes(self) -> int:
-        """Memory of the table."""
-        return self._tags.nbytes + sum(word.nbytes for word in self._words)
 
     def store(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
         """A worker holds these pages now.

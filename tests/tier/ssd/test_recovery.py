@@ -48,7 +48,7 @@ def test_a_start_finds_keys_parents_digests_and_places(disk, sealed):
 
     (segment,) = found.segments
     assert (segment.number, segment.sealed, segment.records) == (7, sealed, 5)
-    assert (segment.directory, segment.size_bytes) == (0, SEGMENT_BYTES)
+    assert segment.size_bytes == SEGMENT_BYTES
     assert segment.end == 5 * record_bytes(5000)
     records = [page.record for _, page in placed]
     assert segment.entries["key"].tolist() == [record.key for record in records]
@@ -256,7 +256,7 @@ def test_a_file_with_a_segments_number_does_not_hide_the_segment(disk, other):
 def of(disk: SimulatedDisk, number: int) -> Path:
     """Where a segment is."""
     name = segment_name(number)
-    return next(p for at in "01" for p in disk.names_below(HOME / at) if p.name == name)
+    return next(HOME / at / name for at in "01" if name in disk.names(HOME / at))
 
 
 def test_a_file_that_is_larger_than_any_segment_is_left_as_it_is(tmp_path):
