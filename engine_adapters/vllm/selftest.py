@@ -1,4 +1,4 @@
-"""One page there and back when a worker starts: what is wrong shows before the first request."""
+"""Stores and loads one page when a worker starts, to detect problems before the first request."""
 
 import ctypes
 import logging
@@ -25,10 +25,10 @@ _END_WAIT_S: Final = 60.0
 def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: KVPool) -> str:
     """Store a page of random bytes from the engine's memory and restore it.
 
-    The engine's blocks must not be in use yet; those that were used are zero afterwards.
+    The engine's blocks must not be in use yet; the blocks used here are zeroed at the end.
 
     Returns:
-        what is wrong, in words; empty when the page came back as it was, or nobody is there yet.
+        The error as text; empty if the page was restored, or no node runs yet.
     """
     if not store.connected:
         return ""
@@ -51,7 +51,7 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
             try:
                 restored = restoring.result(_WAIT_S)
             finally:
-                # The engine is about to use these blocks: no byte may come later.
+                # The engine is about to use these blocks: nothing may be written to them later.
                 restoring.cancel()
                 restoring.wait(_END_WAIT_S)
             came_back = restored.pages == 1 and _read(pieces) == pattern
@@ -60,9 +60,9 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
     except KVStoreError as error:
         return f"{error.code}: {error}"
     if not came_back:
-        return "a page did not come back as it was stored"
+        return "a page was not restored as it was stored"
     log.info(
-        "kvstore: a page of %d bytes went to the node and back in %.1f ms; layout %s",
+        "kvstore: stored and restored a page of %d bytes in %.1f ms; layout %s",
         size, (perf_counter() - began) * 1000, shard.digest.hex()[:16],
     )  # fmt: skip
     return ""
