@@ -102,6 +102,7 @@ class Conductor:
         parts = Parts(
             self.registry,
             self.queue,
+            rules,
             prefixes,
             prompts,
             self._upstream,
@@ -116,7 +117,7 @@ class Conductor:
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(Admin(parts, self.membership, self.proxy, self._auth).routes())
+        self._app.add_routes(Admin(parts, self.proxy, self._auth).routes())
 
     def _pump_soon(self) -> None:
         if len(self.queue) and self._pumping is None:

@@ -2,16 +2,19 @@
 
 ::
 
-    KVStoreError code, retryable ├─ ConfigError a wrong key or value of the configuration; names
-    both ├─ CapacityError (retry) no slot is free or evictable, or a quota is reached ├─
-    InvalidArgument an argument is wrong; names the field
- │ ├─ LayoutMismatch the caller's layout is not that of the space; names the field │ └─ NotFound the
- named object does not exist on this node ├─
-    TransferError │ ├─ TransferTimeout (retry) a deadline passed │ └─ PeerUnreachable (retry) no
-    process listens there, or the connection broke ├─ TierUnavailable the memory or device of a tier
-    is not available │ └─ DurabilityUnavailable a durable put of pages that cannot be synced ├─
-    PageCorrupt the bytes of a page failed its digest └─ ProtocolError the peer does not understand
-    a message or the version
+    KVStoreError                     code, retryable
+    ├─ ConfigError                   a key or value of the configuration; names key and value
+    ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
+    ├─ InvalidArgument               a caller's mistake; names the field
+    │  ├─ LayoutMismatch             the caller's bytes are not those of this space; names the field
+    │  └─ NotFound                   what the caller names does not exist here
+    ├─ TransferError
+    │  ├─ TransferTimeout  (retry)   a deadline passed
+    │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
+    ├─ TierUnavailable               the memory or device behind a tier cannot be had
+    │  └─ DurabilityUnavailable      a durable put of what is never synced
+    ├─ PageCorrupt                   bytes are not those of the page that was asked for
+    └─ ProtocolError                 a message or version that is not understood
 
 A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
 """

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
-from conductor.front.auth import Auth, Role
+from conductor.front.auth import Auth, CallerRole
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
@@ -34,12 +34,12 @@ class _TokenizeBody(msgspec.Struct):
 class Admin:
     """Handlers of these routes."""
 
-    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy, auth: Auth) -> None:
+    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
         self._parts = parts
-        self._membership = membership
+        self._membership: Membership = parts.membership
         self._proxy = proxy
         self._auth = auth
 
@@ -47,13 +47,13 @@ class Admin:
         """All routes."""
 
         def asks(handler: Handler) -> Handler:
-            return self._auth.needs(Role.CLIENT, handler)
+            return self._auth.needs(CallerRole.CLIENT, handler)
 
         def reads(handler: Handler) -> Handler:
-            return self._auth.needs(Role.READ, handler)
+            return self._auth.needs(CallerRole.READ, handler)
 
         def operates(handler: Handler) -> Handler:
-            return self._auth.needs(Role.OPERATE, handler)
+            return self._auth.needs(CallerRole.OPERATE, handler)
 
         return [
             web.get("/health", self._health),
@@ -124,7 +124,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.queue.rules.in_flight(engine.info.id),
+            "in_flight": self._parts.rules.in_flight(engine.info.id),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -140,7 +140,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.queue.rules.forget(engine_id)
+        self._parts.rules.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 

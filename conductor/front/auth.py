@@ -29,7 +29,7 @@ from kvstore.process.faults import Faults
 _TOKEN_CHARACTERS_MIN: Final = 16
 
 
-class Role(enum.IntEnum):
+class CallerRole(enum.IntEnum):
     """The role of a token; a higher one includes the lower ones."""
 
     CLIENT = 1
@@ -52,28 +52,28 @@ class Auth:
                 for two roles.
         """
         self._faults = faults
-        self._open = {Role.CLIENT: config.open_requests or config.is_loopback}
-        self._open[Role.READ] = config.is_loopback
-        self._open[Role.OPERATE] = False
-        self._tokens: dict[Role, bytes] = {}
+        self._open = {CallerRole.CLIENT: config.open_requests or config.is_loopback}
+        self._open[CallerRole.READ] = config.is_loopback
+        self._open[CallerRole.OPERATE] = False
+        self._tokens: dict[CallerRole, bytes] = {}
         for role, key, token, path in (
-            (Role.CLIENT, "client", config.client_token, config.client_token_file),
-            (Role.READ, "read", config.read_token, config.read_token_file),
-            (Role.OPERATE, "operate", config.operate_token, config.operate_token_file),
+            (CallerRole.CLIENT, "client", config.client_token, config.client_token_file),
+            (CallerRole.READ, "read", config.read_token, config.read_token_file),
+            (CallerRole.OPERATE, "operate", config.operate_token, config.operate_token_file),
         ):
             text = token or _read(f"http.{key}_token_file", path)
             if text:
                 self._tokens[role] = _checked(f"http.{key}_token", text)
                 self._open[role] = False
-        self.made = "" if Role.OPERATE in self._tokens else secrets.token_urlsafe(24)
+        self.made = "" if CallerRole.OPERATE in self._tokens else secrets.token_urlsafe(24)
         if self.made:
-            self._tokens[Role.OPERATE] = self.made.encode()
+            self._tokens[CallerRole.OPERATE] = self.made.encode()
         if len(set(self._tokens.values())) < len(self._tokens):
             raise ConfigError(
                 "http.client_token, http.read_token and http.operate_token must differ"
             )
 
-    def needs(self, role: Role, handler: Handler) -> Handler:
+    def needs(self, role: CallerRole, handler: Handler) -> Handler:
         """Wrap a handler: clients without this role get 401 or 403."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
@@ -98,7 +98,7 @@ class Auth:
 
         return guarded
 
-    def _role(self, request: web.Request) -> Role | None:
+    def _role(self, request: web.Request) -> CallerRole | None:
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         shown = token.strip().encode(errors="surrogateescape")
         found = None

@@ -6,8 +6,9 @@ from typing import Final
 
 import msgspec
 
+from conductor.front.membership import Membership
 from conductor.front.openai import TokenId
-from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.routing.engines import EngineRegistry, Health
 from kvstore.index.reading import UnreadableError, read
 
@@ -32,19 +33,19 @@ class Prompts:
     """Tokenises prompts; recent ones need no round trip."""
 
     def __init__(
-        self, registry: EngineRegistry, upstream: Upstream, reports: HealthReports, timeout_s: float
+        self, registry: EngineRegistry, upstream: Upstream, membership: Membership, timeout_s: float
     ) -> None:
         """Start empty.
 
         Args:
             registry: the engines.
             upstream: client for engines.
-            reports: receives failures of engines.
+            membership: receives failures of engines.
             timeout_s: deadline of one request.
         """
         self._registry = registry
         self._upstream = upstream
-        self._reports = reports
+        self._membership = membership
         self._timeout_s = timeout_s
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._kept = 0
@@ -62,7 +63,7 @@ class Prompts:
                 tokens = read(_TOKENS.decode, raw).tokens
             except EngineError as error:
                 if error.sick:
-                    self._reports.broke(engine_id)
+                    self._membership.broke(engine_id)
             except (EngineRefusedError, UnreadableError):
                 continue
             else:

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from aiohttp import web
 
 from conductor.config import DeadlineConfig, QueueConfig
+from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import (
     BadRequestError,
@@ -32,13 +33,13 @@ from conductor.front.openai import (
     read_stream_end,
 )
 from conductor.front.prompts import Prompts
-from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.routing.decisions import Attempt, Decision, DecisionLog
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import Plan, Waiting
 from conductor.routing.prefixes import PrefixView
-from conductor.routing.queue import RejectedError
+from conductor.routing.queue import QueueRules, RejectedError
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TAIL_PIECES: Final = 4
@@ -50,12 +51,13 @@ class Parts(NamedTuple):
 
     registry: EngineRegistry
     queue: RequestQueue
+    rules: QueueRules
     prefixes: PrefixView
     prompts: Prompts
     upstream: Upstream
     decisions: DecisionLog
     metrics: Metrics
-    reports: HealthReports
+    membership: Membership
     clock: Callable[[], float]
 
 
@@ -121,13 +123,13 @@ class Proxy:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
-        if self.active >= self._parts.queue.rules.requests_max:
+        if self.active >= self._parts.rules.requests_max:
             self._parts.metrics.refused(429, "rejected")
             return error_response(
                 429,
                 "queue_full",
                 f"{self.active} requests are in progress already",
-                retry_after_s=self._parts.queue.rules.retry_after_s,
+                retry_after_s=self._parts.rules.retry_after_s,
             )
         raw = await read_body(http)
         try:
@@ -211,7 +213,7 @@ class Proxy:
                     retry = run.response is None and tries_left > 0
                     parts.metrics.failed(error.engine, retried=retry)
                     if error.sick:
-                        parts.reports.broke(error.engine)
+                        parts.membership.broke(error.engine)
                     if run.response is not None:
                         return await self._give_up(run, 502, "engine_failed", str(error))
                     excluded = waiting.excluded | {error.engine}
@@ -226,7 +228,7 @@ class Proxy:
                     return self._relay_refusal(run, error)
         what = f"{self._queue.tries} tries failed; the last error: {last_error}"
         return await self._give_up(
-            run, 503, "engines_failed", what, retry_after_s=parts.queue.rules.retry_after_s
+            run, 503, "engines_failed", what, retry_after_s=parts.rules.retry_after_s
         )
 
     async def _tokens(self, run: _Run) -> list[int] | None:
@@ -258,7 +260,7 @@ class Proxy:
                 attempt.prefill_s = parts.clock() - started
                 run.elsewhere_s += attempt.prefill_s
             lease.release(assign.prefill)
-            parts.reports.worked(assign.prefill)
+            parts.membership.worked(assign.prefill)
             answer = read_answer(raw)
             if answer is None:
                 raise EngineError(assign.prefill, "its answer is not JSON")
@@ -295,7 +297,7 @@ class Proxy:
             )
         finally:
             run.elsewhere_s += parts.clock() - started
-        parts.reports.worked(engine)
+        parts.membership.worked(engine)
         answer = read_answer(raw)
         attempt.served = answer.measured() if answer else None
         attempt.outcome = "ok"
@@ -320,7 +322,7 @@ class Proxy:
                 await self._write(run.response, piece)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
-        parts.reports.worked(engine)
+        parts.membership.worked(engine)
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
         attempt.outcome = "ok"
@@ -376,7 +378,7 @@ class Proxy:
 
     def _relay_refusal(self, run: _Run, error: EngineRefusedError) -> web.Response:
         """Relay the engine's own refusal."""
-        self._parts.reports.worked(error.engine)
+        self._parts.membership.worked(error.engine)
         run.decision.status, run.decision.outcome = error.status, "refused"
         run.decision.detail = str(error)
         return web.Response(

@@ -8,7 +8,7 @@ relayed.
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import aiohttp
 
@@ -49,16 +49,6 @@ class EngineRefusedError(Exception):
         self.status = status
         self.body = body
         self.content_type = content_type
-
-
-class HealthReports(Protocol):
-    """Receives successes and failures of engines."""
-
-    def worked(self, engine_id: str) -> None:
-        """The engine has answered."""
-
-    def broke(self, engine_id: str) -> None:
-        """The engine did not answer correctly in time."""
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Final
 
-BOS: Final = 256
 EOS: Final = 257
+"""The last token of an output; 0 to 255 are bytes."""
 VOCAB_SIZE: Final = 320
 """Bytes and specials, rounded up to whole cache lines; the rest are never produced."""
 

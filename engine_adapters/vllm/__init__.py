@@ -1,9 +1,9 @@
 """kvstore in vLLM: ``KVStoreConnector`` for ``--kv-transfer-config``; see docs/engines/vllm.md.
 
 Reading order: ``options``, ``names`` (the identity of KV), ``facts`` (from vLLM's configuration),
-``tensors`` and ``selftest`` (its memory), ``stats``, ``connector`` (its calls); ``tier`` is the
-alternative for vLLM's own offloading. All of these translate between vLLM and
-:mod:`kvstore.engine`, which makes the decisions and copies.
+``tensors`` (its memory), ``stats``, ``connector`` (its calls); ``tier`` is the alternative for
+vLLM's own offloading. All of these translate between vLLM and :mod:`kvstore.engine`, which makes
+the decisions and copies.
 """
 
 from typing import Any

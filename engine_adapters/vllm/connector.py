@@ -17,12 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from engine_adapters.vllm import selftest
 from engine_adapters.vllm.facts import check_version, read_facts
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.tensors import pool_of, prefault
+from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import shard_index, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
@@ -30,6 +29,7 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
 from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
+from kvstore.engine.start import prefault, round_trip
 from kvstore.engine.worker import GroupMemory, WorkerSide
 
 log = logging.getLogger("vllm.kvstore")
@@ -54,9 +54,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combine the reports of two ranks."""
         assert isinstance(other, WorkerReport)
-        joined = Report(dict(self.report.ended), self.report.late | other.report.late)
-        joined.add(other.report.ended.items())
-        return WorkerReport(joined)
+        return WorkerReport(self.report.joined(other.report))
 
 
 class _Holder:
@@ -284,12 +282,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerSide(self._opening, memories, monotonic)
         first = memories[0]
         # If the node refuses these pages, a warning was logged already.
-        wrong = self._opening.get() and selftest.round_trip(
-            self._store, self._identity, self._shards[first.shard], first.pool
+        wrong = self._opening.get() and round_trip(
+            self._store, self._identity, self._shards[first.shard], first.pool, log
         )
         if wrong:
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
-        prefault([memory.pool for memory in memories])
+        prefault([memory.pool for memory in memories], log)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads."""

@@ -1,46 +1,14 @@
 """Options of the connector and the tier, with vLLM's names of the sections."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
-
-import msgspec
+from typing import Any, Final
 
 from kvstore.engine.identity import Group
-from kvstore.engine.options import (
-    ADDRESS,
-    LoadOrder,
-    Milliseconds,
-    Options,
-    Tenant,
-    check_address,
-    read_section,
-)
+from kvstore.engine.options import LoadOrder, Options, TieringOptions, read_section
 from kvstore.errors import ConfigError
 
 _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
-
-
-class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of the tier, an entry of ``secondary_tiers``.
-
-    Attributes:
-        revision: identifies the weights, their quantisation and everything else that vLLM does not
-            pass to a tier.
-        address: the node's socket.
-        tenant: isolation domain; memory of one tenant is never mapped by engines of another.
-        lookup_timeout_ms: maximum time for which vLLM repeats the lookup of a chunk; then the chunk
-            is a miss.
-    """
-
-    revision: Annotated[str, msgspec.Meta(min_length=1)]
-    address: str = ADDRESS
-    tenant: Tenant = "default"
-    lookup_timeout_ms: Milliseconds = 1000.0
-
-    def __post_init__(self) -> None:
-        """Refuse an invalid address."""
-        check_address(self.address)
 
 
 def read_options(values: Mapping[str, Any]) -> Options:
@@ -52,13 +20,13 @@ def read_options(values: Mapping[str, Any]) -> Options:
     return read_section(values, Options, _WHERE)
 
 
-def read_tier_options(values: Mapping[str, Any]) -> TierOptions:
+def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
     """Convert and check the options of the tier.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is not allowed; names the key.
     """
-    return read_section(values, TierOptions, _WHERE_TIER)
+    return read_section(values, TieringOptions, _WHERE_TIER)
 
 
 def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:

@@ -1,17 +1,12 @@
 """Describes vLLM's KV tensors as memory for the mover."""
 
-import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvstore import mover
 from kvstore.engine.identity import Group
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool
-
-log = logging.getLogger("vllm.kvstore")
 
 
 def pool_of(
@@ -47,28 +42,6 @@ def pool_of(
         block_count=block_count,
         planes_per_layer=1,
     )
-
-
-def prefault(pools: Sequence[KVPool]) -> None:
-    """Touch the engine's KV memory in the background, so that first loads are not slowed down.
-
-    A first touch takes several times as long as a copy. This needs the native mover, which can
-    touch memory while the engine writes to it.
-    """
-    if not mover.is_native:
-        return
-
-    def touch() -> None:
-        for pool in pools:
-            for plane in pool.planes:
-                size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-                try:
-                    mover.populate(plane, size, write=True)
-                except KVStoreError as error:
-                    log.debug("KV memory was not touched in advance: %s", error)
-                    return
-
-    threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
 
 
 def _block_shape(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:

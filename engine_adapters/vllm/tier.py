@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm.names import page_key
-from engine_adapters.vllm.options import TierOptions, read_tier_options
+from engine_adapters.vllm.options import read_tier_options
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
+from kvstore.engine.options import TieringOptions
 from kvstore.engine.tiering import SERIES, Tiering
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
@@ -152,7 +153,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def names(
-    config: Any, row_bytes: int, options: TierOptions, since: bytes
+    config: Any, row_bytes: int, options: TieringOptions, since: bytes
 ) -> tuple[SpaceIdentity, ShardSpec]:
     """Space and shard of an ``OffloadingConfig``; they contain everything that may change bytes.
 

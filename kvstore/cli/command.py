@@ -172,6 +172,11 @@ def _add_looks(verb: _Add) -> None:
                            help=f"only pages with {compared} this many hits")  # fmt: skip
     pages.add_argument("--limit", type=count(1), default=100, help="maximum pages; default: 100")
     page = verb("page", "details of one page", _page, show.page)
+    tokens = verb("tokens", "the token ids of a page; needs the role operate", _page_tokens,
+                  show.tokens)  # fmt: skip
+    _names_page(tokens)
+    tokens.add_argument("--pages", type=count(1), default=1,
+                        help="number of pages, ending with this one; default: 1")  # fmt: skip
     tree = verb("tree", "the descendants of a page", _tree, show.tree)
     tree.add_argument("space", help=_SPACE)
     tree.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
@@ -278,6 +283,10 @@ def _pages(node: Remote, at: argparse.Namespace) -> Any:
 
 def _page(node: Remote, at: argparse.Namespace) -> Any:
     return node.get(path_of("pages", at.space, at.key))
+
+
+def _page_tokens(node: Remote, at: argparse.Namespace) -> Any:
+    return node.get(path_of("pages", at.space, at.key, "tokens"), pages=at.pages)
 
 
 def _tree(node: Remote, at: argparse.Namespace) -> Any:

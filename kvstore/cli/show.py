@@ -224,6 +224,13 @@ def page(answer: Any, console: Console) -> None:
     _table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
 
 
+def tokens(answer: Any, console: Console) -> None:
+    """The token ids of some pages, ready for ``kvstore explain --tokens``."""
+    for one in answer["prompt"]:
+        ids = "not known" if one["tokens"] is None else ",".join(map(str, one["tokens"]))
+        console.print(f"page {one['depth']}  {one['key'][:_KEY_DIGITS]}  {ids}", soft_wrap=True)
+
+
 def tree(answer: Any, console: Console) -> None:
     """A part of the prefix tree; keys are shortened if the terminal is narrow."""
     root = Tree("pages")

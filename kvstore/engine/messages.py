@@ -88,10 +88,15 @@ class Report:
 
     def end(self, job: int, pages: int, seconds: float = 0.0) -> None:
         """One rank's job has ended."""
-        self.add({job: End(1, pages, seconds)}.items())
+        self._add({job: End(1, pages, seconds)}.items())
 
-    def add(self, ends: Iterable[tuple[int, End]]) -> None:
-        """Add the reports of other ranks."""
+    def joined(self, other: "Report") -> "Report":
+        """What two ranks, or groups of ranks, have to say in one."""
+        both = Report(dict(self.ended), self.late | other.late)
+        both._add(other.ended.items())
+        return both
+
+    def _add(self, ends: Iterable[tuple[int, End]]) -> None:
         for job, end in ends:
             known = self.ended.get(job, End(0, end.pages))
             self.ended[job] = End(

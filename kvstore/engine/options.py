@@ -88,6 +88,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.page_tokens
 
 
+class TieringOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section of an adapter to an engine that keeps a tier in host memory itself.
+
+    Attributes:
+        revision: names the weights, their quantisation and all else that the engine does
+            not tell a tier.
+        address: the node's socket.
+        tenant: isolation domain: memory of one tenant is never mapped by another.
+        lookup_timeout_ms: longest time that the engine is told to ask again about a chunk; after it
+            the chunk is a miss.
+    """
+
+    revision: Annotated[str, msgspec.Meta(min_length=1)]
+    address: str = ADDRESS
+    tenant: Tenant = "default"
+    lookup_timeout_ms: Milliseconds = 1000.0
+
+    def __post_init__(self) -> None:
+        """Refuse an address that is none."""
+        check_address(self.address)
+
+
 def read_section(values: Mapping[str, Any], section: type[_Section], where: str) -> _Section:
     """Convert and check the options of an adapter.
 

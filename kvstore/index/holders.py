@@ -145,11 +145,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._live
 
-    @property
-    def table_bytes(self) -> int:
-        """Memory of the table."""
-        return self._tags.nbytes + sum(word.nbytes for word in self._words)
-
     def store(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
         """A worker has stored these pages.
 

@@ -38,7 +38,7 @@ ORIGIN_BYTES_MAX: Final = 64
 LOST_MAX: Final = 256
 """Connections of one process that are gone and whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
-SWEEP_STEPS: Final = 128
+SWEEP_STEPS: Final = 64
 """Steps of one turn towards the end of pages whose head has left."""
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
@@ -165,11 +165,16 @@ class Node:
             self._end(process)
         self._after(now_ns)
 
-    def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
-        """The SSD tier has ended a job; ``error`` None = all of it was done."""
+    def disk_completed(
+        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
+    ) -> None:
+        """The SSD tier has ended a job; ``error`` None = all of it was done.
+
+        ``tokens``: of one that read a record, those that it has of its page.
+        """
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        self.pages.disk.completed(job, error)
+        self.pages.disk.completed(job, error, tokens)
         self._room_may_be = True
         self._after(now_ns)
 

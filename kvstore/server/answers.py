@@ -123,6 +123,21 @@ class PageDetail(PageRow, frozen=True):
     first_children: list[str]
 
 
+class PageTokens(Answer, frozen=True):
+    """The token ids of one page; None = nobody gave them, or its record has no room for them."""
+
+    key: str
+    depth: int
+    tokens: list[int] | None
+
+
+class PromptPart(Answer, frozen=True):
+    """Pages that follow each other; the last one is the page that was asked for."""
+
+    space: str
+    prompt: list[PageTokens]
+
+
 class PageList(Answer, frozen=True):
     """A part of a list of pages; ``next`` is the cursor of the next part, None at the end."""
 

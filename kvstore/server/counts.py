@@ -138,8 +138,8 @@ class NodeStats(Answer, frozen=True):
 
     ``unready``: why no page can be stored; empty if pages can be stored. ``session_bytes``: slot
     bytes that engines hold. ``loop_lag_s``: maximum of the last 15 to 30 s. ``latencies``:
-    ``lookup``, ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: for the first 32
-    models, all others as ``other``.
+    ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load`` and ``loop_turn``. ``lookups``: for
+    the first 32 models, all others as ``other``.
     """
 
     node: str

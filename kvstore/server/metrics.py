@@ -26,6 +26,7 @@ _LATENCIES: Final = {
     "put": "Seconds from the grant of a put's slots to its commit, while the engine writes.",
     "wait": "Seconds from arrival to answer, of requests of any kind that had to wait.",
     "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
+    "loop_turn": "Seconds that one message, deadline or completion kept the node from all others.",
 }
 COUNTED: Final = {
     "lookup_pages": "Keys in answered lookups; a lookup that waits counts once.",

@@ -13,6 +13,7 @@ KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
 RUN_KEYS_MAX: Final = 1024
 TOKENS_MAX: Final = 2_000_000
+CHAIN_MAX: Final = 1024
 
 Tier = Literal["host", "ssd"]
 Name = Annotated[str, Meta(max_length=256)]
@@ -73,6 +74,18 @@ class ShowPage(Operation, frozen=True):
 
     space: Name
     key: Name
+
+
+class ShowTokens(Operation, frozen=True):
+    """What was asked of engines: the token ids of a page, and of pages before it.
+
+    ``pages``: of how many pages, the page itself included; fewer when they are long. It changes
+    nothing and leaves a line in the log.
+    """
+
+    space: Name
+    key: Name
+    pages: Annotated[int, Meta(ge=1, le=CHAIN_MAX)] = 1
 
 
 class ListTree(Operation, frozen=True):

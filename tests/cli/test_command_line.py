@@ -215,7 +215,9 @@ def test_many_that_it_could_be_are_cut_short():
     keys = [f"ab12cd{number:02d}" + "0" * 56 for number in range(30)]
     short = Names(Listings([space(LABEL, "m")], {LABEL: keys}))
 
-    with pytest.raises(InvalidArgument, match=r"matches 30: give more of it(\n  \w+){10}\n  and 20 more"):
+    with pytest.raises(
+        InvalidArgument, match=r"matches 30: give more of it(\n  \w+){10}\n  and 20 more"
+    ):
         short.key(LABEL, "ab12cd")
 
 

@@ -60,6 +60,14 @@ class Daemon:
         return KVStore.connect(self.address, timeout_s=TIMEOUT_S, **options)
 
 
+def still_serves(daemon: Daemon) -> bool:
+    with daemon.connect() as store:
+        space = open_space(store)
+        keys, pages = new_keys(space, 2), content(2, SIZE)
+        space.put(keys, pages)
+        return space.get(keys, content(2, SIZE, seed=9)) == 2
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("daemon")
@@ -134,6 +142,9 @@ def identity(**fields: Any) -> SpaceIdentity:
     """A space of its own unless a model is named."""
     defaults = {"model": f"model-{next(_models)}", "kv_dtype": "float32", "page_tokens": 4}
     return SpaceIdentity(**{**defaults, **fields})
+
+
+SIZE = FLAT.page_bytes(identity())
 
 
 def open_space(store: KVStore, *shards: ShardSpec, **fields: Any) -> Space:

@@ -5,7 +5,8 @@ import pytest
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import SyncPolicy
 from kvstore.state.disk.syncs import Syncs
-from kvstore.testing.powercut import History, Toll
+from kvstore.testing.life import Toll
+from kvstore.testing.powercut import History
 
 SEEDS = 60
 CONTROL_SEEDS = 15

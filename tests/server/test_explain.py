@@ -188,7 +188,7 @@ def test_without_a_space_the_best_answer_of_all_is_given(asked):
 @pytest.fixture
 def prompt(asked, monkeypatch):
     """``prompt(chains, space, shard)``: explains a prompt whose keys are those, by page size."""
-    inspection = Inspection(SimpleNamespace(node=SimpleNamespace(pages=asked.table)))
+    inspection = Inspection(SimpleNamespace(pages=asked.table), SimpleNamespace())
 
     async def ask(operation: Operation, _kind: object) -> object:
         return ended(inspection.handlers[type(operation)](operation))

@@ -105,7 +105,7 @@ class App:
             if route.role is not None and not (route.asks is ShowMetrics and self._open_metrics):
                 peer = request.scope["state"].get("peer")
                 authorization = request.headers.get("authorization", "")
-                by = self._access.check(peer, authorization, route.role)
+                by = self._access.check(peer, authorization, route.role, prompts=route.prompts)
             prompt = route.asks is Question
             if prompt:
                 await self._acquire_prompt()

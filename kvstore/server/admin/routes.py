@@ -47,6 +47,7 @@ class Route:
         gives: type of the answer's JSON; None = the answer is not JSON.
         role: role needed for the request; None = no role.
         status: status code of a success.
+        prompts: whether the answer shows token ids of prompts.
         rows: name of the list in the answer, for listings made of several answers of the node.
         body_bytes_max: maximum size of the body.
     """
@@ -57,6 +58,7 @@ class Route:
     gives: Any
     role: Role | None = "read"
     status: int = 200
+    prompts: bool = False
     rows: str = ""
     body_bytes_max: int = BODY_BYTES_MAX
 
@@ -74,6 +76,14 @@ ROUTES: Final = (
     Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
     Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
     Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
+    Route(
+        "GET",
+        "/v1/pages/{space}/{key}/tokens",
+        operations.ShowTokens,
+        answers.PromptPart,
+        "operate",
+        prompts=True,
+    ),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),

@@ -108,6 +108,15 @@ class DiskCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTokens:
+    """Read what the record at ``place`` has of its page's tokens; nobody wants the page."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class DiskCopy:
     """Copy the record at ``source`` to ``place``."""
 
@@ -152,8 +161,9 @@ class DiskDrop:
 
 
 DiskJob = (
-    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
-)
+    DiskWrite | DiskRead | DiskCheck | DiskTokens | DiskCopy | DiskTombstone | DiskSync | DiskSeal
+    | DiskDrop
+)  # fmt: skip
 
 
 DURABLES_MAX: Final = 1024
@@ -232,8 +242,8 @@ class PageMemory(Protocol):
         """A page came to a tier, or left it and stays in the other."""
         ...
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
-        """The page was loaded to ``slot``, which is still WRITING."""
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
+        """The page was loaded to ``slot``, which is still WRITING, its record had ``tokens``."""
         ...
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:

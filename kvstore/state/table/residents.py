@@ -140,20 +140,26 @@ class Residents:
         self.ghosts.wanted = None
         return taken
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
+        node.learn(tokens)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
     def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
-    ) -> None:
-        """A page came to a tier, or left it and stays in the other."""
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str,
+        tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        """A page came to a tier, or leaves it and stays in the other.
+
+        ``tokens`` are those of its record, for a page that is in no memory.
+        """
         assert node.parent is not None
-        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
+        known = node.tokens or tokens
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier, known))
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
@@ -351,10 +357,10 @@ class Residents:
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
+        self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
-        self.emit(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: PrefixTree) -> bool:

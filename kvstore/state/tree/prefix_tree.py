@@ -52,6 +52,8 @@ class PrefixNode:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        tokens: of the page, uint32 little-endian, if they are known and a page of it is in memory;
+            else empty. On disk they are in its records.
         memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
@@ -104,6 +106,7 @@ class PrefixNode:
         "slots",
         "space",
         "stored_ns",
+        "tokens",
         "turns",
         "use_interval",
         "used_ns",
@@ -120,6 +123,7 @@ class PrefixNode:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.tokens = b""
         self.memory = 0
         self.present = 0
         self.ready = 0
@@ -155,6 +159,11 @@ class PrefixNode:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
         self.memory |= 1 << shard
+
+    def learn(self, tokens: bytes) -> None:
+        """Keep the tokens of a page in memory: the first that are given, if they are one page's."""
+        if not self.tokens and len(tokens) == self.space.token_bytes and self.slots:
+            self.tokens = tokens
 
     def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
@@ -194,6 +203,8 @@ class PrefixNode:
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
+        if not self.slots:
+            self.tokens = b""
         if not self.in_memory:
             self._count_above(-1)
         self._leave(shard)
@@ -295,6 +306,7 @@ class PrefixTree:
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
+        token_bytes: what the tokens of a page take, a uint32 each.
     """
 
     number: int
@@ -313,9 +325,11 @@ class PrefixTree:
     prefill_s_per_token: float = 0.0
     root: PrefixNode = field(init=False)
     label: str = field(init=False)
+    token_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.identity.digest.hex()
+        self.token_bytes = self.identity.page_tokens * 4
         self.root = PrefixNode(self, PrefixKey(b""), None)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
@@ -401,6 +415,7 @@ class PrefixTree:
             assert (node in self.writing) == (node.present != node.ready)
             assert node.memory == sum(1 << shard for shard in node.slots)
             assert node.ready == sum(1 << shard for shard in node.digests)
+            assert not node.tokens or (node.slots and len(node.tokens) == self.token_bytes)
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0

@@ -6,7 +6,7 @@ from kvstore.errors import PageCorrupt
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.checks import CHECKS_MAX, CheckRun
 from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskRead
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld, flood
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
 from tests.state.world import chain, key
 
 FLIPPED = PageCorrupt("flipped")

@@ -10,7 +10,7 @@ from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
 
 RECORD = 2 * PAGE
