@@ -1,7 +1,7 @@
-"""What a worker does with the engine's memory before the engine serves.
+"""Prepares the engine's memory when a worker starts.
 
-One page goes to the node and back, so that what is wrong shows before the first request; then the
-memory is touched, so that no load pays for that.
+The self-test stores and loads one page, to detect problems before the first request. Then the
+memory is touched, so that first loads are not slowed down.
 """
 
 import ctypes
@@ -32,17 +32,17 @@ def round_trip(
 ) -> str:
     """Store a page of random bytes from the engine's memory and restore it.
 
-    The engine's blocks must not be in use yet; those that were used are zero afterwards.
+    The engine's blocks must not be in use yet; the blocks used here are zeroed at the end.
 
     Args:
-        store: the worker's.
-        identity: of the engine's space; the page goes to one beside it.
-        shard: the worker's.
+        store: the worker's client.
+        identity: identity of the engine's space; the page is stored in a separate one.
+        shard: the worker's shard.
         pool: its memory.
-        log: the engine's: how long it took is said there.
+        log: the engine's log; the time is logged there.
 
     Returns:
-        what is wrong, in words; empty when the page came back as it was, or nobody is there yet.
+        The error as text; empty if the page was restored, or no node runs yet.
     """
     if not store.connected:
         return ""
@@ -65,7 +65,7 @@ def round_trip(
             try:
                 restored = restoring.result(_WAIT_S)
             finally:
-                # The engine is about to use these blocks: no byte may come later.
+                # The engine is about to use these blocks: nothing may be written to them later.
                 restoring.cancel()
                 restoring.wait(_END_WAIT_S)
             came_back = restored.pages == 1 and _read(pieces) == pattern
@@ -74,23 +74,23 @@ def round_trip(
     except KVStoreError as error:
         return f"{error.code}: {error}"
     if not came_back:
-        return "a page did not come back as it was stored"
+        return "a page was not restored as it was stored"
     log.info(
-        "kvstore: a page of %d bytes went to the node and back in %.1f ms; layout %s",
+        "kvstore: stored and restored a page of %d bytes in %.1f ms; layout %s",
         size, (perf_counter() - began) * 1000, shard.digest.hex()[:16],
     )  # fmt: skip
     return ""
 
 
 def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
-    """Touch the engine's KV memory in the background, so that no first load pays for it.
+    """Touch the engine's KV memory in the background, so that first loads are not slowed down.
 
-    A first touch costs several times a copy, and the engine owns the memory either way. Without the
-    native mover nothing is touched: only that one may do it while the engine writes.
+    A first touch takes several times as long as a copy. This needs the native mover, which can
+    touch memory while the engine writes to it.
 
     Args:
-        pools: whose blocks.
-        log: the engine's.
+        pools: pools whose blocks are touched.
+        log: the engine's log.
     """
     if not mover.is_native:
         return
@@ -102,7 +102,7 @@ def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
                 try:
                     mover.populate(plane, size, write=True)
                 except KVStoreError as error:
-                    log.debug("KV memory is not touched ahead: %s", error)
+                    log.debug("KV memory was not touched in advance: %s", error)
                     return
 
     threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
