@@ -4,21 +4,19 @@ Operations are carried out by the daemon's own code, in turns on a loop; each tu
 """
 
 from itertools import count
+from time import monotonic
 from typing import Any, Final
 
 import msgspec
 
 from bench.node_alone import LoneNode
 from bench.node_watch import Watch, WatchedLoop
-from kvstore.config import Loaded, ServerConfig
 from kvstore.errors import CapacityError
-from kvstore.node.node import Node
 from kvstore.server import operations
 from kvstore.server.channel import Answered, Ask, Caller, Refused
 from kvstore.server.dispatch import Dispatcher
-from kvstore.server.observed import Movements
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns
-from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
 
 TICK_S: Final = 0.02
@@ -30,40 +28,6 @@ _BY: Final = Caller("operate", "bench")
 
 class Busy(RuntimeError):
     """An operation finds no room now; it may later."""
-
-
-class Observation:
-    """See :class:`kvstore.server.observed.Observed`; its memory has no bytes."""
-
-    def __init__(self, lone: LoneNode) -> None:
-        self.desk = lone.desk
-        self.node: Node = lone.desk.node
-        self.memory = HostMemory("alone", bytes(16), 1 << 20, prefault=False)
-        self.loaded = Loaded(ServerConfig(), {})
-        self.movements: Movements | None = None
-
-    def unready(self) -> str:
-        """See :class:`kvstore.server.observed.Observed`."""
-        return ""
-
-    def stats(self) -> dict[str, Any]:
-        """The node's own part of it."""
-        return self.desk.stats()
-
-    def tiers(self) -> list[dict[str, Any]]:
-        """The node's own part of it."""
-        stats = self.desk.stats()
-        tiers = [{"tier": "host", "state": "ready", **stats["host"]}]
-        return tiers if stats["ssd"] is None else [*tiers, {"tier": "ssd", **stats["ssd"]}]
-
-    def policy(self) -> dict[str, Any]:
-        """See :class:`kvstore.server.observed.Observed`."""
-        name = self.node.pages.eviction.policy
-        return {"name": name, "known": list(POLICIES), "configured": name}
-
-    def set_policy(self, name: str) -> None:
-        """See :class:`kvstore.server.observed.Observed`."""
-        self.node.pages.eviction.change_policy(name)
 
 
 class Operator:
@@ -79,15 +43,19 @@ class Operator:
         self._numbers = count(1)
         self._loop = WatchedLoop(watch)
         self._turns = Turns(lone.desk)
-        self._observed = Observation(lone)
-        self._dispatcher = Dispatcher(self._observed, self._turns, self._take)
+        #: No bytes are moved.
+        self._memory = HostMemory("alone", bytes(16), 1 << 20, prefault=False)
+        policy = lone.desk.node.pages.eviction.policy
+        status = NodeStatus(lone.desk, self._memory, policy, monotonic())
+        node = lone.desk.node
+        self._dispatcher = Dispatcher(node, self._memory, status, self._turns, self._take)
         self._answers: dict[int, Answered | Refused] = {}
 
     def close(self) -> None:
         """End what is left, and the loop."""
         self._turns.close()
         self._dispatcher.close()
-        self._observed.memory.close()
+        self._memory.close()
         self._loop.close()
 
     def ask(self, operation: operations.Operation, turns: str = "") -> Any:

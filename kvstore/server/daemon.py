@@ -27,7 +27,6 @@ from kvstore.config.machine import Needs, memory_checks, version_of
 from kvstore.config.sizes import exact
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.node.desk import Desk
-from kvstore.node.movements import DiskMovements
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
@@ -35,12 +34,11 @@ from kvstore.process import logs
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
-from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
+from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.disk import Disk
@@ -50,6 +48,8 @@ from kvstore.tier.stale import MemoryRecord
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
 TICK_S: Final = 0.02
+LONG_TURN_NS: Final = 50_000_000
+"""A turn of the loop that the log names."""
 LAG_WINDOW_S: Final = 15.0
 """Of this window and the one before the worst lag is told, so that every scrape sees it."""
 WRITE_OUT_S: Final = 10.0
@@ -57,7 +57,6 @@ WRITE_OUT_S: Final = 10.0
 END_WAIT_S: Final = 5.0
 """What threads that should have ended get before the process ends without them."""
 _STALE_CHECK_TICKS: Final = 50
-_WITHHELD: Final = "all memory is held by clients of the previous boot"
 
 
 class Daemon:
@@ -68,10 +67,6 @@ class Daemon:
         undo: is told how to end each thing as soon as it is made; whoever gives it ends them.
         device: the disk that the SSD tier is on; None = of this machine.
 
-    Attributes:
-        movements: what moves pages between tiers; None while there is one tier only.
-        version: of this program.
-
     Raises:
         ConfigError, TierUnavailable: the memory or an endpoint cannot be had; says which and why.
     """
@@ -81,7 +76,6 @@ class Daemon:
     ) -> None:
         """Make the memory and the node; nothing listens yet."""
         self.loaded = loaded
-        self.version = version_of()
         self._started_s = monotonic()
         self._manager = ServiceManager()
         undo.callback(self._manager.close)
@@ -91,7 +85,6 @@ class Daemon:
         self._undo = undo
         self._device = device
         self.config = config = loaded.config
-        self.movements: Movements | None = None
         host = config.host
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes
@@ -123,13 +116,15 @@ class Daemon:
             self.node, self.memory, self.publication.publish,
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
         )  # fmt: skip
+        self.status = NodeStatus(self.desk, self.memory, host.policy, self._started_s)
+        self.status.add(self._counts)
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
+        self.status.add(self.socket.stats)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self.node.pages)
-        self._watch = Watch(self.node, self.unready)
+        self._watch = Watch(self.node, self.status.unready)
         #: How late the loop was at worst: in this window, and in the one before.
         self._lags_s = (0.0, 0.0)
-        self.http: HttpServer | None = None
         self._why = ""
         self._failed = False
 
@@ -147,7 +142,8 @@ class Daemon:
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
-        http = self.http = HttpServer(self)
+        http = HttpServer(self.loaded, self.desk, self.memory, self.status)
+        self.status.add(lambda: {"admin": http.stats()})
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
@@ -179,8 +175,7 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
-        self._announcement = Announcement(self.node.pages)
-        self.movements = DiskMovements(self.node.pages)
+        self._announcement = Announcement(self.node.pages, tokens=self.publication.tells_tokens)
         self.node.pages.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
@@ -203,68 +198,20 @@ class Daemon:
         self._failed = True
         self._stop("its state cannot be trusted any more", stop)
 
-    def stats(self) -> dict[str, object]:
-        """Everything that can be counted, as plain values; call it on the loop."""
+    def _counts(self) -> dict[str, object]:
+        """What nobody counts but the process itself."""
         return {
-            **self.desk.stats(),
-            "version": self.version,
-            "uptime_s": monotonic() - self._started_s,
-            "unready": self.unready(),
-            "policy": self.node.pages.eviction.policy,
-            "connections": len(self.socket.connections),
-            "accepted_connections": self.socket.accepted,
-            "populated_bytes": self.memory.populated_bytes(),
-            "missing_bytes": self.memory.missing_bytes(),
-            "memory_failures": self.memory.failures,
-            "mover": mover.description,
+            "pid": os.getpid(),
             "loop_lag_s": max(self._lags_s),
             "events": self.publication.stats(),
-            "pid": os.getpid(),
-            "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
-
-    def tiers(self) -> list[dict[str, object]]:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        slots = self.node.pages.slots.stats()
-        sizes = {name: getattr(slots, name) for name in slots.__slots__}
-        tiers: list[dict[str, object]] = [
-            {
-                "tier": "host",
-                "state": "ready" if slots.capacity_bytes else "withheld",
-                **sizes,
-                "populated_bytes": self.memory.populated_bytes(),
-            }
-        ]
-        if self.disk is not None:
-            tiers.append({"tier": "ssd", **self.disk.stats()})
-        return tiers
-
-    def policy(self) -> dict[str, object]:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        shown: dict[str, object] = {
-            "name": self.node.pages.eviction.policy,
-            "known": list(POLICIES),
-            "configured": self.config.host.policy,
-        }
-        if self.disk is not None:
-            ssd = self.disk.stats()
-            shown["ssd"] = {name: ssd[name] for name in ("write", "sync", "admission", "wear")}
-        return shown
-
-    def set_policy(self, name: str) -> None:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        self.node.pages.eviction.change_policy(name)
-
-    def unready(self) -> str:
-        """Why no page can be stored; empty when they can."""
-        return "" if self.node.pages.slots.extents else _WITHHELD
 
     def _status(self) -> str:
         """One line for whoever asks the service manager."""
-        return f"stopping: {self._why}" if self._why else self.unready() or "serving"
+        return f"stopping: {self._why}" if self._why else self.status.unready() or "serving"
 
     def _stats_json(self) -> bytes:
-        return msgspec.json.encode(self.stats())
+        return msgspec.json.encode(self.status.stats())
 
     async def _write_out(self) -> None:
         """Before an orderly end: what is worth it goes to disk, so that a restart finds it."""
@@ -292,6 +239,9 @@ class Daemon:
             worst = max(worst, loop.time() - before - TICK_S)
             if before - window >= LAG_WINDOW_S:
                 worst, earlier, window = 0.0, worst, before
+                took_ns, what = self.desk.take_longest()
+                if took_ns >= LONG_TURN_NS:
+                    log.warning("everybody waited %.0f ms for %s", took_ns / 1e6, what)
             self._lags_s = worst, earlier
             self.desk.advance()
             if not self._announcement.done:
