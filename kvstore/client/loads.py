@@ -1,16 +1,19 @@
-"""Loads: pages of one space into an engine's memory, from the slab and then from the node."""
+"""Loads: pages of one space into an engine's memory, from the slab and then from the node.
+
+What is read at the node is leased first, and brought from disk to memory if it is there only.
+"""
 
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count as counted_from
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
-from kvstore.client.leases import Leases, names
 from kvstore.client.link import NodeLink
 from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
@@ -25,6 +28,13 @@ if TYPE_CHECKING:
     from kvstore.tier.gpu import Fence
 
 log = logging.getLogger(__name__)
+
+LEASE_S: Final = 30.0
+DISK_WAIT_S: Final = 2.0
+"""How long a load waits for pages to come from disk, and a put for room, at a time."""
+
+names: Final = counted_from(1)
+"""Names leases and puts; never repeats in a process."""
 
 VERIFY = True
 """A test switches it off, to show that without the check wrong bytes would reach an engine."""
@@ -71,7 +81,6 @@ class Loader:
         self._services = services
         self._pages = pages
         self._numbers = numbers
-        self.leases = Leases(services, [one.page_bytes for one in pages], numbers)
 
     def load(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
@@ -163,6 +172,22 @@ class Loader:
                 return PageViews([], lambda: None)
             return PageViews(views, undo.pop_all().close)
 
+    def warm(self, keys: PrefixKeys, shard: int, then: Callable[[], None]) -> int:
+        """Bring a run to memory, do ``then`` while it is pinned there; how many pages are there.
+
+        Raises:
+            KVStoreError: the node is away, or refuses.
+        """
+        link, lease = self._services.waiting_link("load"), next(names)
+        opened = self._numbers(link)
+        with link.moving():  # or a link that is closed would leave before the lease is given back
+            try:
+                leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
+                then()
+            finally:
+                link.send_later(wire.Release(lease), opened.epoch)
+        return len(leased.digests) // DIGEST_BYTES
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _from_slab(
@@ -237,7 +262,7 @@ class Loader:
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
         undo.callback(link.send_later, wire.Release(lease), opened.epoch)
-        answer = self.leases.acquire(opened, keys, shard, lease)
+        answer = self.acquire(opened, keys, shard, lease)
         digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         packed = keys.packed[: len(digests) * KEY_BYTES]
         return _Leased(
@@ -245,6 +270,40 @@ class Loader:
             memory.locate(answer.addresses, self._pages[shard].page_bytes, write=False), digests,
             page_seeds(packed, self._pages[shard].seed),
         )  # fmt: skip
+
+    def acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
+        """Lease the run, bringing to memory what of it is on disk.
+
+        Raises:
+            KVStoreError: the node is away, or refuses.
+        """
+        link = self._services.link
+        leased = self._ask(opened, keys, shard, lease)
+        if not leased.more:
+            return leased
+        # Or it would count against the quota a second time.
+        link.send(wire.Release(lease), opened.epoch)
+
+        def again() -> None:
+            nonlocal leased
+            leased = self._ask(opened, keys, shard, lease)
+
+        known, start = len(leased.digests), perf_counter()
+        self.warm(keys, shard, again)
+        brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
+        self._services.note_disk(brought * self._pages[shard].page_bytes, perf_counter() - start)
+        return leased
+
+    def _ask(
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int,
+        link: NodeLink | None = None, wait_s: float = 0.0,
+    ) -> wire.Acquired:  # fmt: skip
+        number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
+        wait_ms, link = int(wait_s * 1000), link or self._services.link
+        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms, wait_ms)
+        leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+        assert isinstance(leased, wire.Acquired)
+        return leased
 
     def _verified(
         self, leased: _Leased, keys: PrefixKeys, shard: int, good: npt.NDArray[np.bool_],

@@ -42,10 +42,6 @@ class PutResult(NamedTuple):
     pending: int = 0
     refused: int = 0
 
-    def plus(self, other: "PutResult") -> "PutResult":
-        """What became of the pages of two puts."""
-        return PutResult(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 MISS: Final = Hit(0)
 

@@ -1,6 +1,5 @@
 """A space as one engine uses it: lookups, puts, gets, and moves between pages and its KV pool."""
 
-import logging
 from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Final, NamedTuple, overload
@@ -9,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
-from kvstore.client.buffers import Buffer, addresses, same_length
 from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.leases import DISK_WAIT_S, names
 from kvstore.client.link import NodeLink
-from kvstore.client.loads import Loader
+from kvstore.client.loads import DISK_WAIT_S, Loader, names
 from kvstore.client.mapping import Use
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
@@ -29,8 +26,6 @@ from kvstore.page import (
 )
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
-
-log = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
@@ -134,7 +129,7 @@ class Space:
     def put(
         self,
         keys: PrefixKeys,
-        pages: Sequence[Buffer],
+        pages: Sequence[mover.Buffer],
         shard: int = 0,
         *,
         ttl_s: float = 0.0,
@@ -169,7 +164,7 @@ class Space:
         size = self._size(shard)
         if len(pages) != len(keys):
             raise InvalidArgument("pages", f"{len(pages)} pages for {len(keys)} keys")
-        source = mover.Pieces.contiguous(addresses(pages, size), size)
+        source = mover.Pieces.of_buffers(pages, size)
         if durable and (ttl_s or read_once or no_store):
             raise InvalidArgument("durable", "such pages never go to disk")
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
@@ -207,7 +202,7 @@ class Space:
         self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep | None = None
     ) -> PutResult:
         """:meth:`put` for pages that lie in pieces; the memory must stay until it returns."""
-        total = PutResult(0)
+        parts = [PutResult(0)]
         keep = keep or Keep()
         for start, stop in self._batches(len(keys), shard):
             at, deadline = start, monotonic() + DISK_WAIT_S
@@ -218,16 +213,17 @@ class Space:
                 )
                 decided = stop - at - part.refused
                 at += decided
+                parts.append(part)
                 if not part.refused or not busy or (not decided and monotonic() > deadline):
-                    total = total.plus(part)
                     break
                 # Pages are being written to disk to make room: wait for it on another connection.
-                total = total.plus(part._replace(refused=0))
+                parts[-1] = part._replace(refused=0)
                 link, wait_s = self._services.waiting_link("store"), DISK_WAIT_S
                 deadline = monotonic() + DISK_WAIT_S
-            if total.refused:
-                total = total._replace(refused=total.refused + len(keys) - stop)
+            if parts[-1].refused:
+                parts.append(PutResult(0, refused=len(keys) - stop))
                 break
+        total = PutResult(*map(sum, zip(*parts, strict=True)))
         if total.refused:
             raise CapacityError(
                 f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"
@@ -238,9 +234,9 @@ class Space:
     @overload
     def get(self, keys: PrefixKeys, out: None = None, shard: int = 0) -> PageViews: ...
     @overload
-    def get(self, keys: PrefixKeys, out: Sequence[Buffer], shard: int = 0) -> int: ...
+    def get(self, keys: PrefixKeys, out: Sequence[mover.Buffer], shard: int = 0) -> int: ...
     def get(
-        self, keys: PrefixKeys, out: Sequence[Buffer] | None = None, shard: int = 0
+        self, keys: PrefixKeys, out: Sequence[mover.Buffer] | None = None, shard: int = 0
     ) -> PageViews | int:
         """Read pages from the first key on, up to the first that is missing; all are verified.
 
@@ -265,7 +261,7 @@ class Space:
             return self._loads.view(keys, shard) if len(keys) else PageViews([], lambda: None)
         if len(out) != len(keys):
             raise InvalidArgument("out", f"{len(out)} buffers for {len(keys)} keys")
-        target = mover.Pieces.contiguous(addresses(out, size, writable=True), size)
+        target = mover.Pieces.of_buffers(out, size, writable=True)
         return self.load_pieces(keys, target, shard, None, "page")
 
     def restore_to_kvpool(
@@ -296,8 +292,7 @@ class Space:
             LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
         size = self._size(shard)
-        target = pool.pieces(blocks, size, by_layer=order == "segment")
-        same_length(keys, blocks, pool.blocks_per_page(size))
+        target = pool.pieces(blocks, size, len(keys), by_layer=order == "segment")
         progress, load = mover.Progress(), None
         if pool.device != "cpu":
             at_once = self._batch_pages(shard)
@@ -342,8 +337,7 @@ class Space:
         size = self._size(shard)
         if pool.device != "cpu":
             raise InvalidArgument("pool", f"is on {pool.device}; pages are stored from host memory")
-        source = pool.pieces(blocks, size)
-        same_length(keys, blocks, pool.blocks_per_page(size))
+        source = pool.pieces(blocks, size, len(keys))
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
         return StoreJob(self._services.stores, lambda: self.put_pieces(keys, source, shard, keep))
 
@@ -364,7 +358,7 @@ class Space:
         def run() -> int:
             there = 0
             for start, stop in self._batches(len(keys), shard):
-                count = self._loads.leases.warm(keys[start:stop], shard, lambda: None)
+                count = self._loads.warm(keys[start:stop], shard, lambda: None)
                 there += count
                 if count < stop - start:
                     break

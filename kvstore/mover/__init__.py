@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument
 from kvstore.mover.fallback import Fallback
-from kvstore.mover.jobs import Addresses, Digests, Mode, MoverJob, Pieces, Word, Words
+from kvstore.mover.jobs import Addresses, Buffer, Digests, Mode, MoverJob, Pieces, Word, Words
 from kvstore.mover.native import LIBRARY, Native, load
 from kvstore.page import DIGEST_BYTES
 
 __all__ = [
-    "Addresses", "Digests", "Fallback", "Job", "Mode", "Native", "Order", "Pieces", "Progress",
+    "Addresses", "Buffer", "Digests", "Fallback", "Mode", "Native", "Order", "Pieces", "Progress",
     "Word", "digest", "gather", "populate", "scatter",
 ]  # fmt: skip
 

@@ -5,21 +5,51 @@ Both implementations take it, :class:`~kvstore.mover.native.Native` and
 """
 
 import threading
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import InvalidArgument
+
 Addresses = npt.NDArray[np.uint64]
 Digests = npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
+"""What holds the bytes of one page; any dtype."""
 
-# As in ``_mover.c``: what is moved between two looks at the cancel flag, what a job does, and the
-# words of a progress block, in their order.
 STEP_BYTES: Final = 256 * 1024
-Mode = IntEnum("Mode", ["DIGEST", "GATHER", "SCATTER", "SCATTER_SEGMENTS"], start=0)
-Word = IntEnum("Word", ["DONE", "FINISHED", "EVENT", "GOOD", "CANCEL"], start=0)
+"""What is moved between two looks at the cancel word, as in ``_mover.c``."""
 _ADDRESSES: Final = 1 << 64
+
+
+class Mode(IntEnum):
+    """What a job does, as in ``_mover.c``."""
+
+    DIGEST = 0
+    """Digest pages; nothing is copied."""
+    GATHER = 1
+    """Copy pieces into pages, and digest these in the same pass."""
+    SCATTER = 2
+    """Copy pages into pieces, and verify them in the same pass."""
+    SCATTER_SEGMENTS = 3
+    """Verify all pages, then copy segment after segment of those that are good."""
+
+
+class Word(IntEnum):
+    """The words of a progress block, as in ``_mover.c``."""
+
+    DONE = 0
+    """Segments of every verified page that are in place."""
+    FINISHED = 1
+    """Not 0: the job's owner said that it has ended."""
+    EVENT = 2
+    """Rises at every change of another word that waiters are woken for; they sleep on it."""
+    GOOD = 3
+    """Pages before the first that did not verify."""
+    CANCEL = 4
+    """Not 0: the job is to end at its next step."""
 
 
 class Pieces(NamedTuple):
@@ -40,10 +70,44 @@ class Pieces(NamedTuple):
 
     @classmethod
     def contiguous(cls, addresses: Addresses, page_bytes: int) -> "Pieces":
-        """Pages of ``page_bytes`` that are one piece each, at ``addresses`` of shape (pages,)."""
+        """Pages that are one piece each.
+
+        Args:
+            addresses: shape (pages,), uint64: where each page begins.
+            page_bytes: bytes of each page.
+        """
         count = len(addresses)
         length = np.full(count, page_bytes, dtype=np.uint64)
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)
+
+    @classmethod
+    def of_buffers(
+        cls, buffers: Sequence[Buffer], page_bytes: int, *, writable: bool = False
+    ) -> "Pieces":
+        """Pages that are one buffer each, of ``page_bytes``; the caller keeps them alive.
+
+        Raises:
+            InvalidArgument: one has another size, is not contiguous, or may not be written.
+        """
+        found = np.empty(len(buffers), dtype=np.uint64)
+        field, need = "pages", "C-contiguous"
+        if writable:
+            field, need = "out", "writable and C-contiguous"
+        for index, buffer in enumerate(buffers):
+            if isinstance(buffer, np.ndarray):
+                array, contiguous = buffer, buffer.flags.c_contiguous
+            else:
+                view = memoryview(buffer)
+                contiguous = view.c_contiguous
+                array = np.frombuffer(view if contiguous else b"", dtype=np.uint8)
+            if not contiguous or (writable and not array.flags.writeable):
+                raise InvalidArgument(field, f"page {index} is not {need}")
+            if array.nbytes != page_bytes:
+                raise InvalidArgument(
+                    field, f"page {index} has {array.nbytes} bytes, not {page_bytes}"
+                )
+            found[index] = array.__array_interface__["data"][0]  # twice as fast as array.ctypes
+        return cls.contiguous(found, page_bytes)
 
     def pages(self, start: int, stop: int) -> "Pieces":
         """The pieces of pages ``start`` to ``stop``, without copying them."""

@@ -79,21 +79,25 @@ class KVPool:
             )
         return count
 
-    def pieces(self, blocks: npt.ArrayLike, page_bytes: int, *, by_layer: bool = False) -> Pieces:
+    def pieces(
+        self, blocks: npt.ArrayLike, page_bytes: int, page_count: int, *, by_layer: bool = False
+    ) -> Pieces:
         """What to copy for pages that lie in ``blocks``; neighbouring blocks become one piece.
 
         Args:
             blocks: block numbers, ``blocks_per_page`` for each page, in page order.
             page_bytes: bytes of one page.
+            page_count: how many pages they are.
             by_layer: make a segment of each layer (for layer-wise waiting), else one of the page.
 
         Raises:
-            InvalidArgument: a block is not in the pool, or they do not fill whole pages.
+            InvalidArgument: a block is not in the pool, or they are not those of so many pages.
         """
         flat = np.asarray(blocks, dtype=np.int64).reshape(-1)
         per_page = self.blocks_per_page(page_bytes)
-        if len(flat) % per_page:
-            raise InvalidArgument("blocks", f"{len(flat)} blocks do not fill pages of {per_page}")
+        if len(flat) != page_count * per_page:
+            what = f"{len(flat)} blocks for {page_count} pages of {per_page} each"
+            raise InvalidArgument("blocks", what)
         if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.block_count):
             raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
         table = flat.reshape(-1, per_page)

@@ -40,6 +40,8 @@ ORIGIN_BYTES_MAX: Final = 64
 LOST_MAX: Final = 256
 """Connections of one process that are gone and whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
+SWEEP_STEPS: Final = 64
+"""Steps of one turn towards the end of pages whose head has left."""
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
@@ -186,11 +188,16 @@ class Node:
         self._after(now_ns)
 
     @_explained
-    def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
-        """The SSD tier has ended a job; ``error`` None = all of it was done."""
+    def disk_completed(
+        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
+    ) -> None:
+        """The SSD tier has ended a job; ``error`` None = all of it was done.
+
+        ``tokens``: of one that read a record, those that it has of its page.
+        """
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        self.pages.disk.completed(job, error)
+        self.pages.disk.completed(job, error, tokens)
         self._room_may_be = True
         self._after(now_ns)
 
@@ -211,6 +218,7 @@ class Node:
         """Do more of what one turn could not end; see :attr:`unfinished`."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
+        self.pages.sweep(SWEEP_STEPS)
         self._after(now_ns)
 
     @_explained
@@ -408,18 +416,32 @@ class Node:
 
     def _after(self, now_ns: int) -> None:
         """Hand on what the page table did; resume who waited for it, as far as one turn goes."""
-        self._end_some()
+        if self._ending:
+            self._end_some()
+        self._wake()
+        if self.waiting.count:
+            self._resume_some(now_ns)
+        self.unfinished = bool(
+            self._ending or self._overdue or self.pages.orphans or self._may_resume
+        )
+
+    def _resume_some(self, now_ns: int) -> None:
+        """Look again for those whose turn it is, as many as one turn does."""
         keys_left = self.limits.turn_pages
         while keys_left > 0 and (waiter := self._next_waiter()) is not None:
             keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
             self._resume(waiter, now_ns)
-        self._wake()
-        room = self._room_may_be and self.waiting.first_on(ROOM) is not None
-        self.unfinished = bool(self.waiting.ready or room or self._ending or self._overdue)
+            self._wake()
+
+    @property
+    def _may_resume(self) -> bool:
+        """Whether it is somebody's turn."""
+        return self.waiting.count > 0 and (
+            self.waiting.ready or (self._room_may_be and self.waiting.first_on(ROOM) is not None)
+        )
 
     def _next_waiter(self) -> Waiter | None:
         """Whose turn it is: what it waited for has happened, or there may be room for it."""
-        self._wake()
         waiter = self.waiting.take()
         if waiter is None and self._room_may_be:
             waiter = self.waiting.first_on(ROOM)
@@ -428,23 +450,19 @@ class Node:
         return waiter
 
     def _wake(self) -> None:
-        """Whoever waited for what has happened since the last call is ready."""
-        for thing in self._happened():
-            self.waiting.wake(thing)
-
-    def _happened(self) -> list[Hashable]:
-        """What somebody may have waited for, since the last call."""
+        """Publish what happened since the last call; whoever waited for it is ready."""
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        things: dict[Hashable, None] = {}
-        if len(self.waiting):
-            things = {(at.space.number, key): None for at in actions for key in at.keys}
         disk = self.pages.disk
+        ended: list[Hashable] = []
         if disk is not None:
-            things |= dict.fromkeys([*disk.fetched, *disk.acknowledged])
+            ended = [*disk.fetched, *disk.acknowledged]
             disk.fetched.clear()
             disk.acknowledged.clear()
-        return list(things)
+        if self.waiting.count:
+            things = {(at.space.number, key): None for at in actions for key in at.keys}
+            for thing in [*things, *ended]:
+                self.waiting.wake(thing)
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` should be called next; 0 = no deadline stands."""

@@ -50,7 +50,7 @@ class NodeLimits:
 
     session_quota_bytes: int
     lease_ms_max: int
-    turn_pages: int = 4096
+    turn_pages: int = 512
     unwatched_ns: int = 60_000_000_000
 
 
@@ -84,8 +84,9 @@ class Requests:
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
-        on_disk = self._pages.on_disk(space, request.shards, request.keys, pages)
-        awaited: Hashable = None
+        on_disk, awaited = 0, None
+        if self._pages.disk is not None:
+            on_disk = self._pages.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
@@ -149,7 +150,7 @@ class Requests:
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
         wire.refuse_all_keys("parent", request.parent)
-        token_bytes = space.identity.page_tokens * 4
+        token_bytes = space.token_bytes
         if request.tokens and len(request.tokens) != count * token_bytes:
             wanted = count * token_bytes
             raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {wanted}")

@@ -21,7 +21,7 @@ from typing import Final
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
-from kvstore.state.tree.slots import Replacement, SlotTable
+from kvstore.state.tree.slots import Replacement
 from kvstore.tier import kernel
 from kvstore.tier.stale import MemoryRecord, inode_of
 
@@ -402,19 +402,3 @@ def _advised(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
     return f"{error.strerror}{advice}"
-
-
-def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
-    """Put up to ``count`` withheld extents to use, as far as there is memory; how many that were.
-
-    What there is none for is asked for again later: a node that runs does not end for it.
-    """
-    made = 0
-    try:
-        for number in slots.withheld_numbers(count):
-            memory.create([number])
-            made += 1
-    except TierUnavailable as error:
-        log.warning("memory of the previous boot's clients is not taken back yet: %s", error)
-    slots.provide(made)
-    return made

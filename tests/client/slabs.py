@@ -9,9 +9,8 @@ from kvstore import wire
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.page import PrefixKeys
-from tests.client.conftest import FLAT, identity
+from tests.client.conftest import SIZE
 
-SIZE = FLAT.page_bytes(identity())
 BLOCK = 64 * 4 * 4 * 2
 """Bytes of 4 tokens of 2 heads: one block of a plane is one page's."""
 
@@ -36,7 +35,7 @@ def loaded_bytes(store: KVStore) -> int:
 
 def host_byte(store: KVStore, space: Space, keys: PrefixKeys, index: int):
     lease = 1 << 40
-    leased = space._loads.leases.acquire(space.numbers(), keys, 0, lease)
+    leased = space._loads.acquire(space.numbers(), keys, 0, lease)
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, SIZE, write=True)[index])
     store._link.send(wire.Release(lease))

@@ -12,7 +12,14 @@ import pytest
 from kvstore import wire
 from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
+from tests.client.conftest import (
+    CAPACITY_BYTES,
+    TIMEOUT_S,
+    content,
+    mapped_bytes,
+    new_keys,
+    open_space,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,20 +42,20 @@ def test_memory_stays_mapped_until_the_last_move_has_ended(wait_until):
     space = open_space(store)
     keys, pages = new_keys(space, 1), content(1, space.page_bytes[0])
     space.put(keys, pages)
-    leased = space._loads.leases.acquire(space.numbers(), keys, 0, 1 << 43)
+    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 43)
     with store._link.moving() as memory:
         (view,) = memory.views(leased.addresses, space.page_bytes[0])
         closing = threading.Thread(target=store.close)
         closing.start()
         wait_until(lambda: not store.connected)
-        assert memory.mapped_bytes > 0
+        assert mapped_bytes(memory._mapping) > 0
         assert np.array_equal(view, pages[0])
         assert closing.is_alive()
         del view
     closing.join(TIMEOUT_S)
 
     assert not closing.is_alive()
-    assert memory.mapped_bytes == 0
+    assert mapped_bytes(memory._mapping) == 0
 
 
 def test_a_lookup_that_waits_ends_with_the_store(wait_until):

@@ -33,7 +33,7 @@ def test_pieces_are_what_a_page_is_made_of(layers, per_layer, per_page, gap, by_
     pool = KVPool(addresses, block_bytes, stride, block_count, per_layer)
     page_bytes = len(planes) * per_page * block_bytes
 
-    pieces = pool.pieces(blocks, page_bytes, by_layer=by_layer)
+    pieces = pool.pieces(blocks, page_bytes, pages, by_layer=by_layer)
 
     assert pieces.segments == (layers if by_layer else 1)
     assert len(pieces.end) == pages * pieces.segments
@@ -60,9 +60,9 @@ def test_pieces_are_what_a_page_is_made_of(layers, per_layer, per_page, gap, by_
 def test_neighbouring_blocks_become_one_piece_but_not_across_pages_or_gaps():
     dense, gapped = KVPool((0, 4096), 8, 8, 16), KVPool((0, 4096), 8, 16, 16)
 
-    assert dense.pieces([2, 3, 4, 5], 32).length.tolist() == [16, 16, 16, 16]
-    assert dense.pieces([2, 3, 3, 2], 64).length.tolist() == [16, 8, 8] * 2
-    assert gapped.pieces([2, 3], 32).length.tolist() == [8] * 4
+    assert dense.pieces([2, 3, 4, 5], 32, 2).length.tolist() == [16, 16, 16, 16]
+    assert dense.pieces([2, 3, 3, 2], 64, 1).length.tolist() == [16, 8, 8] * 2
+    assert gapped.pieces([2, 3], 32, 1).length.tolist() == [8] * 4
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_neighbouring_blocks_become_one_piece_but_not_across_pages_or_gaps():
 )
 def test_blocks_that_cannot_be_are_refused(blocks, field):
     with pytest.raises(InvalidArgument) as refused:
-        KVPool((0, 4096), 8, 8, 16).pieces(blocks, 32)
+        KVPool((0, 4096), 8, 8, 16).pieces(blocks, 32, 1)
     assert refused.value.field == field
 
 

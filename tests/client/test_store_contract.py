@@ -16,6 +16,7 @@ from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
 from tests.client.conftest import (
     FLAT,
     OPAQUE,
+    SIZE,
     TIMEOUT_S,
     Pool,
     content,
@@ -23,8 +24,6 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-
-SIZE = FLAT.page_bytes(identity())
 
 
 def read(space: Space, keys: PrefixKeys, shard: int = 0) -> list[bytes]:
@@ -264,7 +263,7 @@ def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(store, lo
     space.put(keys, pages)
     other = open_space(store)
     other.put(keys, pages)
-    leased = space._loads.leases.acquire(space.numbers(), keys, 0, 1 << 42)
+    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 42)
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, 1, write=True)[3])
     byte = ctypes.c_ubyte.from_address(address + SIZE - 1)

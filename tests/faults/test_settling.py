@@ -220,8 +220,8 @@ def test_a_store_closed_while_a_load_brings_pages_from_disk_leaves_nothing(
 ):
     content.open_space(scene.client()).put(content.keys(CHAIN, HELD), content.pages(CHAIN, HELD))
     store = KVStore.connect(scene.daemon.address, name="reader", timeout_s=TIMEOUT_S)
-    leases, gate = content.open_space(store)._loads.leases, Gate()
-    load = threading.Thread(target=leases.warm, args=(content.keys(CHAIN, HELD), 0, gate))
+    loads, gate = content.open_space(store)._loads, Gate()
+    load = threading.Thread(target=loads.warm, args=(content.keys(CHAIN, HELD), 0, gate))
     load.start()
     assert gate.entered.wait(TIMEOUT_S)
 

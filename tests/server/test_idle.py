@@ -67,7 +67,7 @@ idle.PAUSE_S = 0.0
 
 def broken(self, _asked):
     yield from ()
-    [space] = self._observed.node.pages.spaces
+    [space] = self._table.spaces
     next(reversed(space.nodes.values())).children_in_memory = 1
     return {"quotas": []}
 

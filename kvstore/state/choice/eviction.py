@@ -16,7 +16,7 @@ GRACE_NS: Final = 10_000_000_000
 """A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
-"""Leaves within their grace that are passed over at one choice."""
+"""Leaves within their grace that are passed over before one of them goes."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
@@ -42,6 +42,10 @@ class Eviction:
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
+        #: Leaves within their grace that wait for the end of the choice, by queue.
+        self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
+        #: Queues of which leaves within their grace go, until the end of the choice.
+        self._graceless: set[tuple[str, int]] = set()
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
@@ -95,14 +99,25 @@ class Eviction:
                 self.add_candidate(node)
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
-        """The leaf of the class that may go for ``space``."""
+        """The leaf of the class that may go for ``space``; call :meth:`end_choice` after all."""
         names = self.quotas.payers(space, slot_bytes)
         return self._oldest([(name, slot_bytes) for name in names])
 
     def own_victim(self, space: PrefixTree) -> PrefixNode | None:
-        """The leaf of a space with limits that may go."""
+        """The leaf of a space with limits that may go; call :meth:`end_choice` after all."""
         name = self.quotas.queue_name(space)
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
+
+    def end_choice(self) -> None:
+        """All room that one message needs is made: what was passed over may be chosen again."""
+        self._graceless.clear()
+        for queue in list(self._passed):
+            self._end_passing(queue)
+
+    def check_turn(self) -> None:
+        """Assert that every choice was ended: no leaf is passed over any more."""
+        assert not self._passed
+        assert not self._graceless
 
     def evictable(self, node: PrefixNode) -> bool:
         """Whether nothing forbids that the node's pages leave memory."""
@@ -132,21 +147,39 @@ class Eviction:
         before = self._before.get((name, slot_bytes))
         if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
             del self._before[name, slot_bytes]
-        spared: list[PrefixNode] = []
-        while (node := queue.pop(self._tick)) is not None:
-            if self.quotas.queue_name(node.space) != name:
-                self.add_candidate(
-                    node
-                )  # its space got limits since, and with them queues of its own
+        node = queue.pop(self._tick)
+        while node is not None or self._lift_grace((name, slot_bytes)):
+            if node is None:
+                pass
+            elif self.quotas.queue_name(node.space) != name:
+                self.add_candidate(node)  # its space has limits now, so queues of its own
             elif slot_bytes in classes(node) and self.evictable(node):
-                if len(spared) == GRACE_LOOKS or not self._has_grace(node):
-                    break
-                spared.append(node)
-        if node is None and spared:
-            node = spared.pop(0)
-        for young in spared:
-            self.add_candidate(young)
-        return node
+                if not self._passes_over((name, slot_bytes), node):
+                    return node
+            node = queue.pop(self._tick)
+        return None
+
+    def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
+        """Whether ``node`` is within its grace and something else may go in its place."""
+        if queue in self._graceless or not self._has_grace(node):
+            return False
+        passed = self._passed.setdefault(queue, [])
+        passed.append(node)
+        if len(passed) == GRACE_LOOKS:
+            self._lift_grace(queue)
+        return True
+
+    def _lift_grace(self, queue: tuple[str, int]) -> bool:
+        """Leaves within their grace go from now on, in the policy's order; False when none waits."""
+        self._graceless.add(queue)
+        return self._end_passing(queue)
+
+    def _end_passing(self, queue: tuple[str, int]) -> bool:
+        passed = self._passed.pop(queue, [])
+        for node in passed:
+            if is_live(node):
+                self.add_candidate(node)
+        return bool(passed)
 
     def _has_grace(self, node: PrefixNode) -> bool:
         return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS

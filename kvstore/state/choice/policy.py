@@ -131,7 +131,7 @@ class SmallAndMain:
 
     SMALL_SHARE: Final = 10
     ROUNDS_MAX: Final = 3
-    POPPED_MAX: Final = 64
+    POPPED_MAX: Final = 1024
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes

@@ -10,7 +10,7 @@ from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -108,6 +108,15 @@ class DiskCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTokens:
+    """Read what the record at ``place`` has of its page's tokens; nobody wants the page."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class DiskCopy:
     """Copy the record at ``source`` to ``place``."""
 
@@ -152,8 +161,9 @@ class DiskDrop:
 
 
 DiskJob = (
-    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
-)
+    DiskWrite | DiskRead | DiskCheck | DiskTokens | DiskCopy | DiskTombstone | DiskSync | DiskSeal
+    | DiskDrop
+)  # fmt: skip
 
 
 DURABLES_MAX: Final = 1024
@@ -202,7 +212,6 @@ class Write:
 class PageLoad:
     """A page on its way from disk, and who waits for it."""
 
-    job: DiskRead
     since_ns: int
     waiters: list[Fetch] = field(default_factory=list)
 
@@ -216,8 +225,10 @@ class PageMemory(Protocol):
     now_ns: int
     tick: int
 
-    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING for a page of ``node``, made room for if need be."""
+    def allocate(
+        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
+    ) -> list[Slot]:
+        """Slots in state WRITING for pages behind ``head``, made room for if need be."""
         ...
 
     def add_candidate(self, node: PrefixNode) -> None:
@@ -234,8 +245,8 @@ class PageMemory(Protocol):
         """Something happened to a run of pages."""
         ...
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
-        """The page was loaded to ``slot``, which is still WRITING."""
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
+        """The page was loaded to ``slot``, which is still WRITING, its record had ``tokens``."""
         ...
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:

@@ -67,8 +67,8 @@ class DiskLoads:
             self._memory.add_candidate(node)
         pinned.clear()
 
-    def loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        """A load has ended."""
+    def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
+        """A load has ended; the record had these ``tokens``."""
         node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self._log.unpin_segment(job.place.segment)
@@ -81,7 +81,7 @@ class DiskLoads:
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
-            self._memory.promoted(node, shard, slot)
+            self._memory.promoted(node, shard, slot, tokens)
             for fetch in waiters:
                 self._keep(fetch, node, slot)
             self._memory.add_candidate(node)
@@ -101,14 +101,14 @@ class DiskLoads:
 
     def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
-        slot = self._memory.allocate(node, size)
+        assert node.parent is not None
+        slots = self._memory.allocate(node.space, node.parent, size, 1)
         place = node.disk.get(shard)
-        if slot is None or place is None:  # making room may have cost the page itself
-            if slot is not None:
-                self._memory.slots.abort([slot])
+        if not slots or place is None:  # making room may have cost the page itself
+            self._memory.slots.abort(slots)
             return None
         self._log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slot)
-        load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
+        job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
+        load = self._loads[node, shard] = PageLoad(self._memory.now_ns)
         self._submit(job)
         return load

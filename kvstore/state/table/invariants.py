@@ -16,8 +16,8 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import Slot, SlotState
 
-WRITES_MAX: Final = 1024
-"""Writes under way that are added up in one stretch."""
+TOGETHER_MAX: Final = 1024
+"""Writes under way, or pages whose head has left, that one stretch looks at together."""
 
 
 def checks(table: PageTable) -> Iterator[int]:
@@ -28,12 +28,13 @@ def checks(table: PageTable) -> Iterator[int]:
     """
 
     def slot_and_page(slot: Slot, state: int) -> None:
-        node = table.owners.get(slot)
+        node = table.owner(slot)
         assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
         assert node is None or (is_live(node) and slot in node.slots.values())
 
     for _ in table.slots.checks(slot_and_page):
         yield 0
+    table.check_turn()
     table.spaces.check()
     table.pins.check()
     for space in list(table.spaces):
@@ -53,6 +54,7 @@ def check(table: PageTable) -> None:
 def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
     """Assert what must hold of the pages of a space."""
     changes, disk, record_bytes = space.changes, table.disk, 0
+    _check_holes(table, space)
 
     def page(node: PrefixNode) -> None:
         nonlocal record_bytes
@@ -62,13 +64,25 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
             record_bytes += sum(space.shards[shard].record_bytes for shard in node.disk)
 
     yield from space.checks(page)
-    if disk is not None and space.changes == changes and len(disk.writes) <= WRITES_MAX:
+    if disk is not None and space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
         assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
+
+
+def _check_holes(table: PageTable, space: PrefixTree) -> None:
+    """Assert that what is below each hole is on its way out."""
+    if len(table.orphans) <= TOGETHER_MAX:
+        leaving = {(orphans.top, orphans.shard) for orphans in table.orphans}
+        for node, mask in space.holes.items():
+            assert is_live(node)
+            assert mask & ~space.full_mask == 0
+            shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
+            assert shards, "a hole of no shard"
+            assert all((node, shard) in leaving for shard in shards), "a hole that nobody fills"
 
 
 def _check_memory(table: PageTable, node: PrefixNode) -> None:
     for shard, slot in node.slots.items():
-        assert table.owners.get(slot) is node
+        assert table.owner(slot) is node
         ready = table.slots.state(slot) == SlotState.READY
         assert ready == bool(node.ready >> shard & 1)
     if table.eviction.evictable(node):
@@ -77,6 +91,7 @@ def _check_memory(table: PageTable, node: PrefixNode) -> None:
     assert head is not None
     if head is not node.space.root:
         alone = node.present & ~head.present & node.space.full_mask
+        alone &= ~node.space.holes.get(head, 0)
         assert not alone, "a page whose head is gone: nobody reaches it"
 
 
@@ -89,4 +104,5 @@ def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
         assert segment is not None
         assert (node, shard) in segment.pages
         assert place.offset < segment.end
-        assert head is of.root or shard in head.disk or of.shards[shard].window_pages
+        follows = shard in head.disk or of.holes.get(head, 0) >> shard & 1
+        assert head is of.root or follows or of.shards[shard].window_pages

@@ -6,22 +6,22 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.choice.quotas import SHRINK_MAX
+from kvstore.state.table.deadlines import Deadlines
+from kvstore.state.table.grants import follows, known_page, new_pages
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.match import longest_match
-from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 4096
+EXPIRE_MAX: Final = 512
 """Pages whose deadline one turn applies."""
 
 
@@ -41,11 +41,7 @@ class PageTable(Residents):
         """
         super().__init__(slots, policy)
         self.pins = Pins()
-        #: (deadline_ns, number, process, number of the lease, lease)
-        self._lease_deadlines = NodeHeap(_still_held)
-        #: (expires_ns, number, shard, node)
-        self._page_deadlines = NodeHeap(_still_expires)
-        self._sequence = count()
+        self._deadlines = Deadlines()
 
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
@@ -180,19 +176,22 @@ class PageTable(Residents):
             space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put([], shard, 0, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
-        told: list[bytes] = []
-        token_bytes = len(tokens) // len(keys) if keys else 0
-        for index, key in enumerate(keys):
-            status = self._grant(process, put, space, key, parent)
-            if status in (PageStatus.NO_ROOM, PageStatus.NO_PARENT):
-                statuses += [status] * (len(keys) - index)
-                break
-            if status is PageStatus.GRANTED:
-                told.append(tokens[index * token_bytes : (index + 1) * token_bytes])
-            statuses.append(status)
-            parent = key
+        while (at := len(statuses)) < len(keys):
+            known = known_page(space, shard, keys[at], self.tick)
+            if known is not None:
+                statuses.append(known)
+                continue
+            granted, refusal = self._grant(
+                process, put, space, keys[at:], keys[at - 1] if at else parent
+            )
+            each = len(tokens) // len(keys)
+            for number in range(granted):
+                start = (at + number) * each
+                put.pages[number - granted][0].learn(tokens[start : start + each])
+            statuses += [PageStatus.GRANTED] * granted
+            if refusal is not None:
+                statuses += [refusal] * (len(keys) - len(statuses))
         if put.pages:
-            put.tokens = b"".join(told)
             process.puts[put_id] = put
             self.tell("granted", put.pages[0][0], shard, len(put.pages))
         return statuses, put
@@ -228,7 +227,7 @@ class PageTable(Residents):
             node.stored_ns = self.now_ns
             self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
             if keep.expires_ns:
-                self._page_deadlines.push((keep.expires_ns, next(self._sequence), put.shard, node))
+                self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.add_candidate(node)
@@ -269,14 +268,7 @@ class PageTable(Residents):
     def lend(
         self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
-        """Pin READY pages in memory under a lease, whatever their order; no use is counted.
-
-        Args:
-            process: whose lease it is.
-            lease_id: names it.
-            pages: one or more.
-            deadline_ns: when it expires.
-        """
+        """Pin one READY page or more in memory under a lease, in any order; no use is counted."""
         held = [(node, shard, node.slots[shard]) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
         lease = Lease(held, size, deadline_ns)
@@ -387,31 +379,27 @@ class PageTable(Residents):
 
     def expire(self, now_ns: int) -> bool:
         """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
-        leases, pages = self._lease_deadlines, self._page_deadlines
         left = EXPIRE_MAX
-        while leases and leases.first()[0] <= now_ns and left > 0:
-            _, _, process, lease_id, lease = leases.pop()
+        for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
+            lease.expired = True
+            self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+            self.slots.pin_to_hold(lease.slots)
+            self.counts["expired_leases"] += 1
+            for node, _, _ in lease.pages:
+                self.add_candidate(node)
             left -= 1 + len(lease.pages)
-            if process.leases.get(lease_id) is lease and not lease.expired:
-                lease.expired = True
-                self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
-                self.slots.pin_to_hold(lease.slots)
-                self.counts["expired_leases"] += 1
-                for node, _, _ in lease.pages:
-                    self.add_candidate(node)
-        while pages and pages.first()[0] <= now_ns and left > 0:
-            left -= 1
-            expires_ns, _, shard, node = pages.pop()
-            if is_live(node) and node.expires.get(shard) == expires_ns:
-                self.drop(node, shard, "expired")
+            if left <= 0:
+                break
+        for node, shard in self._deadlines.pages_due(now_ns, left):
+            self.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
-        return left <= 0 and 0 < self.next_deadline_ns() <= now_ns
+        return 0 < self.next_deadline_ns() <= now_ns
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        due = [heap.first()[0] for heap in (self._lease_deadlines, self._page_deadlines) if heap]
-        return min(filter(None, [*due, self.pins.next_deadline_ns()]), default=0)
+        due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
+        return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -419,81 +407,75 @@ class PageTable(Residents):
         """Whether something stands under the number of an empty space."""
         if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
             return True
-        disk = self.disk
-        return disk is not None and (
-            disk.limits.quotas.is_limited(space) or disk.graves.waits_for(space)
-        )
+        return self.disk is not None and self.disk.needs_space(space)
 
     def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
-        size = len(put.tokens) // len(put.pages)
-        tokens = {
-            id(node): put.tokens[at * size : (at + 1) * size]
-            for at, (node, _) in enumerate(put.pages)
-        }
         run: list[PrefixNode] = []
         for node in [*stored, None]:
             if run and (node is None or node.parent is not run[-1]):
                 assert run[0].parent is not None
                 keys = [member.key for member in run]
-                told = b"".join(tokens[id(member)] for member in run)
-                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                told = [member.tokens for member in run]
+                tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
+                self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
                 self.tell("stored", run[0], put.shard, len(run))
                 run = []
             if node is not None:
                 run.append(node)
 
     def _grant(
-        self, process: Process, put: Put, space: PrefixTree, key: PrefixKey, parent: PrefixKey
-    ) -> PageStatus:
-        shard = put.shard
-        known = space.nodes.get(key)
-        if known is not None and known.present >> shard & 1:
-            known.access = self.tick
-            return PageStatus.EXISTS if known.ready >> shard & 1 else PageStatus.PENDING
-        of = space.shards[shard]
-        if not self._may_follow(space, shard, key, parent):
-            return PageStatus.NO_PARENT
-        if not process.session.admits(of.slot_bytes):
-            return PageStatus.NO_ROOM
-        node = space.node(key, parent)
-        assert node.parent is not None
-        assert node.parent.key == parent
-        # In the tree before room is made, so that its ancestors are no leaves meanwhile.
-        node.begin(shard, Slot(-1))
-        slot = self.allocate(node, of.slot_bytes) if self.shrink(space, SHRINK_MAX) else None
-        if shard not in node.slots:  # its head was lost while room was made, and it with that
-            self.slots.abort([slot] if slot is not None else [])
-            return PageStatus.NO_PARENT
-        if slot is None:
-            node.forget(shard)
-            self._tidy(node)
-            return PageStatus.NO_ROOM
-        node.fill(shard, slot)
-        self.owners[slot] = node
-        put.pages.append((node, slot))
-        put.size_bytes += of.slot_bytes
-        self._hold(process, of.slot_bytes)
-        return PageStatus.GRANTED
+        self, process: Process, put: Put, space: PrefixTree, keys: list[PrefixKey],
+        parent: PrefixKey,
+    ) -> tuple[int, PageStatus | None]:  # fmt: skip
+        """Grant the leading pages of ``keys`` that are not there.
 
-    def _may_follow(self, space: PrefixTree, shard: int, key: PrefixKey, parent: PrefixKey) -> bool:
-        """Whether the page of ``key`` can be reached behind that of ``parent``."""
-        if parent and not space.shards[shard].window_pages:
-            head = space.nodes.get(parent)
-            if head is None or not head.present >> shard & 1:
-                return False
-        if space.contradicts(key, parent):
-            self.counts["contradicting_pages"] += 1
-            return False
-        return True
+        Returns:
+            how many were granted; and why the next is not, None when it is there or is none.
+        """
+        shard, slot_bytes = put.shard, space.shards[put.shard].slot_bytes
+        count, refusal, contradicts = new_pages(space, shard, keys, parent)
+        self.counts["contradicting_pages"] += contradicts
+        admitted = process.session.free_bytes // slot_bytes
+        if count > admitted:
+            count, refusal = admitted, PageStatus.NO_ROOM
+        head = space.node_of(parent)
+        head.hold()  # so that what precedes the pages is no leaf while room is made
+        self._spared = head
+        slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
+        self._spared = None
+        head.unhold()
+        if not follows(space, shard, parent):
+            self.slots.abort(slots)  # its head was lost while room was made
+            count, slots, refusal = 0, [], PageStatus.NO_PARENT
+        if len(slots) < count:
+            refusal = PageStatus.NO_ROOM
+        for key, slot in zip(keys, slots, strict=False):
+            node = space.node(key, parent)
+            node.begin(shard, slot)
+            self._owners[slot] = node
+            put.pages.append((node, slot))
+            parent = key
+        if not slots:
+            self._tidy(head)
+        put.size_bytes += len(slots) * slot_bytes
+        self._hold(process, len(slots) * slot_bytes)
+        return len(slots), refusal
+
+    def _within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
+        """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
+        if not self.quotas.is_limited(space):
+            return count
+        allowed = (
+            n for n in range(count) if not self.shrink(space, SHRINK_MAX, (n + 1) * slot_bytes)
+        )
+        return next(allowed, count)
 
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
         self.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
-        self._lease_deadlines.push(
-            (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
-        )
+        self._deadlines.add_lease(process, lease_id, lease)
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -503,13 +485,3 @@ class PageTable(Residents):
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
-
-
-def _still_expires(deadline: Entry) -> bool:
-    expires_ns, _, shard, node = deadline
-    return is_live(node) and node.expires.get(shard) == expires_ns
-
-
-def _still_held(deadline: Entry) -> bool:
-    _, _, process, lease_id, lease = deadline
-    return process.leases.get(lease_id) is lease

@@ -5,8 +5,10 @@ it is there, is written there first if that is worth it, or leaves the index wit
 to. Nothing here knows about engines; :mod:`kvstore.state.table.pages` does.
 """
 
-from collections import Counter
+import sys
+from collections import Counter, deque
 from heapq import nlargest
+from itertools import islice
 from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -16,6 +18,7 @@ from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
+from kvstore.state.table.orphans import Orphans, tails_first
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
@@ -23,7 +26,9 @@ from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
 from kvstore.state.tree.story import Story
 
-EMPTY_MAX: Final = 1024
+DROP_AT_ONCE: Final = 128
+"""Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
+EMPTY_MAX: Final = 128
 """Pages that leave an extent of another class for one request, which is then asked again."""
 
 
@@ -38,9 +43,9 @@ class Residents:
         actions: what became READY or left the index, in order.
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
+        orphans: pages whose head has left, and that are still there.
         emptying: room is being made in an extent, and was not all there when it was asked for.
-        story: what happened to pages of late.
-        owners: the node of each slot that a page in the trees has.
+        story: the last events of pages.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -58,7 +63,11 @@ class Residents:
         self.now_ns = 0
         self.tick = 0
         self.emptying = False
-        self.owners: dict[Slot, PrefixNode] = {}
+        self.orphans: deque[Orphans] = deque()
+        #: The page behind which room is being made, which stays.
+        self._spared: PrefixNode | None = None
+        #: All and only the slots of pages in the trees.
+        self._owners: dict[Slot, PrefixNode] = {}
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
@@ -83,38 +92,58 @@ class Residents:
             missing += any(at >= first and mask & ~have for first, mask in needed)
         return missing
 
+    def owner(self, slot: Slot) -> PrefixNode | None:
+        """The node of the page in a slot; None for a slot of no page in the trees."""
+        return self._owners.get(slot)
+
+    def check_turn(self) -> None:
+        """Assert that the turn before has left nothing half done."""
+        assert self._spared is None
+        self.eviction.check_turn()
+
     # ---- memory -----------------------------------------------------------------------------
 
-    def allocate(self, node: PrefixNode, slot_bytes: int) -> Slot | None:
-        """A slot in state WRITING for a page of ``node``; None when there is no room now."""
-        space = node.space
-        while not (taken := self.slots.allocate(1, space.identity.tenant, slot_bytes)):
-            self.ghosts.wanted = (space.number, slot_bytes)
-            self.eviction.now_ns = self.now_ns
-            found = self._make_room(space, slot_bytes) or self._spill(node, slot_bytes)
-            self.ghosts.wanted = None
-            if not found:
-                return None
-        return taken[0]
+    def allocate(
+        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
+    ) -> list[Slot]:
+        """Slots in state WRITING for pages behind ``head``; fewer if there is no more room."""
+        taken = self.slots.allocate(count, space.identity.tenant, slot_bytes)
+        if len(taken) == count:
+            return taken
+        self.ghosts.wanted = (space.number, slot_bytes)
+        self.eviction.now_ns = self.now_ns
+        while len(taken) < count:
+            if not (self._make_room(space, slot_bytes) or self._spill(head, slot_bytes)):
+                break
+            taken += self.slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
+        self.eviction.end_choice()
+        self.ghosts.wanted = None
+        return taken
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
-        self.owners[slot] = node
+        node.learn(tokens)
+        self._owners[slot] = node
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
     def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
-    ) -> None:
-        """A page came to a tier, or left it and stays in the other."""
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str,
+        tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        """A page came to a tier, or leaves it and stays in the other.
+
+        ``tokens`` are those of its record, for a page that is in no memory.
+        """
         assert node.parent is not None
-        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
+        known = node.tokens or tokens
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier, known))
         self.tell(f"{kind.__name__} {tier}", node, shard)
 
     def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
-        """Something happened to a run of pages."""
+        """Note an event of a run of pages in the story."""
         space, key, depth = node.space.number, node.key, node.depth
         self.story.add((self.now_ns, self.tick, what, space, key, depth, shard, pages))
 
@@ -124,20 +153,23 @@ class Residents:
         if self.disk is not None:
             self.disk.add_candidate(node)
 
-    def shrink(self, space: PrefixTree, pages_max: int) -> bool:
-        """Evict own leaves of a space over its quota; True when it is within it."""
-        for _ in range(pages_max):
-            if not self.quotas.exceeded(space):
-                return True
-            chosen = self.eviction.own_victim(space)
-            verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
-            if chosen is None or verdict is Verdict.FULL:
-                return False
-            if verdict is Verdict.EVICT:
-                self.ghosts.wanted = (space.number, 0)
-                self._evict(chosen)
-                self.ghosts.wanted = None
-        return not self.quotas.exceeded(space)
+    def shrink(self, space: PrefixTree, pages_max: int, more_bytes: int = 0) -> bool:
+        """Evict leaves of a space until so much more is within its quota; whether it is."""
+        left = pages_max
+        while left and self.quotas.exceeded(space, more_bytes) and self._evict_own(space):
+            left -= 1
+        self.eviction.end_choice()
+        return not self.quotas.exceeded(space, more_bytes)
+
+    def _evict_own(self, space: PrefixTree) -> bool:
+        """Evict a leaf of a space with limits, or have it written first; False when none may go."""
+        chosen = self.eviction.own_victim(space)
+        verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+        if chosen is not None and verdict is Verdict.EVICT:
+            self.ghosts.wanted = (space.number, 0)
+            self._evict(chosen)
+            self.ghosts.wanted = None
+        return verdict is not Verdict.FULL
 
     # ---- leaving ----------------------------------------------------------------------------
 
@@ -152,15 +184,44 @@ class Residents:
         self._tidy(node)
 
     def _drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take out what lies below ``node``: without their head nobody reaches those pages."""
+        """Take out what lies below ``node``: without their head nobody reaches those pages.
+
+        Of many pages none goes now, and all of them in turns, see :meth:`sweep`.
+        """
         if node.space.shards[shard].window_pages:
             return
-        for below in reversed(subtree(node)[1:]):
-            if below.ready >> shard & 1:
-                self._remove(below, shard, cause)
-            elif below.present >> shard & 1:
-                self._abandon(below, shard)  # its writer will find it DROPPED
-            self._tidy(below)
+        found = subtree(node, most=DROP_AT_ONCE)
+        if len(found) > DROP_AT_ONCE:
+            node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
+            self.tell("hole", node, shard)
+            self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
+            return
+        for below in reversed(found[1:]):
+            self._drop_orphan(below, shard, cause)
+
+    def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Take a page out, whatever its state, below which there is none."""
+        if node.ready >> shard & 1:
+            self._remove(node, shard, cause)
+        elif node.present >> shard & 1:
+            self._abandon(node, shard)  # its writer will find it DROPPED
+        self._tidy(node)
+
+    def sweep(self, steps: int) -> None:
+        """Take out pages whose head has left, in ``steps`` steps; see :attr:`orphans`."""
+        left = steps
+        while self.orphans and left > 0:
+            top, shard, cause, walk = self.orphans[0]
+            self.ghosts.head = top.key
+            for node in islice(walk, left):
+                left -= 1
+                if node is not None:
+                    self._drop_orphan(node, shard, cause)
+            self.ghosts.head = PrefixKey(b"")
+            if left > 0:  # the walk has ended
+                self.orphans.popleft()
+                top.space.fill_hole(top, shard)
+                self._tidy(top)
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
@@ -185,7 +246,7 @@ class Residents:
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        self.owners.pop(slot, None)  # it has none yet while room is made for it
+        del self._owners[slot]
         return slot
 
     def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
@@ -235,26 +296,26 @@ class Residents:
         self.slots.extents[position].used_at = self.tick
         return self.slots.colder_extent(domain, slot_bytes, age)
 
-    def _spill(self, node: PrefixNode, slot_bytes: int) -> bool:
-        """Take the memory of a page that precedes ``node`` and is on disk, the first one first.
+    def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
+        """Take the memory of ``head`` or a page before it that is on disk, the first one first.
 
         A prompt larger than memory has no leaf to give but itself.
         """
         if self.disk is None:
             return False
         heads: list[PrefixNode] = []
-        at = node.parent
-        while at is not None and at is not node.space.root:
+        at: PrefixNode | None = head
+        while at is not None and at is not head.space.root:
             if at.slots:
                 heads.append(at)
             at = at.parent
-        for head in reversed(heads):
-            if slot_bytes not in classes(head) or not self.eviction.releasable(head):
+        for page in reversed(heads):
+            if slot_bytes not in classes(page) or not self.eviction.releasable(page):
                 continue
-            if self.disk.before_eviction(head) is not Verdict.EVICT:
+            if self.disk.before_eviction(page) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
-            if head.slots.keys() <= head.disk.keys():
-                self._evict(head)
+            if page.slots.keys() <= page.disk.keys():
+                self._evict(page)
                 return True
             return False  # not worth writing, and what follows it must not lose it
         return False
@@ -285,10 +346,10 @@ class Residents:
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
+        self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slot = node.forget(shard)
-        del self.owners[slot]
+        del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
-        self.emit(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: PrefixTree) -> bool:
@@ -301,7 +362,7 @@ class Residents:
             return False
         doomed: list[PrefixNode] = []
         for slot in self.slots.slots_in_use(position):
-            owner = self.owners.get(slot)
+            owner = self._owners.get(slot)
             if owner is None:
                 return False
             doomed.append(owner)
@@ -323,7 +384,7 @@ class Residents:
     def _may_leave(self, node: PrefixNode, space: PrefixTree) -> bool:
         """Whether all of a node's pages may leave memory with their extent, for ``space``."""
         size = self.slots.extent_bytes
-        if is_held(node) or self.quotas.protects(node.space, space, size):
+        if node is self._spared or is_held(node) or self.quotas.protects(node.space, space, size):
             return False
         return all(
             node.ready >> shard & 1 and not self.slots.in_use(slot)
@@ -334,7 +395,7 @@ class Residents:
         """Take READY pages out of the memory of an extent, used or not; whether all are out."""
         left = pages_max
         for slot in self.slots.slots_in_use(position):
-            owner = self.owners.get(slot)
+            owner = self._owners.get(slot)
             if owner is None:
                 continue
             shard = next(at for at, mine in owner.slots.items() if mine == slot)
@@ -355,8 +416,10 @@ class Residents:
         node.hits += 1
 
 
-def subtree(*tops: PrefixNode) -> list[PrefixNode]:
+def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:
     """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of one node's it stops when there are more than ``most``.
 
     Of nodes that lie below each other only the first way to a node is gone: looking below each page
     of a long prompt would take a time that grows with the square of its length.
@@ -364,7 +427,9 @@ def subtree(*tops: PrefixNode) -> list[PrefixNode]:
     if len(tops) == 1:
         found = list(tops)
         for at in found:
-            found.extend(at.children.values())
+            found.extend(islice(at.children.values(), most))
+            if len(found) > most:
+                break
         return found
     seen: dict[PrefixNode, None] = {}
     for top in tops:

@@ -63,6 +63,3 @@ class CreationOrder(Generic[N]):
     def after(number: int) -> int:
         """The first serial number behind a chunk."""
         return number + 1 << _SHIFT
-
-    def __len__(self) -> int:
-        return sum(map(len, self._chunks.values()))

@@ -58,6 +58,8 @@ class PrefixNode:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        tokens: of the page, uint32 little-endian, if they are known and a page of it is in memory;
+            else empty. On disk they are in its records.
         memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
@@ -110,6 +112,7 @@ class PrefixNode:
         "slots",
         "space",
         "stored_ns",
+        "tokens",
         "turns",
         "use_interval",
         "used_ns",
@@ -126,6 +129,7 @@ class PrefixNode:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.tokens = b""
         self.memory = 0
         self.present = 0
         self.ready = 0
@@ -161,6 +165,11 @@ class PrefixNode:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
         self.memory |= 1 << shard
+
+    def learn(self, tokens: bytes) -> None:
+        """Keep the tokens of a page in memory: the first that are given, if they are one page's."""
+        if not self.tokens and len(tokens) == self.space.token_bytes and self.slots:
+            self.tokens = tokens
 
     def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
@@ -202,6 +211,8 @@ class PrefixNode:
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
+        if not self.slots:
+            self.tokens = b""
         if not self.in_memory:
             self._count_above(-1)
         self._leave(shard)
@@ -221,6 +232,18 @@ class PrefixNode:
         self.fill(shard, slot)
         self.space.changes += 1
         self.space.host_bytes += self.space.shards[shard].slot_bytes
+
+    def hold(self) -> None:
+        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        if not self.in_memory:
+            self._count_above(1)
+        self.children_in_memory += 1
+
+    def unhold(self) -> None:
+        """They have come, or will not."""
+        self.children_in_memory -= 1
+        if not self.in_memory:
+            self._count_above(-1)
 
     @property
     def in_memory(self) -> bool:
@@ -282,6 +305,8 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        holes: nodes without a page of the shards of a mask, below which there are pages of them
+            that are leaving; see :mod:`kvstore.state.table.orphans`.
         by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
@@ -292,6 +317,7 @@ class PrefixTree:
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
+        token_bytes: what the tokens of a page take, a uint32 each.
     """
 
     number: int
@@ -299,6 +325,7 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
+    holes: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -310,9 +337,11 @@ class PrefixTree:
     prefill_s_per_token: float = 0.0
     root: PrefixNode = field(init=False)
     label: str = field(init=False)
+    token_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.identity.digest.hex()
+        self.token_bytes = self.identity.page_tokens * 4
         self.root = PrefixNode(self, PrefixKey(b""), None)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
@@ -337,18 +366,25 @@ class PrefixTree:
             deepen(found)
         return found
 
-    def contradicts(self, key: PrefixKey, parent_key: PrefixKey) -> bool:
-        """Whether ``key`` cannot follow ``parent_key``: it is known to follow another one.
+    def node_of(self, key: PrefixKey) -> PrefixNode:
+        """The node of a key; the root for the empty key, and for one that is not known."""
+        return self.nodes.get(key, self.root)
+
+    def contradicts(self, known: PrefixNode, parent_key: PrefixKey, above: PrefixNode) -> bool:
+        """Whether a node cannot follow ``parent_key``: it is known to follow another one.
 
         A key is a hash of all before it, so this is a mistake of whoever says so.
+
+        Args:
+            known: a node of this tree.
+            parent_key: what it is said to follow.
+            above: the deepest node that is known on the way to ``parent_key``, itself included.
         """
-        known = self.nodes.get(key)
-        if known is None or known.parent is None or known.parent.key == parent_key:
+        if known.parent is None or known.parent.key == parent_key:
             return False
         if known.parent is not self.root or known.present & self.full_mask:
             return True
-        above = self.nodes.get(parent_key)
-        return above is not None and self._above(known, above)
+        return self._above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
         """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
@@ -356,12 +392,15 @@ class PrefixTree:
         Returns:
             the deepest ancestor that stays (the root at last).
         """
-        while node is not self.root and not node.present and not node.children:
+        while node is not self.root and not (
+            node.present or node.children or node.children_in_memory
+        ):
             parent = node.parent
             assert parent is not None
             del self.nodes[node.key]
             del parent.children[node.key]
             self.by_creation.remove(node)
+            self.holes.pop(node, None)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -369,6 +408,12 @@ class PrefixTree:
             node.parent = None
             node = parent
         return node
+
+    def fill_hole(self, node: PrefixNode, shard: int) -> None:
+        """Nothing of ``shard`` is below a hole any more."""
+        left = self.holes.pop(node, 0) & ~(1 << shard)
+        if left:
+            self.holes[node] = left
 
     def checks(self, also: Callable[[PrefixNode], None]) -> Iterator[int]:
         """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
@@ -379,7 +424,7 @@ class PrefixTree:
         Yields:
             how many nodes were looked at.
         """
-        changes, host_bytes, looked, work = self.changes, 0, 0, 0
+        changes, count, host_bytes, looked, work = self.changes, 0, 0, 0, 0
         #: Of nodes with too many children to look at together: those found in memory.
         counted: Counter[PrefixNode] = Counter()
         _check_children(self.root)
@@ -392,6 +437,7 @@ class PrefixTree:
                 host_bytes += sum(self.shards[shard].slot_bytes for shard in node.slots)
                 if len(parent.children) > CHILDREN_MAX:
                     counted[parent] += node.in_memory
+                count += 1
                 looked += 1
                 work += 4 + len(node.slots) + len(node.disk)
                 work += len(node.children) // 4 if len(node.children) <= CHILDREN_MAX else 0
@@ -399,8 +445,8 @@ class PrefixTree:
                     yield looked
                     looked = work = 0
         yield looked
-        assert len(self.nodes) == len(self.by_creation)
         if self.changes == changes:
+            assert count == len(self.nodes), "a node that is not listed"
             assert self.host_bytes == host_bytes
             assert all(node.children_in_memory == found for node, found in counted.items())
 
@@ -417,6 +463,8 @@ class PrefixTree:
         assert (node in self.writing) == (node.present != node.ready)
         assert node.memory == sum(1 << shard for shard in node.slots)
         assert node.ready == sum(1 << shard for shard in node.digests)
+        assert not node.tokens or (node.slots and len(node.tokens) == self.token_bytes)
+        assert not node.present & self.holes.get(node, 0), "a page in a hole"
         _check_children(node)
         assert node.present >> len(self.shards) == 0
         assert not node.memory_only & ~node.ready, "only a READY page is kept for a time"

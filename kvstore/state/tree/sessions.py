@@ -79,7 +79,6 @@ class Put:
         pages: (node, slot) of each granted page, in chain order.
         shard: the shard number they are all of.
         size_bytes: slot bytes, counted against the quota until the put is gone.
-        tokens: uint32 little-endian tokens of the granted pages, or empty.
         lost: its writer may still write, its slots are in LIMBO.
         since_ns: when its slots were granted.
     """
@@ -87,7 +86,6 @@ class Put:
     pages: list[tuple[PrefixNode, Slot]]
     shard: int
     size_bytes: int
-    tokens: bytes = b""
     lost: bool = False
     since_ns: int = 0
 
@@ -165,6 +163,11 @@ class Session:
     changes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the quota leaves."""
+        return max(0, self.quota_bytes - self.used_bytes)
 
     def admits(self, extra_bytes: int) -> bool:
         """Whether the quota leaves room for ``extra_bytes`` more."""

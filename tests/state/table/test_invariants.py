@@ -10,7 +10,7 @@ from kvstore.state.tree import prefix_tree, slots
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixNode
 from kvstore.state.tree.slots import SlotState
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import FULL, FULL_2, World, key
 
 Corrupt = Callable[[DiskWorld, PrefixNode], object]
@@ -42,7 +42,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "bytes in memory": lambda world, _: setattr(world.mine, "host_bytes", 1),
     "bytes on disk": lambda world, _: setattr(world.mine, "disk_bytes", 1),
     "a slot of two pages": lambda world, node: node.fill(0, world.node("q").slots[0]),
-    "a slot that has no page": lambda world, node: world.table.owners.pop(node.slots[0]),
+    "a slot that has no page": lambda world, node: world.table._owners.pop(node.slots[0]),
     "a page's slot that is FREE": lambda world, node: state(world, node, SlotState.FREE),
     "a page's slot in LIMBO": lambda world, node: state(world, node, SlotState.LIMBO),
     "a slot that is free twice": lambda world, _: first(world).free.append(first(world).free[0]),

@@ -8,7 +8,7 @@ import pytest
 from kvstore.state.table.adopt import adopt
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.table.test_adopt import found
 from tests.state.world import FULL, FULL_2, WINDOW, World, identity, key
 
@@ -93,3 +93,39 @@ def test_a_lookup_of_keys_that_are_no_chain_finds_what_is_there_of_them():
     stranger = bytes(key("a")) + b"x" * 32 + bytes(key("abc")) + bytes(key("abcd"))
 
     assert world.table.lookup(space, [0], stranger) == (1, 0), "ends of it fit by their depth"
+
+
+def begin_many(world: World, shard: int, names: list[str], before: str) -> list[PageStatus]:
+    [process] = world.sessions["engine"].processes.values()
+    [space] = world.table.spaces
+    keys = b"".join(map(key, names))
+    statuses, _ = world.table.begin_put(process, 9, space, shard, keys, key(before))
+    check(world.table)
+    return statuses
+
+
+def test_a_ring_that_a_page_of_the_same_message_would_close_is_refused(world: World):
+    begin(world, 2, "late", "unknown")
+
+    statuses = begin_many(world, 2, ["new", "unknown", "more"], "late")
+
+    assert statuses == [PageStatus.GRANTED, PageStatus.NO_PARENT, PageStatus.NO_PARENT]
+
+
+def test_a_page_that_one_message_names_twice_is_granted_once(world: World):
+    statuses = begin_many(world, 0, ["p", "p", "q"], "a")
+
+    assert statuses == [PageStatus.GRANTED, PageStatus.PENDING, PageStatus.GRANTED]
+
+
+def test_a_head_without_pages_that_room_was_asked_behind_in_vain_is_pruned():
+    world = World(extents=1, slots_each=2)
+    engine = world.process()
+    space = world.space(engine, [WINDOW])
+    world.begin(engine, space, "ab")  # all slots are being written
+    known = set(space.nodes)
+
+    [status] = begin_many(world, 0, ["late"], "unknown")
+
+    assert status is PageStatus.NO_ROOM
+    assert set(space.nodes) == known

@@ -6,16 +6,16 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
-from kvstore.state.tree.slots import Replacement, SlotTable
+from kvstore.state.tree.slots import Replacement
 from kvstore.tier import host, kernel
-from kvstore.tier.host import HostMemory, take_back
+from kvstore.tier.host import HostMemory
 
 EXTENT_BYTES = 1 << 20
 BOOT = bytes(16)
@@ -320,26 +320,3 @@ def test_without_the_native_mover_nothing_is_written_to_memory_that_clients_may_
         memory.close()
 
     assert writes == [False]
-
-
-def test_memory_that_cannot_be_taken_back_yet_ends_nobody(caplog):
-    slots, made = SlotTable(1 << 16, 1, withheld=3), list[int]()
-
-    class Memory(HostMemory):
-        def __init__(self, room: int) -> None:
-            self.room = room
-
-        def create(self, numbers: Iterable[int]) -> None:
-            for number in numbers:
-                if len(made) == self.room:
-                    raise TierUnavailable("too many open files")
-                made.append(number)
-
-    assert take_back(slots, Memory(1), 3) == 1
-    assert (slots.withheld, made, len(slots.extents)) == (2, [1], 2)
-    assert "too many open files" in caplog.text
-
-    assert take_back(slots, Memory(9), 3) == 2
-    assert (slots.withheld, made) == (0, [1, 2, 3])
-    assert [extent.number for extent in slots.extents] == [0, 1, 2, 3]
-    assert take_back(slots, Memory(9), -1) == 0
