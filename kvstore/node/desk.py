@@ -13,9 +13,10 @@ The node decides, memory and SSD tier move bytes; nobody else calls them in that
 """
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import count
 from time import monotonic_ns
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvstore import wire
 from kvstore.node.node import Node
@@ -26,7 +27,22 @@ from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _explained(call: "Callable[Concatenate[Desk, P], T]") -> "Callable[Concatenate[Desk, P], T]":
+    """Add the last events of the page concerned to any error that says that the state is broken."""
+
+    @wraps(call)
+    def explained(desk: "Desk", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(desk, *args, **kwargs)
+        except Exception as error:
+            desk.node.pages.story.explain(error)
+            raise
+
+    return explained
 
 
 class Line(Protocol):
@@ -114,6 +130,7 @@ class Desk:
         self.node.connected(number, peer)
         return number
 
+    @_explained
     def receive(self, connection: int, request: wire.Request) -> None:
         """One request came on a connection; its answer goes out on its line."""
         came_ns = self._clock()
@@ -124,6 +141,7 @@ class Desk:
         if answered and (latency := self.node.latencies.get(type(request))) is not None:
             latency.observe(took_ns)
 
+    @_explained
     def disconnect(self, connection: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         began_ns = self._clock()
@@ -132,6 +150,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a connection")
 
+    @_explained
     def process_ended(self, identity: int) -> None:
         """The kernel says that a process is gone: it touches no memory any more."""
         began_ns = self._clock()
@@ -139,6 +158,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a process")
 
+    @_explained
     def operate(self, change: Callable[[PageTable], T]) -> T:
         """Carry out what an operator wants of the page table.
 
@@ -154,6 +174,7 @@ class Desk:
 
     # ---- what time and the disk bring -------------------------------------------------------
 
+    @_explained
     def advance(self) -> None:
         """Apply every deadline that has passed."""
         began_ns = self._clock()
@@ -161,6 +182,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "deadlines")
 
+    @_explained
     def poll_disk(self) -> None:
         """Take what the SSD tier has done."""
         began_ns = self._clock()
@@ -186,6 +208,7 @@ class Desk:
 
     # ---- what the node decided --------------------------------------------------------------
 
+    @_explained
     def flush(self) -> None:
         """Carry out what the node decided: memory, then the disk, then answers, then events."""
         if self._flushing:
@@ -197,9 +220,6 @@ class Desk:
                 self._carry_out()
             if self._check_every_step:
                 self.self_check.run()
-        except Exception as error:
-            self.node.pages.story.explain(error)
-            raise
         finally:
             self._flushing = False
         if self.node.unfinished and self._soon is not None and not self._going_on:
@@ -241,6 +261,7 @@ class Desk:
         self.node.go_on(self._clock())
         return True
 
+    @_explained
     def _later(self) -> None:
         began_ns = self._clock()
         self._going_on = False

@@ -15,8 +15,7 @@ same object:
 """
 
 from collections.abc import Callable, Hashable
-from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
@@ -32,7 +31,6 @@ from kvstore.state.tree.actions import Abandoned, Action
 from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKEN_BYTES: Final = 16
@@ -45,20 +43,6 @@ SWEEP_STEPS: Final = 64
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
-
-
-def _explained(call: "Callable[Concatenate[Node, P], T]") -> "Callable[Concatenate[Node, P], T]":
-    """Add what happened to the page concerned of late to whatever says that the state is broken."""
-
-    @wraps(call)
-    def explained(node: "Node", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(node, *args, **kwargs)
-        except Exception as error:
-            node.pages.story.explain(error)
-            raise
-
-    return explained
 
 
 class Node:
@@ -138,28 +122,23 @@ class Node:
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
         self.pages.now_ns = now_ns
-        try:  # as @_explained does, for nothing: this is called for each message
-            try:
-                if process is not None and process.lost:
-                    self.closing.append(connection)
-                    raise ProtocolError("this connection was given up: a later one took its place")
-                if handler is not None and process is not None:
-                    answer = handler(process, request, now_ns)
-                elif isinstance(request, wire.Hello):
-                    answer = self._hello(connection, request)
-                else:
-                    raise ProtocolError(f"{type(request).__name__} is not expected here")
-            except KVStoreError as error:
-                answer = self._refuse(request, error)
-            if answer is not None:
-                self.outbox.append((connection, answer))
-            self._after(now_ns)
-        except Exception as error:
-            self.pages.story.explain(error)
-            raise
+        try:
+            if process is not None and process.lost:
+                self.closing.append(connection)
+                raise ProtocolError("this connection was given up: a later one took its place")
+            if handler is not None and process is not None:
+                answer = handler(process, request, now_ns)
+            elif isinstance(request, wire.Hello):
+                answer = self._hello(connection, request)
+            else:
+                raise ProtocolError(f"{type(request).__name__} is not expected here")
+        except KVStoreError as error:
+            answer = self._refuse(request, error)
+        if answer is not None:
+            self.outbox.append((connection, answer))
+        self._after(now_ns)
         return answer is not None
 
-    @_explained
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
         self.pages.now_ns = now_ns
@@ -173,7 +152,6 @@ class Node:
                 self._lose(process, now_ns)
         self._after(now_ns)
 
-    @_explained
     def process_ended(self, identity: int, now_ns: int) -> None:
         """The kernel says that a process is gone: nothing of it touches bytes any more.
 
@@ -187,7 +165,6 @@ class Node:
             self._end(process)
         self._after(now_ns)
 
-    @_explained
     def disk_completed(
         self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
     ) -> None:
@@ -201,7 +178,6 @@ class Node:
         self._room_may_be = True
         self._after(now_ns)
 
-    @_explained
     def advance(self, now_ns: int) -> None:
         """Apply every deadline up to ``now_ns``: leases, pages with a TTL, requests that wait."""
         self.pages.now_ns = now_ns
@@ -213,7 +189,6 @@ class Node:
         self._room_may_be = True
         self._after(now_ns)
 
-    @_explained
     def go_on(self, now_ns: int) -> None:
         """Do more of what one turn could not end; see :attr:`unfinished`."""
         self.pages.now_ns = now_ns
@@ -221,7 +196,6 @@ class Node:
         self.pages.sweep(SWEEP_STEPS)
         self._after(now_ns)
 
-    @_explained
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
         """Carry out what an operator wants of the page table; its effects are handed on."""
         self.pages.now_ns = now_ns

@@ -107,20 +107,20 @@ def test_otherwise_no_step_looks_at_anything(world):
     assert desk.stats()["self_check"] == {"rounds": 0, "pages": 0}
 
 
-@pytest.mark.parametrize("call", ["receive", "advance", "disconnected", "process_ended", "operate"])
+@pytest.mark.parametrize("call", ["receive", "advance", "disconnect", "process_ended", "operate"])
 def test_a_mistake_in_any_call_of_the_node_tells_its_story(world, call, monkeypatch):
     def fail(self: PageTable | WaitingRoom, *_arguments: object) -> None:
         raise AssertionError("a mistake")
 
     monkeypatch.setattr(PageTable, "release", fail)
     monkeypatch.setattr(PageTable, "expire", fail)
-    node = world.node
+    desk = desk_of(world, check_every_step=False)
     calls = {
-        "receive": lambda: node.receive(1, wire.Release(1), 5),
-        "advance": lambda: node.advance(5),
-        "disconnected": lambda: node.disconnected(1, 5, ended=True),
-        "process_ended": lambda: node.process_ended(node.processes[1].peer.identity, 5),
-        "operate": lambda: node.operate(lambda table: table.expire(5), 5),
+        "receive": lambda: desk.receive(1, wire.Release(1)),
+        "advance": desk.advance,
+        "disconnect": lambda: desk.disconnect(1, ended=True),
+        "process_ended": lambda: desk.process_ended(world.node.processes[1].peer.identity),
+        "operate": lambda: desk.operate(lambda table: table.expire(5)),
     }
 
     with pytest.raises(AssertionError, match="a mistake") as caught:
