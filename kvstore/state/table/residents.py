@@ -380,7 +380,7 @@ class Residents:
                 return False
             position = self._drain.position
             left -= max(LOOKS, self.drain(left))
-            if self._drain is not None or self.slots.extents[position].draining:
+            if self.draining or self.slots.extents[position].draining:
                 return True
         return False
 
