@@ -425,7 +425,7 @@ class DiskPages:
 
     def _tell(self, what: str, job: DiskJob) -> None:
         if isinstance(job, DiskWrite | DiskRead | DiskCheck | DiskCopy):
-            self._memory.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
+            self._memory.story.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
 
 
 def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:

@@ -34,7 +34,7 @@ def checks(table: PageTable) -> Iterator[int]:
 
     for _ in table.slots.checks(slot_and_page):
         yield 0
-    table.check_turn()
+    _check_turn(table)
     table.spaces.check()
     table.pins.check()
     for space in list(table.spaces):
@@ -66,6 +66,17 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
     yield from space.checks(page)
     if disk is not None and space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
         assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
+
+
+def _check_turn(table: PageTable) -> None:
+    """Assert that the turn before has left nothing half done but what later turns end."""
+    table.eviction.check_turn()
+    half_empty = [
+        extent
+        for extent in table.slots.extents
+        if extent.draining and len(extent.free) < extent.count
+    ]
+    assert len(half_empty) <= table.draining, "an extent that nobody empties"
 
 
 def _check_holes(table: PageTable, space: PrefixTree) -> None:

@@ -108,7 +108,7 @@ class PageTable(Residents):
         if lease is None:
             return
         self._hold(process, -lease.size_bytes)
-        self.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        self.story.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
@@ -142,7 +142,6 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         self._hold(process, size)
-        self.emptying = False
         fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)
@@ -168,7 +167,6 @@ class PageTable(Residents):
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
         self.tick += 1
-        self.emptying = False
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
@@ -193,7 +191,7 @@ class PageTable(Residents):
                 statuses += [refusal] * (len(keys) - len(statuses))
         if put.pages:
             process.puts[put_id] = put
-            self.tell("granted", put.pages[0][0], shard, len(put.pages))
+            self.story.tell("granted", put.pages[0][0], shard, len(put.pages))
         return statuses, put
 
     def commit_put(
@@ -253,7 +251,9 @@ class PageTable(Residents):
                 self._abandon(node, put.shard)
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
-        self.tell("lost" if writing else "aborted", put.pages[0][0], put.shard, len(put.pages))
+        self.story.tell(
+            "lost" if writing else "aborted", put.pages[0][0], put.shard, len(put.pages)
+        )
         if writing:
             self.slots.lose(put.slots)
             put.lost = True
@@ -382,7 +382,7 @@ class PageTable(Residents):
         left = EXPIRE_MAX
         for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
             lease.expired = True
-            self.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+            self.story.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
             self.slots.pin_to_hold(lease.slots)
             self.counts["expired_leases"] += 1
             for node, _, _ in lease.pages:
@@ -419,7 +419,7 @@ class PageTable(Residents):
                 told = [member.tokens for member in run]
                 tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
                 self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
-                self.tell("stored", run[0], put.shard, len(run))
+                self.story.tell("stored", run[0], put.shard, len(run))
                 run = []
             if node is not None:
                 run.append(node)
@@ -474,7 +474,7 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
-        self.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        self.story.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         self._deadlines.add_lease(process, lease_id, lease)
 
     def _hold(self, process: Process, delta: int) -> None:

@@ -8,7 +8,7 @@ note, so that they stand in whatever log or test reports it.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey
@@ -40,16 +40,29 @@ class Event(NamedTuple):
     pages: int
 
 
+class Moment(Protocol):
+    """When something happens: the page table."""
+
+    now_ns: int
+    tick: int
+
+
 class Story:
     """The last events of one node.
 
-    Attributes:
-        add: notes the fields of one event, as a plain tuple: that takes half the time.
+    Args:
+        moment: says when each of them happened.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        #: The fields of events as plain tuples, which take half the time.
         self._events: deque[tuple[Any, ...]] = deque(maxlen=EVENTS_MAX)
-        self.add = self._events.append
+
+    def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
+        """Note what happened to a run of ``pages`` pages of one chain from ``node`` on."""
+        at, of = self._moment, node.space.number
+        self._events.append((at.now_ns, at.tick, what, of, node.key, node.depth, shard, pages))
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self._events)

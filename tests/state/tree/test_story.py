@@ -131,7 +131,7 @@ def test_the_story_forgets_what_is_long_ago():
 
 
 def test_an_error_is_explained_once_and_a_refusal_never():
-    story, error, refusal = Story(), broken(None), CapacityError("full")
+    story, error, refusal = World().table.story, broken(None), CapacityError("full")
 
     story.explain(error)
     story.explain(error)
