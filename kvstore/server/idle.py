@@ -24,14 +24,15 @@ class IdleChecks:
         self._next_s = 0.0
 
     def turn(self, now_s: float) -> None:
-        """Look at a piece of the state, if no request came since the last turn.
+        """Look at a piece of the state, if no request came since the last turn, or waits.
 
         Raises:
             AssertionError: the state is broken.
         """
         node, before = self._desk.node, self._tick
         self._tick = node.pages.tick
-        if self._tick != before or node.unfinished or now_s < self._next_s:
+        busy = self._tick != before or node.waiting.count or node.unfinished
+        if busy or now_s < self._next_s:
             return
         end = perf_counter() + PIECE_S
         while perf_counter() < end:

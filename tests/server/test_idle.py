@@ -32,6 +32,23 @@ def test_a_node_that_is_asked_for_something_looks_at_nothing(desk, world):  # no
     assert desk.self_check.pages > 0
 
 
+def test_a_node_on_which_a_request_waits_looks_at_nothing(desk, world):  # noqa: F811
+    checks = IdleChecks(desk)
+    world.ask(1, wire.BeginPut(0, 7, 0, 0, b"k" * 32, b""))
+    desk.receive(1, wire.Lookup(2, 0, [0], b"k" * 32, 1000))
+    assert world.node.waiting.count == 1
+    for _ in range(5):
+        checks.turn(1.0)
+    assert desk.self_check.pages == 0
+
+    desk.receive(1, wire.AbortPut(7))
+    assert world.node.waiting.count == 0
+    for _ in range(5):
+        checks.turn(1.0)
+
+    assert desk.self_check.pages > 0
+
+
 def test_after_a_round_the_node_rests(desk):
     checks = IdleChecks(desk)
     for _ in range(100):

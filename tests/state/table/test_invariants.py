@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from kvstore.state.table.invariants import check, checks
+from kvstore.state.table.residents import DROP_AT_ONCE
 from kvstore.state.tree import prefix_tree, slots
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixNode
@@ -41,6 +42,15 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a record of no page": lambda _, node: node.disk.clear(),
     "bytes in memory": lambda world, _: setattr(world.mine, "host_bytes", 1),
     "bytes on disk": lambda world, _: setattr(world.mine, "disk_bytes", 1),
+    "tokens that are no page's": put_wrong("tokens", b"x"),
+    "a page in a hole": lambda world, node: world.mine.holes.update({node: 1}),
+    "a leaf that is passed over for ever": lambda world, node: world.table.eviction._passed.update(
+        {("red", 4096): [node]}
+    ),
+    "a queue without grace for ever": lambda world, _: world.table.eviction._graceless.add(
+        ("red", 4096)
+    ),
+    "an extent that nobody empties": lambda world, _: setattr(first(world), "draining", True),
     "a slot of two pages": lambda world, node: node.fill(0, world.node("q").slots[0]),
     "a slot that has no page": lambda world, node: world.table._owners.pop(node.slots[0]),
     "a page's slot that is FREE": lambda world, node: state(world, node, SlotState.FREE),
@@ -98,6 +108,23 @@ def test_what_is_broken_is_found_in_one_round(world, name):
     CORRUPTIONS[name](world, node)
 
     with pytest.raises((AssertionError, KeyError)):
+        check(world.table)
+
+
+@pytest.mark.parametrize("wrong", ["orphans", "holes"])
+def test_a_hole_is_right_as_long_as_what_is_below_it_is_leaving(wrong):
+    world = World(extents=2, slots_each=2 * DROP_AT_ONCE)
+    engine = world.process()
+    space = world.space(engine)
+    world.store(engine, space, "a" * 2 * DROP_AT_ONCE)
+    world.table.drop(space.nodes[key("a")], 0, "operator")
+    world.table.sweep(DROP_AT_ONCE)
+    check(world.table)
+    assert space.holes
+
+    {"orphans": world.table.orphans, "holes": space.holes}[wrong].clear()
+
+    with pytest.raises(AssertionError):
         check(world.table)
 
 
