@@ -76,6 +76,7 @@ class WaitingRoom:
 
     def add(self, waiter: Waiter) -> None:
         """Let a request wait; the caller has asked :meth:`admits`, or it waited before."""
+        assert waiter not in self._by_connection.get(waiter.connection, ())
         waiter.ready = False
         self._by_thing.setdefault(waiter.awaited, {})[waiter] = None
         self._by_connection.setdefault(waiter.connection, {})[waiter] = None
@@ -104,6 +105,7 @@ class WaitingRoom:
             if waiter.deadline_ns <= now_ns
         ]
         for waiter in due:
+            assert not waiter.ready
             self._leave_thing(waiter)
             waiter.ready = True
             self._ready.append(waiter)
@@ -168,6 +170,7 @@ class WaitingRoom:
     def _count(self, waiter: Waiter, change: int) -> None:
         self.count += change
         self.size_bytes += change * waiter.size_bytes
+        assert self.count >= 0 <= self.size_bytes
         self._counts[waiter.session] += change
         self._sizes[waiter.session] += change * waiter.size_bytes
         if not self._counts[waiter.session]:

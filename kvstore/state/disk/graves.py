@@ -127,6 +127,7 @@ class Graves:
             del self._gathering[pair]
             if len(keys) < len(grave.keys):
                 self._split(pair, grave, keys)
+            assert 0 < len(grave.keys) <= RECORD_KEYS_MAX
             self._writing[pair] = grave
             of = grave.space.shards[grave.shard].spec
             job = DiskTombstone(
@@ -144,6 +145,7 @@ class Graves:
             self._try_again(pair, grave)
             return
         self.waiting_keys -= len(grave.keys)
+        assert self.waiting_keys >= 0
         if error is None:
             self._counts["tombstone_keys"] += len(grave.keys)
             self._syncs.wrote()

@@ -146,6 +146,7 @@ class SegmentLog:
         if segment is None:
             return None
         place = Place(segment.number, segment.end - size)
+        assert (node, shard) not in segment.pages
         segment.pages[node, shard] = tick
         segment.live_bytes += size
         if carried:
@@ -175,11 +176,13 @@ class SegmentLog:
 
     def wrote(self, place: Place) -> None:
         """The record is there."""
-        self.segments[place.segment].writing -= 1
+        segment = self.segments[place.segment]
+        assert segment.writing > 0
+        segment.writing -= 1
 
     def abandon(self, place: Place, node: PrefixNode, shard: int) -> None:
         """The record is not there, or nobody wants it any more."""
-        self.segments[place.segment].writing -= 1
+        self.wrote(place)
         self._bury(place, node, shard)
 
     def remove(self, node: PrefixNode, shard: int) -> None:
@@ -197,7 +200,9 @@ class SegmentLog:
 
     def unpin_segment(self, number: int) -> None:
         """One reader is done."""
-        self.segments[number].readers -= 1
+        segment = self.segments[number]
+        assert segment.readers > 0
+        segment.readers -= 1
 
     def adopt(
         self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
@@ -328,6 +333,8 @@ class SegmentLog:
     def sealed(self, number: int) -> None:
         """The footer of a full segment is written, or cannot be."""
         segment = self.segments[number]
+        assert segment.state is SegmentState.FULL
+        assert not segment.writing, "its footer does not tell of that record"
         segment.state = SegmentState.SEALED
         self.full.remove(segment)
 
@@ -335,10 +342,14 @@ class SegmentLog:
         """The file of a drained segment is deleted."""
         segment = self.segments.pop(number)
         assert not segment.pages
+        assert not segment.writing
+        assert not segment.readers
+        assert segment not in self._open.values()
         for other in self.segments.values():
             other.waits_for.discard(number)
         self._used_bytes -= segment.size_bytes
         self._failed -= segment.failed
+        assert self._used_bytes >= 0 <= self._failed
         self._reclaimed += 1
 
     def stats(self) -> LogStats:
