@@ -71,12 +71,12 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
 def _check_turn(table: PageTable) -> None:
     """Assert that the turn before has left nothing half done but what later turns end."""
     table.eviction.check_turn()
-    half_empty = [
-        extent
-        for extent in table.slots.extents
-        if extent.draining and len(extent.free) < extent.count
-    ]
-    assert len(half_empty) <= table.draining, "an extent that nobody empties"
+    assert table.draining.spared is None
+    now = table.draining.now
+    for position, extent in enumerate(table.slots.extents):
+        if extent.draining and len(extent.free) < extent.count:
+            assert now is not None, "an extent that nobody empties"
+            assert now.position == position, "another extent is emptied"
 
 
 def _check_holes(table: PageTable, space: PrefixTree) -> None:
