@@ -92,6 +92,10 @@ def segment(world: DiskWorld) -> object:
 
 @pytest.fixture
 def world() -> DiskWorld:
+    return two_chains()
+
+
+def two_chains() -> DiskWorld:
     """Two chains, written through to disk, and a FREE slot in their extent."""
     made = DiskWorld()
     made.store(made.me, made.mine, "ab")
@@ -159,6 +163,37 @@ def test_what_adds_up_is_not_asserted_when_something_changed_on_the_way(monkeypa
 
     assert len(list(walk)) > 0, "the walk has gone on"
     assert len(looked) == 8
+
+
+CHANGES: dict[str, Callable[[DiskWorld], object]] = {
+    "a page is granted": lambda world: world.begin(world.me, world.mine, "abz", start=2),
+    "a page leaves": lambda world: world.table.drop(world.node("ab"), 0, "operator"),
+    "a page leaves memory": lambda world: world.table.release_memory(world.node("ab")),
+    "a page comes to disk": lambda world: world.end_job(world.write_of("x")),
+    "a page leaves the disk": lambda world: world.disk.forget(world.node("ab"), 0),
+    "a page is lent": lambda world: world.acquire(world.me, world.mine, "q"),
+    "a page is given back": lambda world: world.table.lose(world.me),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_any_two_stretches_is_no_mistake(monkeypatch, name):
+    monkeypatch.setattr(slots, "STRETCH_SLOTS", 1)
+    monkeypatch.setattr(prefix_tree, "STRETCH_WORK", 1)
+    monkeypatch.setattr(prefix_tree, "CHILDREN_MAX", 1)
+    taken, rest = 0, 1
+    while rest:
+        world = two_chains()
+        world.store(world.me, world.mine, "x")
+        world.begin(world.me, world.mine, "y")
+        walk = checks(world.table)
+        for _ in range(taken):
+            next(walk)
+        CHANGES[name](world)
+
+        rest = len(list(walk))
+        taken += 1
+    assert taken > 15
 
 
 def test_pages_that_come_and_leave_between_two_stretches_are_no_mistake(monkeypatch):
