@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import faulthandler
-import gc
 import hashlib
 import logging
 import os
@@ -31,6 +30,7 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
 from kvstore.process import logs
+from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
@@ -178,7 +178,6 @@ class Daemon:
         self._table.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
-        gc.freeze()  # no collection walks over all that was found: nodes go by their counts
 
     def _close_publication(self) -> None:
         try:
@@ -335,7 +334,7 @@ def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> 
                 return 0
             _say_what_starts(loaded)
             require_memory(loaded.config.needs)
-            gc.callbacks.append(spare_survivors)
+            undo.callback(spare_the_old())
             status = uvloop.run(serve(loaded, device))
             event(log, logging.INFO, "stopped", status=status)
         except KVStoreError as error:
@@ -405,16 +404,6 @@ def _hanging(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
         event(log, logging.CRITICAL, "ended without waiting for threads",
               threads=[thread.name for thread in left])  # fmt: skip
     return left
-
-
-def spare_survivors(phase: str, info: dict[str, int]) -> None:
-    """A callback of ``gc``: what a full collection leaves alive, later ones do not look at again.
-
-    It is nodes of the prefix tree, nearly all of it, and they go by their counts. Walking over a
-    million of them each time would stop the node for a second.
-    """
-    if phase == "stop" and info["generation"] == 2:
-        gc.freeze()
 
 
 if __name__ == "__main__":
