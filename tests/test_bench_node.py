@@ -338,7 +338,7 @@ def test_a_put_that_finds_room_in_parts_is_stored_whole():
 def test_a_refusal_ends_a_bench():
     engine = Engine(LoneNode(FEW_PAGES, "lru", Clock()), 1)
 
-    with pytest.raises(AssertionError, match="no whole number of 32-byte keys"):
+    with pytest.raises(AssertionError, match="not a whole number of 32-byte keys"):
         engine.lookup(b"no key")
 
 

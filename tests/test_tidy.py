@@ -36,13 +36,6 @@ LONG_FILES: dict[str, int] = {}
 """path: the code lines that it had when this limit came; it may shrink, and then goes from here."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """``path:function``: why it is longer."""
-CALLED_FROM_OUTSIDE: dict[str, str] = {
-    "engine_adapters/vllm/tier.py:KVStoreTier": "vLLM's users name it",
-    "kvstore/server/metrics.py:_Slab.collect": "prometheus_client collects",
-    "kvstore/server/metrics.py:_Snapshot.collect": "prometheus_client collects",
-    "kvstore/server/metrics.py:render_slab": "engines' exporters render a slab's figures",
-}
-"""``path:name``: who calls what nothing of ours does."""
 CATCH_ALL: dict[str, str] = {
     "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
@@ -208,58 +201,6 @@ def test_no_room_is_empty():
     refuse(faults, "a room with nothing in it: take it out")
 
 
-def test_no_definition_is_dead():
-    """What the product defines is used by it, by ``bench``, or by users; tests are no use."""
-    used = set().union(*map(names_used, python_files(*PRODUCT, "bench")))
-    used |= set(re.findall(r"\w+", (ROOT / "docs/python-api.md").read_text()))
-    by_tests = used.union(*map(names_used, python_files("tests")))
-    faults: list[str] = []
-    for path in python_files(*PRODUCT):
-        checks = by_tests if path.parent.name == "testing" else used  # users check stores with it
-        faults += [
-            place
-            for name in definitions(path)
-            if not (last := name.rpartition(".")[2]).startswith("__")
-            and last not in checks
-            and (place := f"{shown(path)}:{name}") not in CALLED_FROM_OUTSIDE
-        ]
-    refuse(faults, "used nowhere: take it out, or say who calls it")
-
-
-def names_used(path: Path) -> set[str]:
-    """Every name that a file reads, imports, passes or spells out."""
-    used: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name):
-                used.add(name)
-            case ast.alias(name=name):
-                used.add(name.rpartition(".")[2])
-            case ast.keyword(arg=str(name)):
-                used.add(name)
-            case ast.Constant(value=str(name)) if name.isidentifier():
-                used.add(name)
-    return used
-
-
-def definitions(path: Path) -> Iterator[str]:
-    """Functions, classes, constants and methods, but those that another library's class calls."""
-    names = full_names(path)
-    for node in tree_of(path).body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
-                yield name
-            case ast.ClassDef(name=name):
-                yield name
-                bases = [resolved(base, names) for base in node.bases]
-                tops = {base.partition(".")[0] for base in bases if "." in base}
-                if tops <= {*PRODUCT, "collections", "enum", "msgspec", "typing"}:
-                    methods = (one.name for one in node.body if isinstance(one, Function))
-                    yield from (f"{name}.{one}" for one in methods)
-
-
 def test_no_function_is_too_long_to_see_at_once():
     faults = []
     for path in python_files():
@@ -358,11 +299,11 @@ def test_every_exception_from_a_rule_is_still_needed():
         f"{shown(path)}:{name}"
         for path in python_files()
         for node, name in nodes(path)
-        if isinstance(node, Function | ast.ClassDef)
+        if isinstance(node, Function)
     }
     paths = {shown(path) for path in files()}
 
-    faults = sorted((set(LONG_FUNCTIONS) | set(CATCH_ALL) | set(CALLED_FROM_OUTSIDE)) - functions)
+    faults = sorted((set(LONG_FUNCTIONS) | set(CATCH_ALL)) - functions)
     faults += sorted((set(LONG_FILES) | ENVIRONMENT_READERS) - paths)
 
     refuse(faults, "these are exceptions for what does not exist; take them out")

@@ -160,7 +160,6 @@ class Hold:
     """Keep a request waiting."""
 
     request: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +294,7 @@ class _Call:
     def _hold(self, request: Waiting, now: float) -> Hold | Reject:
         """All engines are full: hold or reject."""
         if now < request.deadline:
-            return Hold(request.number, _FULL)
+            return Hold(request.number)
         reason = f"waited too long: {_FULL}"
         return Reject(request.number, reason, self.view.retry_after_s, "queue_timeout")
 

@@ -44,29 +44,19 @@ _log = logging.getLogger(__name__)
 
 HANDOFF_SCOPE: Final = "handoff"
 TAIL_TTL_S: Final = 60.0
+PUTS_MAX: Final = 16
+"""Puts in flight; pages that find no place wait for one until their request ends."""
+RESTORE_TIMEOUT_S: Final = 5.0
+"""After this a restore is cancelled."""
+PENDING_WAIT_MAX_S: Final = 2.0
+"""Longest wait for pages that somebody else is writing; never longer than computing them takes."""
+FLUSH_TIMEOUT_S: Final = 10.0
+"""Longest wait of a hand-off for its puts."""
 
 
 class _Spaces(NamedTuple):
     shared: Space
     handoff: Space
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLimits:
-    """Limits of the adapter.
-
-    Attributes:
-        jobs_max: maximum puts in flight; further pages wait until their request ends.
-        restore_timeout_s: after this time a restore is cancelled.
-        pending_wait_max_s: maximum wait for pages that another client is writing; never longer than
-            recomputing them would take.
-        flush_timeout_s: maximum wait of a handoff for its puts.
-    """
-
-    jobs_max: int = 16
-    restore_timeout_s: float = 5.0
-    pending_wait_max_s: float = 2.0
-    flush_timeout_s: float = 10.0
 
 
 class Ready(NamedTuple):
@@ -117,7 +107,6 @@ class StoreAdapter:
         pool: PagedPool,
         allocator: BlockAllocator,
         metrics: Metrics,
-        limits: StoreLimits | None = None,
     ) -> None:
         """Prepare; the node need not run.
 
@@ -125,10 +114,9 @@ class StoreAdapter:
             store: closed by :meth:`close`.
             identity: identity of the shared pages; handoffs use it with another scope.
             shard: this engine's part of each page.
-            pool: jobs use its addresses; it must outlive them.
-            allocator: allocator of the pool.
-            metrics: counters to update.
-            limits: limits.
+            pool: its addresses are given to jobs; must outlive them.
+            allocator: of the pool.
+            metrics: counts go there.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
@@ -147,7 +135,6 @@ class StoreAdapter:
         )
         self._allocator = allocator
         self._metrics = metrics
-        self._limits = limits if limits is not None else StoreLimits()
         self._pace = Pace()
         self._pending: dict[Request, PendingWait] = {}
         self._restores: list[_Restore] = []
@@ -220,7 +207,7 @@ class StoreAdapter:
         """Whether to look up again later, because pages are being written."""
         wanted = hit.pages + hit.pending
         missing = missing_tokens(hit.pages, wanted, request.computed, self._page_tokens)
-        wait_s = self._pace.wait_s(missing, 0.0, self._limits.pending_wait_max_s)
+        wait_s = self._pace.wait_s(missing, 0.0, PENDING_WAIT_MAX_S)
         return missing > 0 and wait.goes_on(now, wait_s)
 
     def _poll_pending(self, now: float) -> list[Ready]:
@@ -250,7 +237,7 @@ class StoreAdapter:
             tail_job=None,
             tail_blocks=[],
             tail_tokens=0,
-            deadline=now + self._limits.restore_timeout_s,
+            deadline=now + RESTORE_TIMEOUT_S,
         )
         spaces = self._open()
         if spaces is None:
@@ -312,7 +299,7 @@ class StoreAdapter:
         timings = restore.request.timings
         timings.restored_tokens += tokens
         timings.restored_bytes += size_bytes
-        began = restore.deadline - self._limits.restore_timeout_s
+        began = restore.deadline - RESTORE_TIMEOUT_S
         self._metrics.restore_bytes.inc(size_bytes)
         self._metrics.restore_seconds.inc(now - began)
         return restore.first_page * self._page_tokens + tokens
@@ -340,7 +327,7 @@ class StoreAdapter:
         if pages <= first:
             return
         spaces = self._open()
-        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+        if spaces is None or len(self._puts) >= PUTS_MAX:
             if final:
                 self._metrics.store_pages.labels("skipped").inc(pages - first)
             return
@@ -363,12 +350,12 @@ class StoreAdapter:
         if sent and all(put.request is not request for put in self._puts):
             return True
         refused = self._open() is None
-        return refused or now - request.phase_began > self._limits.flush_timeout_s
+        return refused or now - request.phase_began > FLUSH_TIMEOUT_S
 
     def _offer_tail(self, request: Request, now: float) -> None:
         """Store the prompt's unfilled last page under a random key, which is only in the answer."""
         spaces = self._open()
-        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+        if spaces is None or len(self._puts) >= PUTS_MAX:
             return
         request.handoff_id = uuid.uuid4().hex
         full, tokens = divmod(request.prompt_tokens, self._page_tokens)

@@ -18,11 +18,6 @@ def encode(text: str) -> list[int]:
     return list(text.encode("utf-8", errors="surrogatepass"))
 
 
-def decode(tokens: Sequence[int]) -> str:
-    """Text of a whole output; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
-    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-
 class TextStream:
     """Converts output tokens to text incrementally, and detects stop strings.
 

@@ -16,15 +16,6 @@ _PAUSE: Final = threading.Event()
 """Never set; waiting for it is a pause."""
 
 
-class RemoteError(KVStoreError):
-    """The node refused a request; the message is the node's."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.remote_code = code
-
-
 class Remote:
     """One node.
 
@@ -58,7 +49,7 @@ class Remote:
         """The answer to any request.
 
         Raises:
-            RemoteError: the node refused the request.
+            KVStoreError: the node refused the request; the message is the node's.
             PeerUnreachable: nothing answers there, or not a node.
         """
         data = json.dumps(body).encode() if body is not None else None
@@ -132,13 +123,12 @@ def _stranger(url: str) -> str:
     return message
 
 
-def _refusal(status: int, body: bytes) -> RemoteError:
+def _refusal(status: int, body: bytes) -> KVStoreError:
     try:
         error = json.loads(body)["error"]
-        code, message = str(error["code"]), str(error["message"])
-        field = str(error["field"])
+        message, field = str(error["message"]), str(error["field"])
     except (ValueError, KeyError, TypeError):
-        code, message, field = "http", body[:200].decode(errors="replace"), ""
+        message, field = body[:200].decode(errors="replace"), ""
     if status == 401:
         message += "; give --token, KVSTORE_TOKEN or KVSTORE_TOKEN_FILE, or leave --url out"
-    return RemoteError(status, code, f"{field}: {message}" if field else message)
+    return KVStoreError(f"{field}: {message}" if field else message)

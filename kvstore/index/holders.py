@@ -95,15 +95,6 @@ class PromptMatch:
             result &= some
         return result
 
-    def prefix(self, *workers: str) -> int:
-        """Longest prefix of which each page is at one or more of the workers."""
-        if not workers or not self.pages:
-            return 0
-        present = self.present(workers[0])
-        for worker in workers[1:]:
-            present = present | self.present(worker)
-        return prefix_length(present)
-
 
 def _by_word(bits: Sequence[int]) -> dict[int, np.uint64]:
     masks: Counter[int] = Counter()

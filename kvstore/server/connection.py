@@ -48,6 +48,7 @@ class SessionConnections:
         self.unread_bytes = 0
         self._desk = desk
         self._node = desk.node
+        self._counts = desk.node.pages.counts
         self._stats = stats
         self._told = b""
         self._told_until_s = 0.0
@@ -93,7 +94,7 @@ class SessionConnections:
 
     def refuse(self, connection: "SessionConnection", error: ProtocolError) -> None:
         """Answer an invalid message with a failure, and close the connection."""
-        self._node.pages.counts["refused_protocol"] += 1
+        self._counts["refused_protocol"] += 1
         log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()

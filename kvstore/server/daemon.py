@@ -102,11 +102,10 @@ class Daemon:
             config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16),
             host.policy,
         )  # fmt: skip
-        self.node.pages.pins.budget_bytes = (
-            config.admin.pin_budget_bytes or host.capacity_bytes // 4
-        )
-        self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
-        self.node.pages.ghosts.policy = host.policy
+        table = self._table = self.node.pages
+        table.pins.budget_bytes = config.admin.pin_budget_bytes or host.capacity_bytes // 4
+        table.ghosts = Ghosts(config.admin.ghosts_max)
+        table.ghosts.policy = host.policy
         self.memory = HostMemory(
             self._label, self.boot, host.extent_bytes, prefault=host.prefault, record=self._record
         )
@@ -123,7 +122,7 @@ class Daemon:
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.status.add(self.socket.stats)
         self.disk: DiskTier | None = None
-        self._announcement = Announcement(self.node.pages)
+        self._announcement = Announcement(self._table)
         self._watch = Watch(self.node, self.status.unready)
         #: Maximum lag of the loop: in this window, and in the previous one.
         self._lags_s = (0.0, 0.0)
@@ -177,8 +176,8 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
-        self._announcement = Announcement(self.node.pages, tokens=self.publication.tells_tokens)
-        self.node.pages.pins.disk_budget_bytes = (
+        self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
+        self._table.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
         gc.freeze()  # exclude recovered nodes from collections: reference counts free them
@@ -222,7 +221,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + WRITE_OUT_S
         disk = self.disk.pages
-        disk.write_out(self.node.pages.spaces)
+        disk.write_out(self._table.spaces)
         while not disk.settled and loop.time() < deadline:
             self.desk.flush()
             await asyncio.sleep(TICK_S)
@@ -253,13 +252,13 @@ class Daemon:
             ticks += 1
             if ticks % _STALE_CHECK_TICKS == 0:
                 self._manager.status(self._status())
-            if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
+            if self._table.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
                 await self._take_back()
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes
         stale = await asyncio.to_thread(self._record.stale_bytes)
-        slots = self.node.pages.slots
+        slots = self._table.slots
         take_back(slots, self.memory, slots.withheld - -(-stale // size))
 
     def _say_ready(self, http: HttpServer) -> None:
@@ -270,13 +269,13 @@ class Daemon:
             f" replay {self.publication.replay_endpoint or 'off'} admin {http.admin_url}\n"
         )
         sys.stdout.flush()
-        slots = self.node.pages.slots
+        slots = self._table.slots
         event(
             log, logging.INFO, "ready", node=self.node.name, socket=socket, http=http.url,
             admin=http.admin_url,
             events=self.publication.endpoint or "off",
             capacity_bytes=len(slots.extents) * slots.extent_bytes,
-            pages_recovered=sum(len(space.nodes) for space in self.node.pages.spaces),
+            pages_recovered=sum(len(space.nodes) for space in self._table.spaces),
             took_s=round(monotonic() - self._started_s, 3),
         )  # fmt: skip
         self._manager.ready(self._status())

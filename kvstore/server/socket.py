@@ -57,6 +57,7 @@ class SocketServer:
             ConfigError: a user or group of ``socket.tenants`` does not exist.
         """
         self._node = desk.node
+        self._table = desk.node.pages
         self._memory = memory
         self._config = config
         self._tenants = Tenants(config.tenants)
@@ -193,7 +194,7 @@ class SocketServer:
             raise ProtocolError("these extents belong to an earlier boot")
         if len(request.extents) > _EXTENTS_MAX or len(request.known) > wire.KNOWN_EXTENTS_MAX:
             raise ProtocolError(f"more extents at once than {_EXTENTS_MAX}, or too many known")
-        owners = {extent.number: extent.domain for extent in self._node.pages.slots.extents}
+        owners = {extent.number: extent.domain for extent in self._table.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
             if owners.get(number) != session.domain:
@@ -208,7 +209,7 @@ class SocketServer:
 
     def _turn_away(self, raw: socket.socket, error: Exception) -> None:
         code = error.code if isinstance(error, KVStoreError) else "protocol"
-        self._node.pages.counts["refused_connections"] += 1
+        self._table.counts["refused_connections"] += 1
         log.warning("connection refused: %s", str(error) or type(error).__name__)
         try:
             raw.send(wire.encode(wire.Failure(1, code, str(error))))

@@ -67,7 +67,6 @@ class Toll:
         written: ordinary pages that had been written when the power failed.
         lost: of these, those that were not there afterwards.
         reclaimed: segments.
-        cuts_of_starts: power cuts while the node was starting.
         evicted: pages, when an operator's eviction of them was acknowledged.
         gone: evicted pages that were not there after a cut.
         doubtful: pages evicted without acknowledgement when the power failed.
@@ -83,7 +82,6 @@ class Toll:
     written: int = 0
     lost: int = 0
     reclaimed: int = 0
-    cuts_of_starts: int = 0
     evicted: int = 0
     gone: int = 0
     doubtful: int = 0

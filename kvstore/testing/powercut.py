@@ -85,7 +85,7 @@ class History:
         try:
             life = self._begin()
         except PowerCut:
-            self._toll.cuts_of_starts += 1
+            pass  # while the node was starting
         else:
             with closing(life):
                 self._live(life, ordinary)

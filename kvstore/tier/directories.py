@@ -59,10 +59,14 @@ class OpenDirectory:
 def failure(path: Path | str, error: OSError) -> KVStoreError:
     """Translate an OSError; the message names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError(f"{path}: {error.strerror}: free disk space or lower the tier's capacity")
+        return CapacityError(
+            f"{path}: {error.strerror}: free disk space or lower the tier's capacity"
+        )
     why = f"{path}: {error.strerror or error}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return TierUnavailable(f"{why}: give the node's user write access, or use another directory")
+        return TierUnavailable(
+            f"{why}: give the node's user write access, or use another directory"
+        )
     return TierUnavailable(why)
 
 
@@ -164,8 +168,9 @@ def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
         if there.total_bytes and wanted > room:
             paths = ", ".join(str(one.path) for one in sharing)
             log.warning(
-                "ssd.capacity_bytes: %s for %s, where only %s are free or in use by it: the disk"
-                " will be full before; free disk space or lower it", exact(wanted), paths, rounded(room),
+                "ssd.capacity_bytes: %s for %s, where only %s are free or used by it: the disk"
+                " will be full before that; free disk space or lower it",
+                exact(wanted), paths, rounded(room),
             )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.link import Link
+from kvstore.client.mapping import Mapping
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
@@ -103,6 +104,12 @@ def ssd_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield Daemon(process)
     finally:
         assert process.stop() == 0, process.report()
+
+
+def mapped_bytes(mapping: Mapping) -> int:
+    """Bytes that a client has mapped, read-only and writable mappings counted apart."""
+    regions = [*mapping._read.values(), *mapping._write.values(), *mapping._dropped]
+    return sum(region.size for region in regions)
 
 
 SLAB = DeviceSlabConfig(device="cpu", capacity_bytes=1 << 20)

@@ -5,7 +5,6 @@ Every error is ``{"error": {"code", "message", "field"}}``.
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,6 @@ from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
 from kvstore.state.ask.explain import Explanation
-
-log = logging.getLogger(__name__)
 
 HEALTH_S: Final = 2.0
 """A node whose loop does not answer within this time is not healthy."""

@@ -212,7 +212,6 @@ class Write:
 class PageLoad:
     """A page on its way from disk, and who waits for it."""
 
-    job: DiskRead
     since_ns: int
     waiters: list[Fetch] = field(default_factory=list)
 

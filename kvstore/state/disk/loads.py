@@ -109,6 +109,6 @@ class DiskLoads:
             return None
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
-        load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
+        load = self._loads[node, shard] = PageLoad(self._memory.now_ns)
         self._submit(job)
         return load

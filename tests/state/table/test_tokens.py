@@ -213,6 +213,15 @@ def test_pages_that_a_start_found_are_told_of_with_the_tokens_of_their_records(w
     assert world.node("a").tokens == b"", "it is not in memory"
 
 
+def test_a_record_with_tokens_that_are_not_one_pages_is_told_of_without(world):
+    announcement = announced(world)
+    answer(world, {key("a"): "ab", key("ab"): "b"})
+    announcement.step(world.table)
+
+    assert told(world, TierStored)[key("a")] == ("ssd", b"")
+    assert told(world, TierStored)[key("ab")] == ("ssd", ids("b"))
+
+
 def test_without_anybody_who_wants_tokens_no_record_is_read(world):
     Announcement(world.table).step(world.table)
 
