@@ -269,7 +269,7 @@ class Link:
             if isinstance(answer, wire.Failure):
                 raise error_from_code(answer.code, answer.message, answer.field)
             if not isinstance(answer, wire.Welcome):
-                raise ProtocolError(f"{type(answer).__name__} is no answer to Hello")
+                raise ProtocolError(f"{type(answer).__name__} is not an answer to Hello")
         except (OSError, KVStoreError) as error:
             connection.close(str(error))
             raise as_transfer_error(error, self.path) from error

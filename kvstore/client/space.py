@@ -155,8 +155,8 @@ class Space:
             InvalidArgument: the number of pages, a buffer or a combination of options is wrong;
                 ``field`` names it.
             LayoutMismatch: the node has this space with another layout.
-            CapacityError: there is no room for some pages; the others are stored. Retryable.
-            DurabilityUnavailable: ``durable`` was asked for, but the node never syncs, or a page
+            CapacityError: no free space for some pages; the others are stored. Retryable.
+            DurabilityUnavailable: ``durable`` was requested, but the node never syncs, or a page
                 may not be written to an SSD. The pages may be stored in memory.
             TransferTimeout, PeerUnreachable: the node did not answer; the pages may or may not be
                 stored. Retryable.

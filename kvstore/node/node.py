@@ -261,7 +261,7 @@ class Node:
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:
-            raise ProtocolError(f"{process.number} cannot settle what came before {request.before}")
+            raise ProtocolError(f"{process.number} cannot settle up to {request.before}")
         for other in process.session.of(process.origin):
             if other.lost and 0 < other.number < request.before:
                 self._end(other)
