@@ -80,7 +80,7 @@ class Requests:
     # ---- reading ----------------------------------------------------------------------------
 
     def lookup(self, process: Process, request: wire.Lookup) -> Outcome:
-        """Look up the longest prefix; a better answer waits for the next pending page."""
+        """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
