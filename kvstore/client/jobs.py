@@ -167,7 +167,7 @@ class StoreJob(Job[T]):
 
 
 class RestoreJob(Job[RestoreResult]):
-    """A restore in the background. It does not raise: if the store has a problem it has 0 pages."""
+    """A restore in the background. If the store fails, it restores 0 pages and raises nothing."""
 
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool

@@ -80,7 +80,7 @@ class PageViews:
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:
-        """Created by :meth:`Space.get`."""
+        """Made by :meth:`Space.get`."""
         self.arrays = arrays
         self._release: Callable[[], None] | None = release
         if arrays:

@@ -58,7 +58,7 @@ class Space:
     def __init__(
         self, services: StoreResources, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> None:
-        """Created by :meth:`KVStore.space`."""
+        """Made by :meth:`KVStore.space`."""
         if not shards:
             raise InvalidArgument("shards", "at least one is needed")
         self._services = services
@@ -93,7 +93,7 @@ class Space:
                 most 60.
 
         Returns:
-            The hit. It has 0 pages when nothing is there or the node is in trouble.
+            The hit. It has 0 pages if nothing is stored, or if the node does not answer or fails.
         """
         for shard in shards or ():
             self._size(shard)
@@ -250,8 +250,8 @@ class Space:
             shard: the shard to read.
 
         Returns:
-            With ``out`` the number of pages that were copied, else views of the pages. A store in
-            trouble gives 0 pages.
+            With ``out`` the number of pages that were copied, else views of the pages; 0 pages if
+            the store fails.
 
         Raises:
             InvalidArgument: ``out`` does not fit the keys or the shard.
@@ -284,7 +284,7 @@ class Space:
                 device: when all layers are).
 
         Returns:
-            The job. A store in trouble restores 0 pages; the job raises nothing for it.
+            The job. If the store fails, it restores 0 pages; it raises nothing.
 
         Raises:
             InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device

@@ -106,7 +106,7 @@ def test_a_manager_that_is_gone_is_warned_of_once_and_heard_of_again(
         manager.ready("serving")
         manager.turn(1.0)
         manager.turn(2.0)
-        assert caplog.text.count("cannot be told") == 1
+        assert caplog.text.count("cannot be notified") == 1
 
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as there:
             there.bind(name)
