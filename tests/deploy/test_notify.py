@@ -119,8 +119,8 @@ def test_a_manager_that_is_gone_is_warned_of_once_and_heard_of_again(
     [
         ({}, ""),
         ({"WATCHDOG_USEC": "1000"}, ""),
-        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "no Unix socket"),
-        ({"NOTIFY_SOCKET": "relative"}, "no Unix socket"),
+        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "not a Unix socket"),
+        ({"NOTIFY_SOCKET": "relative"}, "not a Unix socket"),
     ],
 )
 def test_without_a_manager_nothing_is_said(environ, warning, caplog: pytest.LogCaptureFixture):
