@@ -180,9 +180,8 @@ class Loader:
         """
         link, lease = self._services.waiting_link("load"), next(names)
         opened = self._numbers(link)
-        with (
-            link.moving()
-        ):  # otherwise a link that is closed would disconnect before the lease is released
+        # Within a move, because a closed link would disconnect before the lease is released.
+        with link.moving():
             try:
                 leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
                 then()

@@ -422,9 +422,8 @@ class Space:
         wait_s: float,
     ) -> tuple[PutResult, bool]:  # fmt: skip
         """Put pages on one connection; also returns whether slots for refused ones become free."""
-        opened = self.numbers(
-            link
-        )  # before using the memory, so that both belong to the same connection
+        # Open the space before using the memory, so that both belong to the same connection.
+        opened = self.numbers(link)
         put = next(names)
         tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
         with link.moving() as memory:
@@ -445,9 +444,7 @@ class Space:
                     assert isinstance(committed, wire.Committed)
                     statuses += committed.statuses
             except BaseException:
-                link.send(
-                    wire.AbortPut(put), opened.epoch
-                )  # this process writes nothing of it any more
+                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is being written
                 raise
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
         result = PutResult(

@@ -9,7 +9,7 @@ requests to it. After each call the desk carries out what the node decided:
 3. answers, on the lines that wait for them;
 4. events, for the node's followers.
 
-The node decides; memory and SSD tier move bytes. Only the desk calls them.
+The node decides, memory and SSD tier move bytes; only the desk carries decisions out.
 """
 
 from collections.abc import Callable

@@ -144,7 +144,9 @@ class MemoryRecord:
             found = os.fstat(descriptor)
             others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or others:
-                log.warning("%s can be written by other users: ignored; remove it", self._path)
+                log.warning(
+                    "%s is not a file that only this user can write: ignored; remove it", self._path
+                )
                 return set()
             content = os.read(descriptor, _RECORD_BYTES_MAX)
         finally:
