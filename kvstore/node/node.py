@@ -194,9 +194,8 @@ class Node:
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.sweep(SWEEP_STEPS)
-        if self.pages.draining:
-            self.pages.drain(SWEEP_STEPS)
-            self._room_may_be |= not self.pages.draining
+        if self.pages.drain(SWEEP_STEPS):
+            self._room_may_be |= self.pages.draining.now is None
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:

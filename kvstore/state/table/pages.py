@@ -439,9 +439,9 @@ class PageTable(Residents):
             count, refusal = admitted, PageStatus.NO_ROOM
         head = space.node_of(parent)
         head.hold()  # so that what precedes the pages is no leaf while room is made
-        self._spared = head
+        self.draining.spared = head
         slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
-        self._spared = None
+        self.draining.spared = None
         head.unhold()
         if not follows(space, shard, parent):
             self.slots.abort(slots)  # its head was lost while room was made

@@ -29,7 +29,7 @@ class Tenants:
     def drain(self) -> int:
         """Carry on until no extent is drained; the turns that took."""
         for turn in range(10_000):
-            if not self.world.table.draining:
+            if self.world.table.draining.now is None:
                 return turn
             self.world.table.drain(EMPTY_MAX)
             self.world.table.check()
@@ -41,7 +41,7 @@ def test_a_request_that_waits_for_an_extent_loses_none_of_its_own_pages():
     world = node.world
 
     assert world.store(node.blue, node.new, "ab") == [NO_ROOM] * 2
-    assert world.table.draining
+    assert world.table.draining.now is not None
     assert node.drain() > 1
     assert world.store(node.blue, node.new, "ab") == [GRANTED] * 2
 
@@ -56,7 +56,7 @@ def test_pages_of_an_extent_that_is_being_drained_are_hits_until_they_leave():
     node.world.store(node.blue, node.new, "a")
 
     found, _ = node.world.lookup(node.old, node.stored[0])
-    assert 0 < found < node.each or node.world.table.draining
+    assert 0 < found < node.each or node.world.table.draining.now is not None
 
 
 def test_an_extent_of_which_a_page_is_read_is_left_as_it_is():
@@ -98,11 +98,11 @@ def test_the_next_extent_is_drained_ahead_of_need():
     node.drain()
     half = "a" * (node.each // 2 - 1)
     assert set(world.store(node.blue, node.new, half)) <= {GRANTED, PageStatus.EXISTS}
-    assert not world.table.draining
+    assert world.table.draining.now is None
 
     world.store(node.blue, node.new, half + "b")
 
-    assert world.table.draining, "half of the first one is used"
+    assert world.table.draining.now is not None, "half of the first one is used"
     node.drain()
     rest = "a" * (node.each + 8)
     assert NO_ROOM not in world.store(node.blue, node.new, rest), "nobody waits for the second"
