@@ -112,7 +112,9 @@ class Residents:
             return taken
         self.ghosts.wanted = (space.number, slot_bytes)
         self.eviction.now_ns = self.now_ns
-        while len(taken) < count:
+        victims_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
+        while len(taken) < count and victims_left > 0:
+            victims_left -= 1
             if not self._make_room(space, slot_bytes) and (
                 self.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
             ):

@@ -6,7 +6,7 @@ from kvstore.state.table.draining import STAY_NS
 from kvstore.state.table.invariants import check
 from kvstore.state.table.residents import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus
-from tests.state.world import World
+from tests.state.world import FULL, WINDOW, World
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
 MANY = 3 * EMPTY_MAX
@@ -79,17 +79,33 @@ def test_a_page_that_is_read_meanwhile_ends_the_drain_and_its_free_slots_are_use
     node = Tenants(extents=1)
     world = node.world
     assert world.store(node.blue, node.new, "a") == [NO_ROOM]
+    while len(world.slots.slots_in_use(0)) == node.each:
+        world.table.drain(EMPTY_MAX)
     number, _ = world.acquire(node.red, node.old, node.stored[0])
 
     node.drain()
 
     left, _ = world.lookup(node.old, node.stored[0])
-    assert left > 0
+    assert 0 < left < node.each
     assert world.table.counts["moved_extents"] == 0
     assert world.store(node.blue, node.new, "a") == [NO_ROOM], "all of it is being read"
     world.table.release(node.red, number)
     assert world.store(node.red, node.old, "x") == [GRANTED]
+    assert world.lookup(node.old, node.stored[0]) == (left, 0), "there was a free slot"
     check(world.table)
+
+
+def test_a_page_that_a_put_is_told_to_exist_does_not_leave_for_the_put():
+    world = World(extents=3, slots_each=2)
+    engine = world.process()
+    space = world.space(engine, [FULL, WINDOW])
+    world.store(engine, space, "a")
+    assert world.store(engine, space, "ab", shard=1) == [GRANTED] * 2
+
+    told = world.store(engine, space, "abc", shard=1)
+
+    assert told == [PageStatus.EXISTS, PageStatus.EXISTS, NO_ROOM]
+    assert world.lookup(space, "ab", [1]) == (2, 0)
 
 
 def test_the_next_extent_is_drained_ahead_of_need():
