@@ -1,4 +1,4 @@
-"""A node looks at itself: all that must hold of it, a stretch at a time, round after round. Pure.
+"""Checks of all invariants of one node, in short stretches, round after round. Pure.
 
 See :mod:`kvstore.state.table.invariants` for what a stretch is.
 """
@@ -13,8 +13,8 @@ class SelfCheck:
     """The rounds of one node.
 
     Attributes:
-        rounds: how often everything was looked at.
-        pages: nodes of the prefix trees that were looked at.
+        rounds: complete rounds.
+        pages: nodes of the prefix trees that were checked.
     """
 
     def __init__(self, node: Node) -> None:
@@ -23,10 +23,10 @@ class SelfCheck:
         self._round = self._checks()
 
     def step(self) -> bool:
-        """Look at one stretch; whether a round has ended.
+        """Check one stretch; returns whether a round has ended.
 
         Raises:
-            AssertionError: the state is broken; it tells what happened to the page concerned.
+            AssertionError: the state is broken; its note has the last events of the page concerned.
         """
         with self._node.pages.story.explaining():
             looked = next(self._round, None)
@@ -37,7 +37,7 @@ class SelfCheck:
         return looked is None
 
     def run(self) -> None:
-        """Look at everything now; a round that is under way goes on later."""
+        """Check everything now; a round that is under way continues later."""
         under_way, self._round = self._round, self._checks()
         while not self.step():
             pass

@@ -1,4 +1,4 @@
-"""The node looks at itself while nobody asks it for anything."""
+"""The node checks its own state while it is idle."""
 
 from time import perf_counter
 from typing import Final
@@ -6,16 +6,16 @@ from typing import Final
 from kvstore.node.desk import Desk
 
 PIECE_S: Final = 0.0005
-"""A piece ends with the first stretch that ends later: well before a millisecond."""
+"""A piece ends after the first stretch that ends later: it takes less than a millisecond."""
 PAUSE_S: Final = 300.0
-"""Between two rounds, so that an idle node does not work all the time."""
+"""Time between two rounds, so that an idle node does not work all the time."""
 
 
 class IdleChecks:
-    """Rounds of checks in pieces, one at most in each tick of the daemon.
+    """Rounds of checks in pieces, at most one piece in each tick of the daemon.
 
     Args:
-        desk: whose node is looked at.
+        desk: the desk of the node that is checked.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -24,7 +24,7 @@ class IdleChecks:
         self._next_s = 0.0
 
     def turn(self, now_s: float) -> None:
-        """Look at a piece of the state, if no request came since the last turn, or waits.
+        """Check a piece of the state, unless a request came since the last turn, or waits.
 
         Raises:
             AssertionError: the state is broken.

@@ -1,9 +1,9 @@
-"""What must always hold of the pages of a node, looked at a stretch at a time. Pure.
+"""The invariants of all pages of a node, checked in short stretches. Pure.
 
-A million pages take seconds, and nobody may hold the state for so long. So each part of the state
-is walked in stretches of some 100 microseconds, and between two of them anything may happen: pages
-come and leave, extents change hands. What holds of one node, slot or record is asserted of each.
-What they add up to is asserted only where nothing has changed during the walk; each part counts its
+Checking a million pages takes seconds, and nobody may hold the state for so long. So each part of
+the state is walked in stretches of about 100 microseconds. Between two stretches anything may
+happen: pages come and leave, extents change hands. What must hold of one node, slot or record is
+asserted of each. Sums are asserted only if nothing changed during the walk; each part counts its
 changes for that.
 """
 
@@ -17,14 +17,14 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import Slot, SlotState
 
 TOGETHER_MAX: Final = 1024
-"""Writes under way, or pages whose head has left, that one stretch looks at together."""
+"""Most writes under way, or dropped pages with descendants, that one stretch adds up."""
 
 
 def checks(table: PageTable) -> Iterator[int]:
     """Assert every invariant of slots, trees, pins and the log, and those between them.
 
     Yields:
-        after each stretch, how many nodes were looked at.
+        The number of nodes checked in each stretch.
     """
 
     def slot_and_page(slot: Slot, state: int) -> None:
@@ -52,7 +52,7 @@ def check(table: PageTable) -> None:
 
 
 def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
-    """Assert what must hold of the pages of a space."""
+    """Assert the invariants of the pages of a space."""
     changes, disk, record_bytes = space.changes, table.disk, 0
     _check_holes(table, space)
 
@@ -69,7 +69,7 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
 
 
 def _check_turn(table: PageTable) -> None:
-    """Assert that the turn before has left nothing half done but what later turns end."""
+    """Assert what must hold between two turns."""
     table.eviction.check_turn()
     assert table.draining.spared is None
     now = table.draining.now
@@ -80,7 +80,7 @@ def _check_turn(table: PageTable) -> None:
 
 
 def _check_holes(table: PageTable, space: PrefixTree) -> None:
-    """Assert that what is below each hole is on its way out."""
+    """Assert that the pages below each hole are being dropped."""
     if len(table.orphans) <= TOGETHER_MAX:
         leaving = {(orphans.top, orphans.shard) for orphans in table.orphans}
         for node, mask in space.holes.items():

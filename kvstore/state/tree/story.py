@@ -1,8 +1,8 @@
-"""What happened to pages of late, told when an assertion fails. Pure, and bounded.
+"""The last events of pages, shown when an assertion fails. Pure and bounded.
 
-Whoever changes the state adds an event: when, what, and of which run of pages. Nothing reads them
-until a mistake of ours comes to light; then those of the page concerned are added to the error as a
-note, so that they stand in whatever log or test reports it.
+Code that changes the state adds an event: when, what, and to which run of pages. The events are
+read only when a bug shows: those of the page concerned are added to the error as a note, so that
+every log and every test that reports the error shows them.
 """
 
 from collections import deque
@@ -16,16 +16,16 @@ from kvstore.state.tree.prefix_tree import PrefixNode
 
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
-"""Events that an error tells of: the last ones of its page, or of all pages when none is known."""
+"""Most events in a note: the last ones of the page, or of all pages if none is known."""
 _NS: Final = 1_000_000_000
 
 
 class Event(NamedTuple):
-    """What happened to a run of pages: to ``pages`` keys of one chain from ``key`` on.
+    """An event of a run of pages: ``pages`` keys of one chain, the first is ``key``.
 
     Attributes:
-        tick: of the request before it.
-        what: it was, in a few words.
+        tick: number of the last request before it.
+        what: the event, in a few words.
         space: number of the space.
         depth: of ``key``.
     """
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 
 class Moment(Protocol):
-    """When something happens: the page table."""
+    """The time of an event, as the page table has it."""
 
     now_ns: int
     tick: int
@@ -51,16 +51,16 @@ class Story:
     """The last events of one node.
 
     Args:
-        moment: says when each of them happened.
+        moment: the current time.
     """
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
-        #: The fields of events as plain tuples, which take half the time.
+        #: Fields of events, as plain tuples: they take half the time.
         self._events: deque[tuple[Any, ...]] = deque(maxlen=EVENTS_MAX)
 
     def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
-        """Note what happened to a run of ``pages`` pages of one chain from ``node`` on."""
+        """Add an event of ``pages`` pages of one chain; ``node`` is the first."""
         at, of = self._moment, node.space.number
         self._events.append((at.now_ns, at.tick, what, of, node.key, node.depth, shard, pages))
 
@@ -69,7 +69,7 @@ class Story:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Explain what is raised inside."""
+        """Add the events to any exception raised inside."""
         try:
             yield
         except Exception as error:
@@ -77,9 +77,9 @@ class Story:
             raise
 
     def explain(self, error: Exception) -> None:
-        """Add the last events of the page that a mistake of ours was about to its error, once."""
+        """Add the last events of the page that an error is about, once, unless it is a refusal."""
         if isinstance(error, KVStoreError | StopIteration) or hasattr(error, "__notes__"):
-            return  # it refuses something, or ends some steps; or it was explained
+            return  # a refusal, the end of an iterator, or it has the events already
         node = _concerned(error)
         told = list(self) if node is None else _of(node, self)
         of = "any page" if node is None else f"page {node.key.hex()[:16]}"
@@ -94,7 +94,7 @@ class Story:
 
 
 def _concerned(error: Exception) -> PrefixNode | None:
-    """The node that the innermost call with a ``node`` was about."""
+    """The variable ``node`` of the innermost call that has one."""
     found: PrefixNode | None = None
     trace = error.__traceback__
     while trace is not None:
