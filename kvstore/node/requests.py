@@ -20,7 +20,7 @@ from kvstore.state.tree.prefix_tree import PrefixNode as TreeNode
 from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Fetch, Process
 
-PUT_PAGES_MAX: Final = 512
+PUT_PAGES_MAX: Final = 128
 """Maximum pages granted by one BeginPut, because each may evict one; the client asks again."""
 LEASE_PAGES_MAX: Final = 4096
 """Maximum pages leased by one Acquire: the first ones of a longer run."""

@@ -5,7 +5,7 @@ pages. They leave some in each turn of the loop, after all of them were looked a
 page that somebody needs is left as it is. One extent at a time is drained.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -13,8 +13,9 @@ from typing import Final
 from kvstore.state.choice.eviction import is_held
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
+from kvstore.state.table.owners import Owners
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 LOOKS: Final = 8
 """Slots that are looked at in the time in which one page leaves."""
@@ -54,7 +55,7 @@ class Draining:
         spared: the page behind which room is being made, which stays.
     """
 
-    def __init__(self, slots: SlotTable, owners: Mapping[Slot, PrefixNode], quotas: Quotas) -> None:
+    def __init__(self, slots: SlotTable, owners: Owners, quotas: Quotas) -> None:
         self._slots = slots
         self._owners = owners
         self._quotas = quotas

@@ -21,7 +21,7 @@ from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Ret
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 512
+EXPIRE_MAX: Final = 128
 """Pages whose deadline one turn applies."""
 
 
@@ -453,7 +453,7 @@ class PageTable(Residents):
         for key, slot in zip(keys, slots, strict=False):
             node = space.node(key, parent)
             node.begin(shard, slot)
-            self._owners[slot] = node
+            self._owners.add(slot, node)
             put.pages.append((node, slot))
             parent = key
         if not slots:

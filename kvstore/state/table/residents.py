@@ -19,6 +19,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import LOOKS, Draining
 from kvstore.state.table.orphans import Orphans, tails_first
+from kvstore.state.table.owners import Owners
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
@@ -63,8 +64,7 @@ class Residents:
         self.now_ns = 0
         self.tick = 0
         self.orphans: deque[Orphans] = deque()
-        #: All and only the slots of pages in the trees.
-        self._owners: dict[Slot, PrefixNode] = {}
+        self._owners = Owners(slots)
         self.draining = Draining(slots, self._owners, self.quotas)
 
     @property
@@ -129,7 +129,7 @@ class Residents:
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
         node.learn(tokens)
-        self._owners[slot] = node
+        self._owners.add(slot, node)
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
@@ -148,7 +148,8 @@ class Residents:
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
-        self.eviction.add_candidate(node)
+        if not node.children_in_memory:  # else it is not, and many are asked of at once
+            self.eviction.add_candidate(node)
         if self.disk is not None:
             self.disk.add_candidate(node)
 
@@ -245,7 +246,7 @@ class Residents:
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        del self._owners[slot]
+        self._owners.remove(slot)
         return slot
 
     def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
@@ -335,7 +336,7 @@ class Residents:
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slot = node.forget(shard)
-        del self._owners[slot]
+        self._owners.remove(slot)
         self.counts["evicted_to_disk"] += 1
         self.slots.release([slot])
 

@@ -333,6 +333,10 @@ class SlotTable:
         """Which entry of ``extents`` holds the slot."""
         return slot >> _INDEX_BITS
 
+    def slot(self, position: int, index: int) -> Slot:
+        """The slot of an extent at ``position`` in ``extents``."""
+        return Slot(position << _INDEX_BITS | index)
+
     def index(self, slot: Slot) -> int:
         """Which slot of its extent it is."""
         return slot & _INDEX_MASK
@@ -434,7 +438,7 @@ class SlotTable:
                 assert state != SlotState.LIMBO or used > 0
                 free += state == SlotState.FREE
                 pinned += extent.pins[index] > 0
-                also(Slot(position << _INDEX_BITS | index), state)
+                also(self.slot(position, index), state)
             yield
             if self.extents[position] is not extent or extent.count != count:
                 return  # it has changed hands

@@ -50,9 +50,12 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a queue without grace for ever": lambda world, _: world.table.eviction._graceless.add(
         ("red", 4096)
     ),
+    "a queue that takes nothing over any more": lambda world, _: (
+        world.table.eviction._took_over.add(("red", 4096))
+    ),
     "an extent that nobody empties": lambda world, _: setattr(first(world), "draining", True),
     "a slot of two pages": lambda world, node: node.fill(0, world.node("q").slots[0]),
-    "a slot that has no page": lambda world, node: world.table._owners.pop(node.slots[0]),
+    "a slot that has no page": lambda world, node: world.table._owners.remove(node.slots[0]),
     "a page's slot that is FREE": lambda world, node: state(world, node, SlotState.FREE),
     "a page's slot in LIMBO": lambda world, node: state(world, node, SlotState.LIMBO),
     "a slot that is free twice": lambda world, _: first(world).free.append(first(world).free[0]),
