@@ -60,7 +60,7 @@ class Prefetch:
             yield from self._find(shard)
         self.total = len(self._missing)
         while self._missing or self._fetches:
-            for fetch in [one for one in self._fetches if not one.outstanding]:
+            for fetch in [one for one in self._fetches if not one.waits]:
                 self._fetches.remove(fetch)
                 self._disk.loads.end_fetch(fetch)
                 self.done += 1

@@ -196,6 +196,8 @@ class Node:
         self.pages.sweep(SWEEP_STEPS)
         if self.pages.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
+        if self.pages.disk is not None:
+            self.pages.disk.loads.go_on()
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:

@@ -107,7 +107,7 @@ class Requests:
             run = self._pages.ready_run(space, shard, request.keys)
         if waits and any(shard not in at.slots for at in run):
             fetch = self._pages.fetch(process, run, shard, earlier)
-            if fetch.outstanding:
+            if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
             if self._pages.draining.now is not None or (disk is not None and disk.busy):

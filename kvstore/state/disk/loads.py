@@ -1,6 +1,8 @@
 """Pages on their way from the SSD log to memory, and who waits for them. Pure."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, page_name
@@ -8,6 +10,9 @@ from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
+
+LOADS_TURN: Final = 64
+"""Loads that one turn begins; each may have to make room first."""
 
 
 class DiskLoads:
@@ -31,6 +36,8 @@ class DiskLoads:
         self._submit = submit
         self._fetched = fetched
         self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
+        #: Fetches of which not all loads are begun, the first one first.
+        self._beginning: deque[Fetch] = deque()
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -41,19 +48,48 @@ class DiskLoads:
         for node in nodes:
             if shard in node.slots:
                 self._keep(fetch, node, node.slots[shard])
-        for node in nodes:
-            if not node.ready >> shard & 1:
-                break  # it went while room was made for another
-            if shard in node.slots:
-                continue
-            load = self._loads.get((node, shard)) or self._begin(node, shard)
-            if load is None:
-                break
-            load.waiters.append(fetch)
-            fetch.outstanding += 1
-        if not fetch.outstanding:
-            self._fetched.append(fetch)
+        fetch.wanted.extend((node, shard) for node in nodes if shard not in node.slots)
+        self._go_on(fetch, LOADS_TURN)
+        if fetch.wanted:
+            self._beginning.append(fetch)
         return fetch
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether loads are to be begun in the turns that come."""
+        return bool(self._beginning)
+
+    def go_on(self) -> None:
+        """Begin more of the loads that somebody waits for, as many as one turn does."""
+        left = LOADS_TURN
+        while self._beginning and left > 0:
+            fetch = self._beginning[0]
+            left -= self._go_on(fetch, left)
+            if not fetch.wanted:
+                self._beginning.popleft()
+
+    def _go_on(self, fetch: Fetch, most: int) -> int:
+        """Begin up to ``most`` loads of a fetch; how many pages were looked at."""
+        looked = 0
+        while fetch.wanted and not fetch.ended and looked < most:
+            node, shard = fetch.wanted.popleft()
+            looked += 1
+            if not node.ready >> shard & 1:
+                fetch.wanted.clear()  # it went while room was made for another
+            elif shard in node.slots:
+                self._keep(fetch, node, node.slots[shard])  # somebody else's load has ended
+            else:
+                load = self._loads.get((node, shard)) or self._begin(node, shard)
+                if load is None:
+                    fetch.wanted.clear()
+                    break
+                load.waiters.append(fetch)
+                fetch.outstanding += 1
+        if fetch.ended:
+            fetch.wanted.clear()
+        elif not fetch.waits:
+            self._fetched.append(fetch)
+        return max(1, looked)
 
     def end_fetch(self, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
@@ -94,7 +130,7 @@ class DiskLoads:
         for fetch in waiters:
             fetch.outstanding -= 1
             assert fetch.outstanding >= 0
-            if not fetch.outstanding:
+            if not fetch.waits:
                 self._fetched.append(fetch)
 
     def _keep(self, fetch: Fetch, node: PrefixNode, slot: Slot) -> None:

@@ -72,7 +72,7 @@ class Residents:
         """Whether there is work for the turns that come: :meth:`sweep`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None:
             return True
-        return self.disk is not None and self.disk.unfinished
+        return self.disk is not None and (self.disk.unfinished or self.disk.loads.unfinished)
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""

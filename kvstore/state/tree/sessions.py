@@ -13,6 +13,7 @@ A **session** is one engine with all its processes; a **process** is one connect
 touches bytes any more; "dead" is the kernel's (a pidfd).
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,14 +33,21 @@ class Fetch:
         pinned: pages that are in memory, pinned until
             :meth:`~kvstore.state.disk.loads.DiskLoads.end_fetch`.
         outstanding: loads it waits for.
+        wanted: pages whose loads are to be begun in the turns that come, and of which shard.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         ended: nobody waits any more.
     """
 
     pinned: list[tuple[PrefixNode, Slot]] = field(default_factory=list)
     outstanding: int = 0
+    wanted: deque[tuple[PrefixNode, int]] = field(default_factory=deque)
     size_bytes: int = 0
     ended: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a load of it has not ended yet."""
+        return self.outstanding > 0 or bool(self.wanted)
 
 
 @dataclass(slots=True)
