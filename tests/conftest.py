@@ -4,6 +4,7 @@
   are still ending get a moment; things that stay fail the test, named.
 * ``spawn`` starts a child process, waits until it says that it is ready, and ends it.
 * ``wait_until`` waits for a condition, with a deadline: tests never sleep.
+* A test that patches compiled code is left out where the core is compiled: it keeps its constants.
 * Hypothesis: the default profile is small and deterministic; a soak (or Hypothesis's own
   ``--hypothesis-profile soak``) looks long and at random; see :mod:`tests.soaks`.
 """
@@ -19,11 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
 
+from kvstore.state.ask.describe import core
 from tests.soaks import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -52,11 +56,50 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A soak run uses the soak profile unless another one is asked for."""
+    """A soak run uses the soak profile unless another one is asked for.
+
+    Raises:
+        pytest.UsageError: another core would be tested than the one that is asked for.
+    """
+    wanted = os.environ.get("KVSTORE_TEST_CORE", "pure")
+    if core() != wanted:
+        raise pytest.UsageError(
+            f"the core is {core()}, and tests of the {wanted} one are asked for"
+        )
     asked = config.getoption("hypothesis_profile", default=None)
     soak = config.getoption("markexpr") == "soak" or config.getoption("soak")
     if soak and not asked:
         hypothesis.settings.load_profile("soak")
+
+
+# The compiled core (tests/compiled.py)
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As pytest's own; but a test that changes what is compiled is one of the pure core only."""
+    change = monkeypatch.setattr
+
+    def changed(target: object, *rest: object, **options: bool) -> None:
+        if _is_compiled(target):
+            pytest.skip("it changes what is compiled")
+        change(target, *rest, **options)
+
+    monkeypatch.setattr = changed
+    return monkeypatch
+
+
+def _is_compiled(target: object) -> bool:
+    """Whether a module, class, object or dotted name is of a compiled module."""
+    if core() == "pure":
+        return False
+    if isinstance(target, str):
+        module = import_module(target.rpartition(".")[0])
+    elif isinstance(target, ModuleType):
+        module = target
+    else:
+        module = import_module((target if isinstance(target, type) else type(target)).__module__)
+    return module.__name__.startswith("kvstore.") and not module.__file__.endswith(".py")
 
 
 # Waiting

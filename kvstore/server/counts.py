@@ -136,9 +136,9 @@ class NodeStats(Answer, frozen=True):
     """Everything that can be counted; of spaces and sessions the first 100.
 
     ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
-    engines hold. ``loop_lag_s``: the worst of the last 15 to 30 s. ``latencies``: ``lookup``,
-    ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``: of the first 32 models, and of
-    all others as ``other``.
+    engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: the worst of the last 15 to
+    30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``:
+    of the first 32 models, and of all others as ``other``.
     """
 
     node: str
@@ -169,6 +169,7 @@ class NodeStats(Answer, frozen=True):
     latency_bounds_s: list[float]
     latencies: dict[str, Latency]
     lookups: list[Lookups]
+    core: str
     mover: str
     loop_lag_s: float
     events: EventCounts

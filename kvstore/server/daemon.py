@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Final, cast
@@ -39,6 +40,7 @@ from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.watch import Watch
+from kvstore.state.ask.describe import core
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.announce import Announcement
@@ -226,12 +228,11 @@ class Daemon:
     def tiers(self) -> list[dict[str, object]]:
         """See :class:`~kvstore.server.observed.Observed`."""
         slots = self.node.pages.slots.stats()
-        sizes = {name: getattr(slots, name) for name in slots.__slots__}
         tiers: list[dict[str, object]] = [
             {
                 "tier": "host",
                 "state": "ready" if slots.capacity_bytes else "withheld",
-                **sizes,
+                **asdict(slots),
                 "populated_bytes": self.memory.populated_bytes(),
             }
         ]
@@ -437,7 +438,7 @@ def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
     event(
         log, logging.INFO, "starting", node=loaded.config.node.name, pid=os.getpid(),
         version=version_of(), python=platform.python_version(),
-        kernel=platform.release(), mover=mover.description,
+        kernel=platform.release(), core=core(), mover=mover.description,
         **{name: version_of(name) for name in ("msgspec", "uvloop", "numpy")},
     )  # fmt: skip
     for one in values(loaded):

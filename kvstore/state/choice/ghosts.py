@@ -78,6 +78,9 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._index)
 
+    def __bool__(self) -> bool:
+        return bool(self._index)
+
     @property
     def entries_max(self) -> int:
         """How many are remembered."""

@@ -49,6 +49,9 @@ class Returns:
         """How many pages are remembered."""
         return len(self._remembered)
 
+    def __bool__(self) -> bool:
+        return bool(self._remembered)
+
     def left(self, end: PrefixNode, tick: int) -> bool:
         """The prompt that ends at ``end`` leaves memory; False if that was known."""
         last = self._remembered.get(_name(end))

@@ -323,7 +323,7 @@ class SlotTable:
     def slots_in_use(self, position: int) -> list[Slot]:
         """All slots of one extent that are not FREE."""
         states = self.extents[position].states
-        return [Slot(position << _INDEX_BITS | at) for at, state in enumerate(states) if state]
+        return [Slot(position << _INDEX_BITS | at) for at in range(len(states)) if states[at]]
 
     def needed(self, position: int) -> bool:
         """Whether anyone writes, reads or may still touch a slot of one extent."""

@@ -35,6 +35,9 @@ class Spaces:
     def __len__(self) -> int:
         return len(self._spaces)
 
+    def __bool__(self) -> bool:
+        return bool(self._spaces)
+
     def open(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
