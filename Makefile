@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
+# Tests and demo start many Python processes: none should compile again what it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-simulation soak-socket
 
 .PHONY: demo demo-vllm test test-vllm lint soak $(SOAKS) mutants clean
@@ -18,8 +21,9 @@ $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.p
 demo: $(VENV)/.ready
 	@$(BIN)/python -m bench demo $(ARGS)
 
+# As many processes as there are cores, 4 at most; ARGS=-n0 runs the tests in this one.
 test: lint
-	@$(BIN)/python -m pytest -m "not soak and not vllm" $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak and not vllm" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # Real vLLM engines, in an environment of their own outside the clone, made when it is absent.
 test-vllm: $(VENV)/.ready

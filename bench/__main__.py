@@ -20,6 +20,7 @@ GROUPS: Final = {
     "host": "bench.host",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
+    "node": "bench.node",
     "policy": "bench.policy",
     "reclaim": "bench.reclaim",
     "replay": "bench.replay",

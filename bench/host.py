@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench import measure, node, ping_pong
+from bench import measure, ping_pong, server
 from bench.busy import BusyThread
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore import wire
@@ -100,10 +100,10 @@ def run(options: argparse.Namespace) -> int:
         Report(json=options.json) as report,
         Progress("host", total) as progress,
         BusyThread() as busy,
-        node.running(pool_bytes) as address,
-        node.connected(address) as store,
+        server.running(pool_bytes) as address,
+        server.connected(address) as store,
     ):
-        node.wait_populated(store, pool_bytes)
+        server.wait_populated(store, pool_bytes)
         bench = Bench(store, pool_bytes, busy, options.seconds, report, progress)
         for shape, names in moves.items():
             if names:
@@ -242,13 +242,13 @@ def _cold(shape: Shape) -> str:
     """A line of figures for memory that neither the node nor this process has touched before."""
     pool_bytes = max(4 * shape.call_bytes, POOL_MIB_MIN * MIB)
     seconds: dict[str, float] = {}
-    with node.running(pool_bytes, prefault=False) as address:
-        with node.connected(address) as store:
+    with server.running(pool_bytes, prefault=False) as address:
+        with server.connected(address) as store:
             writer = Calls(store, shape, shape.call_bytes)
             seconds["put"] = writer.put()
             writer.fill()
         for verb in ("get", "view"):
-            with node.connected(address) as store:  # maps the memory anew
+            with server.connected(address) as store:  # maps the memory anew
                 reader = Calls(store, shape, shape.call_bytes, cold=True)
                 reader.prompts = writer.prompts
                 seconds[verb] = getattr(reader, verb)()

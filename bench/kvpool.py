@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bench import measure, node
+from bench import measure, server
 from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
 from kvstore.client.store import KVStore
@@ -66,10 +66,10 @@ def run(options: argparse.Namespace) -> int:
     with (
         Report(json=options.json) as report,
         Progress("kvpool", len(cases)) as progress,
-        node.running(pool_bytes) as address,
-        node.connected(address) as store,
+        server.running(pool_bytes) as address,
+        server.connected(address) as store,
     ):
-        node.wait_populated(store, pool_bytes)
+        server.wait_populated(store, pool_bytes)
         memcpy = Memcpy(shape.page_bytes, shape.pages)
         engine = Engine(store, shape)
         engine.arrange(PAGE_TOKENS, "contiguous")

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvstore import mover
 
@@ -38,6 +38,8 @@ WORKING_SET_BYTES_MAX: Final = 512 << 20
 CACHES_IN_WORKING_SET: Final = 4
 CACHE_BYTES_FALLBACK: Final = 32 << 20
 PAIRS_MAX: Final = 100_000
+TABLE_WIDTH: Final = 120
+"""Of a table that goes to a file."""
 GIT_WAIT_S: Final = 10.0
 _CLEAR: Final = "\r\x1b[K"
 _CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -191,6 +193,8 @@ class Memcpy:
 class Result(msgspec.Struct, frozen=True):
     """One line of output; the fields are the contract of ``--json``.
 
+    A group whose figures stand beside more than a bound adds fields of numbers.
+
     Attributes:
         case: what was done, ``group/size/count``.
         value: the figure, in ``unit``.
@@ -241,15 +245,19 @@ class Report:
         """Print the table, unless the results went out as JSON."""
         if self._json or not self._results:
             return
-        table = Table("case", "bound")
-        for column in ("value", "bound value", "ratio"):
+        table = Table(Column("case", no_wrap=True), "bound")
+        more = _more_fields(self._results[0])
+        for column in ("value", "bound value", "ratio", *more):
             table.add_column(column, justify="right")
         for result in map(_rounded, self._results):
-            bound_value = "" if result.bound_value is None else f"{result.bound_value:g}"
             ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
             value = f"{result.value:g} {result.unit}"
-            table.add_row(result.case, result.bound, value, bound_value, ratio)
-        Console(file=self._stream).print(table)
+            others = [_shown(getattr(result, name)) for name in more]
+            table.add_row(
+                result.case, result.bound, value, _shown(result.bound_value), ratio, *others
+            )
+        width = None if self._stream.isatty() else TABLE_WIDTH
+        Console(file=self._stream, width=width).print(table)
 
     def __enter__(self) -> Self:
         return self
@@ -269,12 +277,19 @@ def _rounded(result: Result) -> Result:
     def digits(value: float | None) -> float | None:
         return None if value is None else float(f"{value:.4g}")
 
+    names = ("value", "bound_value", "ratio", *_more_fields(result))
     return msgspec.structs.replace(
-        result,
-        value=digits(result.value),
-        bound_value=digits(result.bound_value),
-        ratio=digits(result.ratio),
+        result, **{name: digits(getattr(result, name)) for name in names}
     )
+
+
+def _more_fields(result: Result) -> list[str]:
+    """Fields of numbers that a group has added."""
+    return list(result.__struct_fields__[len(Result.__struct_fields__) :])
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
 
 
 # The command line

@@ -1,104 +1,151 @@
-"""A node in a second process, for benches to measure from this one."""
+"""What does the node's own code take, without any I/O: in time, in memory, in pauses?
 
-import select
-import subprocess
+A node in this process gets the messages of its protocol, and no byte moves. ``put``, ``acquire``
+and ``lookup`` are in CPU time, beside ``bound/dict``: keys sliced from messages of 128 and put into
+a dict in plain Python. ``memory`` is what a process grows by. ``turn`` is the longest that the loop
+stands, in CPU time of its thread, for the worst that is known of each kind; the collector's pauses
+are ``turn/gc``, and count in no other turn. A case's name ends with the eviction policy.
+
+``asked`` is what a release must reach: a rate at least, all else at most. That of rates and lookups
+is for a machine whose ``bound/dict`` is 2,000,000 pages a second, and scales with it.
+"""
+
+import argparse
+import re
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
-from kvstore.client.store import KVStore
+from bench import node_memory, node_rates, node_turns
+from bench.measure import Progress, Report, Result
+from bench.node_rates import POLICIES, Rate, Rates
+from bench.node_watch import TURN_S_MAX
 
-START_WAIT_S: Final = 30.0
-END_WAIT_S: Final = 10.0
-POPULATE_WAIT_S: Final = 60.0
-ANSWER_WAIT_S: Final = 10.0
-"""Longest wait of a bench for one answer: a loaded machine is slow, not broken."""
-EXTENT_BYTES_MAX: Final = 256 << 20
-_PAUSE_S: Final = 0.01
+BOUND: Final = "bound/dict"
+BOUND_PAGES_PER_S: Final = 2_000_000
+"""Where the floors were set."""
+PUTS_ASKED: Final = {
+    "put/fresh/128": 250_000, "put/fresh/8": 100_000, "put/full/128": 120_000, "put/full/8": 60_000,
+}  # fmt: skip
+"""Pages a second."""
+SSD_PUTS_ASKED: Final = 40_000
+ACQUIRE_ASKED: Final = 1_000_000
+LOOKUP_US_ASKED: Final = {128: 10, 2048: 30}
+MEMORY_ASKED: Final = {"host": 300, "ssd": 160}
+"""Bytes a page that was put without tokens."""
 
 
-class NodeError(RuntimeError):
-    """The node did not do what the bench needs of it."""
+class NodeResult(Result, frozen=True):
+    """A result beside what is asked.
 
-
-@contextmanager
-def running(pool_bytes: int, *, prefault: bool = True) -> Iterator[str]:
-    """Run ``kvstore-server`` in a directory of its own until the block ends.
-
-    Args:
-        pool_bytes: capacity of its host tier; a whole number of 4 extents.
-        prefault: whether it touches its memory before it is used.
-
-    Returns:
-        the address to connect to.
+    Attributes:
+        asked: in ``unit``; None when nothing is.
+        wall: what of the clock passed in the longest turn, in ``unit``; None for other cases.
     """
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        path = Path(folder, "kvstore.sock")
-        settings = {
-            # Unlike any other: else the other's mapped memory would pass for an earlier boot's.
-            "node.name": path.parent.name,
-            "socket.path": path,
-            "host.capacity_bytes": pool_bytes,
-            "host.extent_bytes": min(pool_bytes // 4, EXTENT_BYTES_MAX),
-            "host.prefault": str(prefault).lower(),
-            "http.port": 0,
-        }
-        command = [sys.executable, "-m", "kvstore.server.daemon", "--log-level", "WARNING"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        try:
-            _wait_ready(child)
-            yield f"unix://{path}"
-        finally:
-            _end(child)
+
+    asked: float | None = None
+    wall: float | None = None
 
 
-@contextmanager
-def connected(address: str, name: str = "bench") -> Iterator[KVStore]:
-    """A store on the node at ``address``.
-
-    Raises:
-        NodeError: it does not answer.
-    """
-    with KVStore.connect(address, name=name, timeout_s=ANSWER_WAIT_S) as store:
-        if not store.connected:
-            raise NodeError(f"nobody answers at {address}")
-        yield store
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this group."""
+    parser.add_argument("--seconds", type=float, default=1.0,
+                        help="of CPU time, at least, a case of a rate")  # fmt: skip
+    parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
+                        help="only cases in whose names it is found")  # fmt: skip
+    parser.add_argument("--pages", type=int, default=0,
+                        help="of each node; default: 2,000,000 for turns, 1,000,000 for memory,"
+                        " 131,072 at most for rates")  # fmt: skip
 
 
-def wait_populated(store: KVStore, pool_bytes: int) -> None:
-    """Wait until the node has touched all its memory.
-
-    Raises:
-        NodeError: it takes too long.
-    """
-    deadline = time.monotonic() + POPULATE_WAIT_S
-    while store.stats()["populated_bytes"] < pool_bytes:
-        if time.monotonic() >= deadline:
-            raise NodeError(f"the node's memory is not populated after {POPULATE_WAIT_S:g} s")
-        time.sleep(_PAUSE_S)
+def names() -> list[str]:
+    """All cases, in their order."""
+    memory = [f"memory/{name}/{policy}" for policy in POLICIES for name in node_memory.names()]
+    turns = [f"turn/{name}/{policy}" for policy in POLICIES for name in node_turns.names()]
+    return [BOUND, *node_rates.names(), *memory, *turns]
 
 
-def _wait_ready(child: subprocess.Popen[bytes]) -> None:
-    assert child.stdout is not None, "it was started with a pipe"
-    readable, _, _ = select.select([child.stdout], [], [], START_WAIT_S)
-    line = child.stdout.readline() if readable else b""
-    if b"ready" not in line:
-        raise NodeError(f"kvstore-server did not get ready: {line.decode(errors='replace')!r}")
+def run(options: argparse.Namespace) -> int:
+    """Measure what is asked for; 2 when that is nothing."""
+    wanted = [name for name in names() if options.cases.search(name)]
+    if not wanted:
+        sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
+        return 2
+    with Report(json=options.json) as report, Progress("node", len(wanted)) as progress:
+        for results in (
+            _rates(wanted, options.pages or node_rates.FULL_PAGES, options.seconds, progress),
+            _memory(wanted, options.pages or node_memory.PAGES, progress),
+            _turns(wanted, options.pages or node_turns.PAGES, progress),
+        ):
+            for result in results:
+                report.add(result)
+    return 0
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ask it to end, insist after a while, and leave nothing of it."""
-    child.terminate()
-    try:
-        child.wait(END_WAIT_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    if child.stdout is not None:
-        child.stdout.close()
+def _rates(
+    wanted: list[str], pages: int, seconds: float, progress: Progress
+) -> Iterator[NodeResult]:
+    found = [name for name in wanted if not name.startswith(("memory/", "turn/"))]
+    rates = Rates(pages, seconds) if found else None
+    for name in found:
+        assert rates is not None
+        progress.step(name)
+        if name == BOUND:
+            yield NodeResult(name, rates.bound(), "pages/s")
+            continue
+        rate = rates.measure(name)
+        yield _of_lookup(name, rate) if name.startswith("lookup/") else _of_rate(name, rate)
+
+
+def _of_rate(name: str, rate: Rate) -> NodeResult:
+    bound = rate.bound_pages_per_s
+    asked = _pages_asked(name)
+    scaled = None if asked is None else asked * bound / BOUND_PAGES_PER_S
+    value = rate.pages_per_s
+    return NodeResult(name, value, "pages/s", BOUND, bound, value / bound, scaled)
+
+
+def _pages_asked(name: str) -> float | None:
+    if name.startswith("acquire/"):
+        return ACQUIRE_ASKED
+    if node_rates.SSD in name:
+        return SSD_PUTS_ASKED
+    return PUTS_ASKED.get("/".join(name.split("/")[:3]))
+
+
+def _of_lookup(name: str, rate: Rate) -> NodeResult:
+    pages = int(re.split(r"[/+]", name)[1])
+    value, bound = 1e6 * pages / rate.pages_per_s, 1e6 * pages / rate.bound_pages_per_s
+    asked = LOOKUP_US_ASKED[pages] * BOUND_PAGES_PER_S / rate.bound_pages_per_s
+    return NodeResult(name, value, "us", BOUND, bound, bound / value, asked)
+
+
+def _memory(wanted: list[str], pages: int, progress: Progress) -> Iterator[NodeResult]:
+    for policy in POLICIES:
+        for case in node_memory.names():
+            name = f"memory/{case}/{policy}"
+            if name not in wanted:
+                continue
+            progress.step(name)
+            grown = node_memory.measure(case, pages, policy)
+            progress.note(f"{name}: {grown.pages} pages, {grown.on_disk} of them in no memory")
+            asked = MEMORY_ASKED.get(case)
+            yield NodeResult(name, grown.bytes / grown.pages, "bytes/page", asked=asked)
+
+
+def _turns(wanted: list[str], pages: int, progress: Progress) -> Iterator[NodeResult]:
+    for policy in POLICIES:
+        cases = [case for case in node_turns.names() if f"turn/{case}/{policy}" in wanted]
+        if cases:
+            progress.note(f"turn/*/{policy}: filling a node with {pages:,} pages")
+        for case, outcome in node_turns.measure(pages, policy, cases):
+            name = f"turn/{case}/{policy}"
+            progress.step(f"{name} is done")
+            longest = outcome.longest
+            progress.note(
+                f"{name}: {longest.name}; {outcome.over} of {outcome.turns} over"
+                f" {1e3 * TURN_S_MAX:g} ms{outcome.note and '; '}{outcome.note}"
+            )
+            yield NodeResult(
+                name, 1e3 * longest.cpu_s, "ms", asked=1e3 * TURN_S_MAX, wall=1e3 * longest.wall_s
+            )

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from bench import measure, node
+from bench import measure, server
 from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
 from kvstore.client.store import KVStore
@@ -59,11 +59,11 @@ def _measure(verb: str, shape: Shape, seconds: float) -> measure.Result:
     held_bytes = max(2 * CALLS * shape.call_bytes, 64 << 20)
     slab = DeviceSlabConfig(device="cpu", capacity_bytes=2 * held_bytes)
     with (
-        node.running(held_bytes) as address,
-        node.connected(address) as plain,
+        server.running(held_bytes) as address,
+        server.connected(address) as plain,
         KVStore.connect(address, device_slab=slab, timeout_s=WAIT_S) as cached,
     ):
-        node.wait_populated(plain, held_bytes)
+        server.wait_populated(plain, held_bytes)
         engine = Engine(plain if verb == "host" else cached, shape)
         work = engine.restore if verb != "promote" else engine.restore_new
         memcpy = Memcpy(shape.page_bytes, shape.pages)

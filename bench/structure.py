@@ -134,9 +134,9 @@ def room_pairs() -> set[tuple[str, str]]:
 
 
 def reading_order() -> list[Path]:
-    """The files of the way in that the architecture page gives, up to the page's client side."""
+    """The files that the architecture page lists as reading order, up to the first semicolon."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    way = text[text.index("A reader's way in:") :].partition(";")[0]
+    way = text[text.index("Reading order:") :].partition(";")[0]
     return [ROOT / "kvstore" / name for name in re.findall(r"`([\w/]+\.py)`", way)]
 
 

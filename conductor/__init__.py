@@ -1,6 +1,6 @@
-"""The Conductor: sends each request to the engines where its first token comes earliest.
+"""The Conductor: routes each request to the engines that give its first token earliest.
 
-An OpenAI-compatible front over prefill, decode and mixed engines. It keeps an index of who holds
-which pages (from KV events), a bounded queue, and decides with one pure function. Its state is
-soft: everything is rebuilt from registrations and events.
+An OpenAI-compatible router for prefill, decode and mixed engines. It has an index of the pages of
+each engine and node (from KV events) and a bounded queue, and decides with one pure function. It
+has no persistent state: everything is rebuilt from registrations and events.
 """

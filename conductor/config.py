@@ -1,7 +1,7 @@
 """The Conductor's configuration: one frozen tree in sections, loaded by :mod:`kvstore.config`.
 
-A TOML file < environment (``KVSTORE_CONDUCTOR__QUEUE__WAITING_MAX``) <
-``--set queue.waiting_max=9``.
+A TOML file, the environment (``KVSTORE_CONDUCTOR__QUEUE__WAITING_MAX``) and ``--set
+queue.waiting_max=9``; a later source overrides an earlier one.
 """
 
 import ipaddress
@@ -42,23 +42,24 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class HttpConfig(Section, frozen=True):
-    """The OpenAI-compatible front.
+    """The OpenAI-compatible server.
 
     Attributes:
-        host: address to listen on; anything but loopback needs tokens.
-        port: 0 = any free port; the ready line says which.
-        body_bytes_max: a longer request body is refused with 413.
-        drain_s: what requests in flight get at SIGTERM before they are cut.
-        client_token: who shows it may send requests; empty = see the file.
-        client_token_file: a file that holds that token; empty = none.
-        read_token: who shows it may also read engines, nodes and decisions; empty = see the file.
-        read_token_file: a file that holds that token; empty = none.
-        operate_token: who shows it may also register and remove engines and nodes; empty = see the
-            file; without either, one is made at start and written where programs of the same user
-            find it.
-        operate_token_file: a file that holds that token; empty = none.
-        open_requests: beyond loopback, take requests from everybody: something in front of the
-            Conductor knows who they are.
+        host: address to listen on; an address other than loopback needs tokens.
+        port: TCP port; 0 = any free port, which the ready line shows.
+        body_bytes_max: maximum size of a request body; larger ones are refused with 413.
+        drain_s: seconds for requests in flight after SIGTERM, before they are cancelled.
+        client_token: bearer token that allows inference requests; empty = taken from the file.
+        client_token_file: file with that token; empty = none.
+        read_token: bearer token that also allows reading engines, nodes and decisions; empty =
+            taken from the file.
+        read_token_file: file with that token; empty = none.
+        operate_token: bearer token that also allows registering and removing engines and nodes;
+            empty = taken from the file. Without either, on loopback, one is generated at the start
+            and written to a file that programs of the same user can find.
+        operate_token_file: file with that token; empty = none.
+        open_requests: on other addresses than loopback, accept inference requests without a token,
+            because a proxy in front of the Conductor checks them.
     """
 
     host: str = "127.0.0.1"
@@ -82,7 +83,7 @@ class HttpConfig(Section, frozen=True):
             return False
 
     def __post_init__(self) -> None:
-        """Refuse to listen for strangers without tokens."""
+        """Refuse an address other than loopback without tokens."""
         if self.is_loopback:
             return
         where = f"http.host={self.host} is not loopback, so"
@@ -94,7 +95,7 @@ class HttpConfig(Section, frozen=True):
         if not any(may_ask) and not self.open_requests:
             raise ValueError(
                 f"{where} http.client_token (or http.client_token_file) is needed for requests, or"
-                " http.open_requests=true when something in front of the Conductor checks them"
+                " http.open_requests=true if a proxy in front of the Conductor checks them"
             )
 
 
@@ -111,16 +112,17 @@ class PolicyConfig(Section, frozen=True):
         """Refuse a policy that does not exist."""
         if self.name not in POLICIES:
             known = ", ".join(sorted(POLICIES))
-            raise ValueError(f"name: {self.name!r} is none of {known}")
+            raise ValueError(f"name: {self.name!r} is not one of {known}")
 
 
 class QueueConfig(Section, frozen=True):
     """Requests that wait for an engine.
 
     Attributes:
-        waiting_max: further requests are refused with 429 and ``Retry-After``.
-        wait_s: a request that waited this long is refused with 503 and ``Retry-After``.
-        tries: engines (or pairs) that one request may be sent to, one after another.
+        waiting_max: maximum waiting requests; further ones are refused with 429 and
+            ``Retry-After``.
+        wait_s: maximum wait; then a request is refused with 503 and ``Retry-After``.
+        tries: maximum engines (or pairs) to which one request is sent, one after another.
     """
 
     waiting_max: Count = 1024
@@ -129,15 +131,15 @@ class QueueConfig(Section, frozen=True):
 
 
 class DeadlineConfig(Section, frozen=True):
-    """How long an engine may take; every wait has one of these.
+    """Deadlines for engines, in seconds.
 
     Attributes:
-        connect_s: to accept a connection.
-        tokenize_s: to answer ``/tokenize``; later, the request is routed without its tokens.
-        prefill_s: to answer a prefill (the first half of a pair).
-        first_byte_s: until the first byte of the answer that the client gets.
-        idle_s: between two pieces of a stream; also for the client to take one.
-        request_s: for everything, from arrival to the last byte.
+        connect_s: for connecting.
+        tokenize_s: for an answer to ``/tokenize``; after it the request is routed without tokens.
+        prefill_s: for an answer to a prefill (the first half of a pair).
+        first_byte_s: until the first byte of the answer to the client.
+        idle_s: between two pieces of a stream; also for the client to read one.
+        request_s: for the whole request, from arrival to the last byte.
     """
 
     connect_s: Positive = 2.0
@@ -149,13 +151,14 @@ class DeadlineConfig(Section, frozen=True):
 
 
 class HealthConfig(Section, frozen=True):
-    """When an engine counts as suspect or dead.
+    """Health checks of engines.
 
     Attributes:
-        probe_s: between two probes of an engine that is well.
+        probe_s: seconds between two probes of a healthy engine.
         probe_timeout_s: deadline of one probe.
-        dead_after: failures in a row, of requests and probes together, that make it dead.
-        backoff_s_max: the longest pause between probes of a dead engine.
+        dead_after: failures in a row, of requests and probes together, after which an engine is
+            dead.
+        backoff_s_max: maximum pause between probes of a dead engine.
     """
 
     probe_s: Positive = 1.0
@@ -165,12 +168,12 @@ class HealthConfig(Section, frozen=True):
 
 
 class IndexConfig(Section, frozen=True):
-    """Who holds which pages.
+    """The prefix index.
 
     Attributes:
-        entries_max: pages known at most (about 34 bytes each); further ones are dropped, counted.
-        page_tokens: page size for engines that do not name their own.
-        foreign_blocks_max: blocks of one engine with hashes of its own that are remembered.
+        entries_max: maximum pages (about 34 bytes each); further ones are left out and counted.
+        page_tokens: page size for engines that do not report their own.
+        foreign_blocks_max: maximum blocks remembered of one engine with its own hashes.
     """
 
     entries_max: Annotated[int, Meta(ge=16, le=1 << 28)] = 1_000_000
@@ -182,9 +185,9 @@ class EventsConfig(Section, frozen=True):
     """Subscriptions to KV events.
 
     Attributes:
-        replay_s: longest silence during a replay of missed batches.
-        verify_s: without a live message for so long, the last batch is asked for again: it shows
-            a publisher that was restarted, and batches that were missed at the end.
+        replay_s: maximum silence during a replay of missed batches.
+        verify_s: after this time without a live message, the last batch is requested again, to
+            detect restarts and lost batches.
     """
 
     replay_s: Positive = 5.0
@@ -195,7 +198,7 @@ class DecisionsConfig(Section, frozen=True):
     """The decision log.
 
     Attributes:
-        kept: decisions that can be asked for; the oldest go first.
+        kept: maximum decisions kept; the oldest are removed first.
     """
 
     kept: Count = 4096
@@ -207,23 +210,23 @@ _URL: Final = re.compile(
 
 
 def check_url(url: str) -> None:
-    """Refuse what is not ``http(s)://host:port``.
+    """Refuse a URL that is not ``http(s)://host:port``.
 
     Raises:
-        ValueError: says what is wrong, without repeating what could be a password.
+        ValueError: the message does not repeat anything that could be a password.
     """
     if "@" in url:
-        raise ValueError("url: must not carry a user name or password")
+        raise ValueError("url: must not have a user name or password")
     found = _URL.fullmatch(url)
     if found is None or not 1 <= int(found["port"] or 80) <= 65_535:
         raise ValueError("url: must be http://host:port or https://host:port")
 
 
 def check_endpoint(field: str, endpoint: str | None) -> None:
-    """Refuse what nobody can follow events at.
+    """Refuse an invalid endpoint for events.
 
     Raises:
-        ValueError: names the field.
+        ValueError: the message names the field.
     """
     if endpoint is not None:
         try:
@@ -233,21 +236,21 @@ def check_endpoint(field: str, endpoint: str | None) -> None:
 
 
 class EngineEntry(Section, frozen=True):
-    """An engine to know from the start, or the body of ``POST /v1/engines``.
+    """A configured engine, or the body of ``POST /v1/engines``.
 
-    What is not given here is asked from the engine's ``GET /v1/engine``.
+    Missing fields are read from the engine's ``GET /v1/engine``.
 
     Attributes:
-        id: names the engine in decisions and metrics.
+        id: name of the engine in decisions and metrics.
         role: ``prefill``, ``decode`` or ``mixed``.
         url: ``http://host:port``.
-        model: model name that it serves.
-        page_tokens: tokens in a page of its space.
+        model: name of the model it serves.
+        page_tokens: tokens per page of its space.
         space: hex digest of its space.
         events: endpoint of its KV events.
-        events_replay: endpoint where missed batches are asked for.
+        events_replay: endpoint for missed batches.
         node: id of the kvstore node on its machine.
-        max_running: requests it may have in flight.
+        max_running: maximum requests in flight at it.
     """
 
     id: Name
@@ -262,7 +265,7 @@ class EngineEntry(Section, frozen=True):
     max_running: Running | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a URL or endpoint that cannot be."""
+        """Refuse an invalid URL or endpoint."""
         check_url(self.url)
         check_endpoint("events", self.events)
         check_endpoint("events_replay", self.events_replay)
@@ -272,10 +275,10 @@ class NodeEntry(Section, frozen=True):
     """A kvstore node whose events are followed; also the body of ``POST /v1/nodes``.
 
     Attributes:
-        id: the name that engines give for their ``node``.
+        id: the ``node`` that engines report.
         events: endpoint of its KV events.
-        events_replay: endpoint where missed batches are asked for.
-        events_token: the node's ``events.follow_token``, where it has one.
+        events_replay: endpoint for missed batches.
+        events_token: the node's ``events.follow_token``, if any.
     """
 
     id: Name
@@ -284,13 +287,13 @@ class NodeEntry(Section, frozen=True):
     events_token: Annotated[str, Meta(pattern="^[!-~]{1,255}$")] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an endpoint that cannot be."""
+        """Refuse an invalid endpoint."""
         check_endpoint("events", self.events)
         check_endpoint("events_replay", self.events_replay)
 
 
 class ConductorConfig(Section, frozen=True):
-    """Everything that ``kvstore-conductor`` can be told."""
+    """All settings of ``kvstore-conductor``."""
 
     http: HttpConfig = HttpConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -309,9 +312,10 @@ def load_conductor(
     environ: Mapping[str, str] = os.environ,
     overrides: Iterable[str] = (),
 ) -> Loaded[ConductorConfig]:
-    """Read the tree once, at start-up.
+    """Read the configuration, once at the start.
 
     Raises:
-        ConfigError: a key is unknown, or a value does not fit; names the key and its source.
+        ConfigError: a key is unknown, or a value is not allowed; the message names the key and its
+            source.
     """
     return load(ConductorConfig, path, environ, overrides, ENV_PREFIX)

@@ -1,4 +1,4 @@
-"""``kvstore-conductor``: the parts put together, served over HTTP, and ended in good order."""
+"""``kvstore-conductor``: assembles the parts, serves HTTP, and shuts down in order."""
 
 import argparse
 import asyncio
@@ -39,14 +39,14 @@ from kvstore.process.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
 _LAG_WINDOW: Final = 20
-"""Timers whose worst delay is shown: about one second."""
+"""Number of timers whose maximum delay is exported: about one second."""
 _CUT_GRACE_S: Final = 1.0
-"""What cancelled handlers get to end after the drain."""
+"""Seconds for cancelled handlers to end after the drain."""
 
 _PUMP_S: Final = 0.01
-"""Events that come together are one reason to look at what waits."""
+"""Events within this time trigger one scheduling run."""
 _DESCRIPTORS_PER_CONNECTION: Final = 3
-"""A client's, an engine's, and some to spare."""
+"""One for the client, one for the engine, and one in reserve."""
 LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _log = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ class Conductor:
     """One Conductor on a running event loop.
 
     Attributes:
-        failed: an assertion failed; the state could not be trusted any more.
-        token_path: the file with the token that was made at start; None when one is configured.
+        failed: an assertion failed, so the state cannot be trusted.
+        token_path: file with the token generated at the start; None if a token is configured.
     """
 
     def __init__(self, config: ConductorConfig, clock: Callable[[], float] = time.monotonic):
-        """Wire the parts; nothing listens or connects yet.
+        """Create the parts; nothing listens or connects yet.
 
         Args:
-            config: the whole tree; each part gets its section.
-            clock: seconds, monotonic; also drives health and deadlines of the queue.
+            config: all settings; each part gets its section.
+            clock: seconds, monotonic; also used for health and deadlines of the queue.
         """
         self.config = config
         self.failed = False
@@ -102,6 +102,7 @@ class Conductor:
         parts = Parts(
             self.registry,
             self.queue,
+            rules,
             prefixes,
             prompts,
             self._upstream,
@@ -116,7 +117,7 @@ class Conductor:
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(Admin(parts, self.membership, self.proxy, self._auth).routes())
+        self._app.add_routes(Admin(parts, self.proxy, self._auth).routes())
 
     def _pump_soon(self) -> None:
         if len(self.queue) and self._pumping is None:
@@ -127,8 +128,8 @@ class Conductor:
         self._pump()
 
     def _broken(self, error: BaseException | None) -> None:
-        """Our own state is not what it must be: end, loudly, rather than go on with it."""
-        _log.critical("a bug: the Conductor ends", exc_info=error)
+        """An assertion failed: log it and stop, because the state cannot be trusted."""
+        _log.critical("a bug: the Conductor stops", exc_info=error)
         self.failed = True
         if self._stop is not None:
             self._stop.set()
@@ -153,15 +154,15 @@ class Conductor:
         }
 
     async def serve(self, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
-        """Serve until ``stop`` is set, then drain and end.
+        """Serve until ``stop`` is set, then drain and stop.
 
         Args:
-            stop: ends the service.
-            ready: called with the URL once it answers.
+            stop: stops the service.
+            ready: called with the URL when the service answers.
 
         Raises:
-            OSError: the address cannot be listened on; names the setting.
-            ConfigError: the token that was made cannot be written anywhere.
+            OSError: listening at the address failed; the message names the setting.
+            ConfigError: the generated token cannot be written anywhere.
         """
         http = self.config.http
         self._stop = stop
@@ -205,7 +206,7 @@ class Conductor:
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Something raised where nobody waits for it."""
+        """Handle an exception that no task awaits."""
         error = context.get("exception")
         if isinstance(error, AssertionError):
             self._broken(error)
@@ -221,13 +222,13 @@ class Conductor:
             raise OSError(error.errno, f"{where}: {reason(error)}") from error
 
     async def _drain(self) -> None:
-        """Refuse new requests; give those that are here their time, then refuse what waits."""
+        """Refuse new requests, wait for those in flight, then refuse waiting ones."""
         self.proxy.closing = True
         try:
             async with asyncio.timeout(self.config.http.drain_s):
                 await self.proxy.idle.wait()
         except TimeoutError:
-            _log.warning("%d requests are cut short", self.proxy.active)
+            _log.warning("%d requests are cancelled", self.proxy.active)
         self.queue.close()
 
     async def _watch_lag(self) -> None:
@@ -241,13 +242,13 @@ class Conductor:
 
 
 async def run(config: ConductorConfig) -> int:
-    """Serve until SIGTERM or SIGINT; say where on standard output.
+    """Serve until SIGTERM or SIGINT; print the URL on standard output.
 
     Returns:
-        exit status: 1 when an assertion failed.
+        Exit status; 1 if an assertion failed.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: listening at the address failed.
         ConfigError: a token cannot be read or written.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -269,7 +270,7 @@ async def run(config: ConductorConfig) -> int:
 
 
 def _connections_max() -> int:
-    """Connections that there are descriptors for."""
+    """Maximum connections, by the limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(CONNECTIONS_MAX, max(16, soft // _DESCRIPTORS_PER_CONNECTION))
 
@@ -278,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``kvstore-conductor``.
 
     Returns:
-        exit status: 0 after a clean end, 2 for a configuration that cannot be used, 1 when the
-        address cannot be listened on or an assertion failed.
+        Exit status: 0 after a clean stop, 2 for an invalid configuration, 1 if listening at the
+        address or an assertion failed.
     """
     if not __debug__:
         sys.stderr.write("kvstore-conductor relies on assertions: it does not run with -O\n")
@@ -306,14 +307,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore-conductor", description="Send each request where its first token is nearest."
+        prog="kvstore-conductor", description="Route requests to the engines that have their KV."
     )
     parser.add_argument("--host", help="address to listen on (http.host)")
-    parser.add_argument("--port", type=int, help="port, 0 = any free one (http.port)")
+    parser.add_argument("--port", type=int, help="port; 0 = any free one (http.port)")
     parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)} (policy.name)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="a setting; wins over the environment"
+                        help="a setting; overrides the environment"
                         " (KVSTORE_CONDUCTOR__SECTION__KEY) and the file")  # fmt: skip
     parser.add_argument("--print-config", action="store_true",
                         help="print every setting and its source, and exit")  # fmt: skip
@@ -322,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
         default="WARNING",
         type=str.upper,
         choices=LOG_LEVELS,
-        help="what is logged (default: %(default)s)",
+        help="lowest level that is logged; default: %(default)s",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version_of()}")
     return parser

@@ -1,1 +1,1 @@
-"""Engines that use kvstore: each in a folder of its own, never importing another."""
+"""Adapters of engines: one package each, independent of each other."""

@@ -1,10 +1,10 @@
 """A hierarchical, verified KV-cache store for LLM inference.
 
-What users import is named here; everything else may change from one version to the next::
+The public API consists of the names in ``__all__``; all other names may change between versions::
 
     from kvstore import CanonicalLayout, KVStore, ShardSpec, SpaceIdentity
 
-Names are loaded when they are first used: a daemon needs no client.
+Names are imported when they are first used, so that a daemon does not import the client.
 """
 
 from importlib import import_module

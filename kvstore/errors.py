@@ -1,12 +1,12 @@
-"""Every error kvstore raises, as one tree.
+"""All errors that kvstore raises, as one tree.
 
 ::
 
     KVStoreError                     code, retryable
-    ├─ ConfigError                   a key or value of the configuration; names both
-    ├─ CapacityError       (retry)   no slot is free or evictable, or a quota is reached
+    ├─ ConfigError                   a key or value of the configuration; names key and value
+    ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
     ├─ InvalidArgument               a caller's mistake; names the field
-    │  ├─ LayoutMismatch             the caller's bytes are not this space's; names the field
+    │  ├─ LayoutMismatch             the caller's bytes are not those of this space; names the field
     │  └─ NotFound                   what the caller names does not exist here
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed
@@ -23,11 +23,11 @@ from typing import ClassVar
 
 
 class KVStoreError(Exception):
-    """Root of all errors of this project.
+    """Base class of all errors of kvstore.
 
     Attributes:
         code: stable identifier in ``snake_case``, the same on the socket, over HTTP and in metrics.
-        retryable: the same call may succeed later, although the caller changes nothing.
+        retryable: True if the same call may succeed later.
     """
 
     code: ClassVar[str] = "internal"
@@ -41,10 +41,10 @@ class ConfigError(KVStoreError):
 
 
 class CapacityError(KVStoreError):
-    """There is no room now, or a budget or quota is used up.
+    """There is no free space now, or a budget or quota is used up.
 
     Attributes:
-        field: the budget or quota; empty when there is no room.
+        field: name of the budget or quota; empty if there is no free space.
     """
 
     code = "capacity"
@@ -70,13 +70,13 @@ class InvalidArgument(KVStoreError):
 
 
 class LayoutMismatch(InvalidArgument):
-    """The caller's page layout is not the layout of this space; ``field`` is what differs."""
+    """The caller's page layout is not the layout of this space; ``field`` names the difference."""
 
     code = "layout_mismatch"
 
 
 class NotFound(InvalidArgument):
-    """The thing that ``field`` names does not exist on this node."""
+    """The object that ``field`` names does not exist on this node."""
 
     code = "not_found"
 
@@ -88,7 +88,7 @@ class TransferError(KVStoreError):
 
 
 class TransferTimeout(TransferError):
-    """A deadline passed before the answer came."""
+    """A deadline passed before the answer arrived."""
 
     code = "transfer_timeout"
     retryable = True
@@ -108,31 +108,31 @@ class TierUnavailable(KVStoreError):
 
 
 class DurabilityUnavailable(TierUnavailable):
-    """Pages cannot be made durable: the node never syncs, or a page may not go to an SSD."""
+    """Pages cannot be made durable: the node never syncs, or a page must not go to an SSD."""
 
     code = "durability_unavailable"
 
 
 class PageCorrupt(KVStoreError):
-    """A page failed its digest; it is quarantined, and every lookup of it is a miss."""
+    """A page failed its digest; it is quarantined, and lookups of it are misses."""
 
     code = "page_corrupt"
 
 
 class ProtocolError(KVStoreError):
-    """The other side does not understand a message or the protocol version."""
+    """The peer does not understand a message or the protocol version."""
 
     code = "protocol"
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, without the number and the path of a system's error."""
+    """The message of an exception, for an OSError without errno and path."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or str(error) or type(error).__name__
 
 
 def error_from_code(code: str, message: str, field: str = "") -> KVStoreError:
-    """Rebuild the error that the other side of a connection reported."""
+    """Rebuild an error that the peer reported."""
     kind = _BY_CODE.get(code, KVStoreError)
     if issubclass(kind, InvalidArgument):
         return kind(field or "request", message.removeprefix(f"{field}: "))

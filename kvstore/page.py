@@ -1,14 +1,14 @@
-"""What a page is called and how its bytes are laid out.
+"""Names and layouts of pages.
 
-A **page** is the KV of ``page_tokens`` tokens as one rank holds it. It is named by three things:
+A **page** is the KV of ``page_tokens`` tokens on one rank. Its name has three parts:
 
-* its **space**: everything besides tokens that decides whether KV may be shared
-  (tenant, model, revision, dtype, page size, scope);
+* its **space**: everything besides the tokens that decides whether KV may be shared (tenant, model,
+  revision, dtype, page size, scope);
 * its **prefix key**: the chain hash of *all* tokens up to the end of the page;
-* its **shard**: which layers and heads these bytes are, and in which layout.
+* its **shard**: its layers and heads, and the layout of its bytes.
 
-All three enter the seed of the page's digest, so bytes can only verify under the name they were
-stored under. This module is pure: values in, values out.
+All three are part of the seed of the page's digest, so bytes verify only under the name they were
+stored under. This module is pure.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ PrefixKey = NewType("PrefixKey", bytes)
 
 KEY_BYTES: Final = 32
 ALL_KEYS: Final = bytes(KEY_BYTES)
-"""No page's key; in a tombstone it stands for every page of the space and shard."""
+"""Never the key of a page; in a tombstone it stands for all pages of the space and shard."""
 DIGEST_BYTES: Final = 16
 PAIR_BYTES_MAX: Final = 1022
-"""Most bytes of a packed (space, shard) pair: 64 of them fit a footer of the SSD log."""
+"""Maximum bytes of a packed (space, shard) pair: 64 of them fit into a footer of the SSD log."""
 PAGE_TOKENS_MIN_DEFAULT: Final = 64
 
 _ITEM_BYTES: Final = {
@@ -42,12 +42,12 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
 class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be equal, besides tokens, for two engines to share KV.
+    """Everything besides the tokens that must be equal for two engines to share KV.
 
     Attributes:
-        tenant: isolation domain; memory of one tenant is never mapped by another.
-        model: model name as the operator knows it.
-        revision: weights revision or checksum; empty when the name pins the weights.
+        tenant: isolation domain; memory of one tenant is never mapped by engines of another.
+        model: name of the model, as operators use it.
+        revision: revision or checksum of the weights; empty if the name identifies them.
         kv_dtype: element type of K and V: ``float32``, ``float16``, ``bfloat16``,
             ``float8_e4m3``, ``float8_e5m2`` or ``uint8``.
         page_tokens: number of tokens in a page, 1 to 65,536.
@@ -65,7 +65,7 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scope: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot name anything."""
+        """Check the values."""
         if not self.model:
             raise InvalidArgument("model", "must not be empty")
         if self.kv_dtype not in _ITEM_BYTES:
@@ -81,7 +81,7 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CanonicalLayout(msgspec.Struct, frozen=True, tag="canonical", forbid_unknown_fields=True):
-    """``[layer][k|v][token][kv_head][head_dim]``: the layout engines can share and re-shard.
+    """``[layer][k|v][token][kv_head][head_dim]``: a layout that all engines can share.
 
     The elements have the space's ``kv_dtype``. A page's shape is ``(layers, 2, page_tokens, heads,
     head_dim)`` in C order, with the layers and KV heads of the shard.
@@ -94,12 +94,12 @@ class CanonicalLayout(msgspec.Struct, frozen=True, tag="canonical", forbid_unkno
 
 
 class OpaqueLayout(msgspec.Struct, frozen=True, tag="opaque", forbid_unknown_fields=True):
-    """``[layer][block][the engine's own bytes]``: shared only by engines that agree on every field.
+    """``[layer][block][the engine's own bytes]``: shared only by engines with equal fields.
 
     Attributes:
-        engine: the engine's name, for example ``vllm``.
+        engine: name of the engine, for example ``vllm``.
         version: version of the engine's block format.
-        isa: instruction set the bytes are packed for; empty when they do not depend on one.
+        isa: instruction set for which the bytes are packed; empty if they do not depend on one.
         block_tokens: number of tokens in one of the engine's blocks; divides ``page_tokens``.
         block_bytes: bytes of one block of one layer.
     """
@@ -115,15 +115,15 @@ Layout = CanonicalLayout | OpaqueLayout
 
 
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of every page of a space that one rank holds.
+    """The part of each page of a space that one rank holds.
 
     Attributes:
-        layout: how its bytes are arranged.
+        layout: layout of the bytes.
         layers: half-open range ``(start, stop)`` of the model's layers.
         heads: half-open range ``(start, stop)`` of the model's KV heads.
-        group: KV group: the layers of a group need the same pages for a hit.
-        window_pages: the pages that a hit of n pages needs of this group: 0 = every page; w = the
-            last w pages (sliding window; 1 = only the last, as for a Mamba state).
+        group: name of the KV group: the layers of a group need the same pages for a hit.
+        window_pages: number of pages of this group that a hit of n pages needs: 0 = all pages; w =
+            the last w pages (sliding window; 1 = only the last, as for a Mamba state).
 
     Raises:
         InvalidArgument: a range is empty or reversed, or ``window_pages`` is negative.
@@ -157,7 +157,7 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Bytes of one page of this shard.
 
         Raises:
-            LayoutMismatch: the layout does not fit the space; ``field`` says where.
+            LayoutMismatch: the layout does not match the space; ``field`` names the difference.
         """
         match self.layout:
             case CanonicalLayout(head_dim=head_dim):
@@ -179,14 +179,14 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @lru_cache(maxsize=1024)
 def pack_pair(space: SpaceIdentity, shard: ShardSpec) -> bytes:
-    """The msgpack of a space and a shard of it: equal exactly when both are.
+    """The msgpack of a space and a shard; equal if and only if both are equal.
 
     Raises:
-        InvalidArgument: the names in them take more than :data:`PAIR_BYTES_MAX`.
+        InvalidArgument: the names have more than :data:`PAIR_BYTES_MAX` bytes.
     """
     packed = _ENCODER.encode((space, shard))
     if len(packed) > PAIR_BYTES_MAX:
-        what = f"its names take {len(packed)} bytes in all, more than {PAIR_BYTES_MAX}"
+        what = f"its names have {len(packed)} bytes together, more than {PAIR_BYTES_MAX}"
         raise InvalidArgument("space", what)
     return packed
 
@@ -199,30 +199,30 @@ def digest_seed(space: SpaceIdentity, shard: ShardSpec) -> int:
 def page_seeds(packed_keys: bytes, seed: int) -> npt.NDArray[np.uint64]:
     """The xxh3_128 seed of each page: H(space, shard) xor the first 8 bytes of its prefix key.
 
-    Both sides are uniformly distributed hashes, so two different (space, key, shard) share a seed
-    with probability 2**-64, at no cost per page.
+    Both are uniformly distributed hashes, so two different (space, key, shard) have the same seed
+    with probability 2**-64, without another hash per page.
 
     Args:
         packed_keys: n keys of 32 bytes.
-        seed: what :func:`digest_seed` gave.
+        seed: result of :func:`digest_seed`.
 
     Returns:
-        shape (n,), uint64.
+        The seeds, shape (n,), dtype uint64.
     """
     words = np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
     return words[:, 0] ^ np.uint64(seed)
 
 
 class PrefixKeys(Sequence[PrefixKey]):
-    """Consecutive prefix keys of one chain; a slice knows the key before it. Do not change it.
+    """Consecutive prefix keys of one chain; immutable. A slice keeps the key before it.
 
     Attributes:
         packed: the keys, 32 bytes each, in chain order.
         parent: the key before the first, 32 bytes; empty at the start of the chain.
-        tokens: the tokens of exactly these pages, shape ``(pages * page_tokens,)``, dtype uint32;
-            None when only the keys are known. The array is not copied.
-        page_tokens: number of tokens in a page; 0 when unknown.
-        seed: what the chain started with (salt, LoRA or multimodal identity); may be empty.
+        tokens: the tokens of these pages, shape ``(pages * page_tokens,)``, dtype uint32; None if
+            only the keys are known. The array is not copied.
+        page_tokens: number of tokens in a page; 0 if unknown.
+        seed: seed of the chain (salt, LoRA or multimodal identity); may be empty.
     """
 
     __slots__ = ("packed", "page_tokens", "parent", "seed", "tokens")
@@ -235,17 +235,17 @@ class PrefixKeys(Sequence[PrefixKey]):
         page_tokens: int = 0,
         seed: bytes = b"",
     ) -> None:
-        """Wrap keys that exist; :func:`page_keys` makes new ones.
+        """Wrap existing keys; :func:`page_keys` makes new ones.
 
         Raises:
-            InvalidArgument: a length is wrong; ``field`` says of what.
+            InvalidArgument: a length is wrong; ``field`` names the argument.
         """
         if len(packed) % KEY_BYTES:
             raise InvalidArgument(
-                "keys", f"{len(packed)} bytes are no whole number of 32-byte keys"
+                "keys", f"{len(packed)} bytes are not a whole number of 32-byte keys"
             )
         if parent and len(parent) != KEY_BYTES:
-            raise InvalidArgument("parent", f"{len(parent)} bytes are no 32-byte key")
+            raise InvalidArgument("parent", f"{len(parent)} bytes are not a 32-byte key")
         if tokens is not None and len(tokens) * KEY_BYTES != len(packed) * page_tokens:
             raise InvalidArgument("tokens", f"{len(tokens)} tokens do not fill these pages")
         self.packed = packed
@@ -267,7 +267,7 @@ class PrefixKeys(Sequence[PrefixKey]):
             return PrefixKey(self.packed[position * KEY_BYTES : (position + 1) * KEY_BYTES])
         start, stop, step = index.indices(len(self))
         if step != 1:
-            raise InvalidArgument("keys", "a run of keys cannot be sliced with a step")
+            raise InvalidArgument("keys", "keys cannot be sliced with a step")
         stop = max(start, stop)
         before = self.packed[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else self.parent
         tokens = self.tokens
@@ -298,22 +298,22 @@ def page_keys(
 ) -> PrefixKeys:
     """Hash every full page of ``tokens``; the unfilled tail has no key.
 
-    ``digest[i] = sha256(digest[i-1] ‖ little-endian uint32 tokens of page i)``, 32 bytes; page 0
-    has no predecessor (SGLang's documented page hash, so HiCache's own hashes are our keys) unless
-    ``seed`` is given: then a hash of it precedes, so that no seed can pass for another's key.
+    ``digest[i] = sha256(digest[i-1] ‖ little-endian uint32 tokens of page i)``, 32 bytes. This is
+    SGLang's documented page hash, so hashes of HiCache are our keys. Page 0 has no predecessor,
+    unless ``seed`` is given: then it is a hash of the seed, so that no seed can equal a key.
 
     Args:
         tokens: token ids in 0..2**32-1; a numpy integer array is the fastest input.
         page_tokens: number of tokens in a page, at least 1.
         seed: salt, LoRA or multimodal identity; empty for none.
-        known: keys of an earlier, shorter form of this prompt, so that only new pages are hashed.
-            Keys whose tokens are not a prefix of ``tokens`` (or that carry no tokens) are not used.
+        known: keys of a prefix of this prompt, so that only new pages are hashed. Keys without
+            tokens, or whose tokens are not a prefix of ``tokens``, are ignored.
 
     Returns:
         The keys of all full pages, with a copy of their tokens.
 
     Raises:
-        InvalidArgument: a token id does not fit 32 bits, or ``page_tokens`` is less than 1.
+        InvalidArgument: a token id is not in 0..2**32-1, or ``page_tokens`` is less than 1.
     """
     if page_tokens < 1:
         raise InvalidArgument("page_tokens", f"{page_tokens} is not positive")
@@ -329,14 +329,15 @@ def page_keys(
 
 
 def extend_keys(known: PrefixKeys, tokens: Tokens) -> PrefixKeys:
-    """Hash the full pages that ``tokens`` adds to a chain; costs what the new pages cost.
+    """Hash the full pages that ``tokens`` adds to a chain; only new pages are hashed.
 
     Args:
-        known: the chain so far, from its start and with its tokens; perhaps of no page.
-        tokens: those right behind it.
+        known: the chain so far, from its start and with its tokens; may have no pages.
+        tokens: the tokens after it.
 
     Raises:
-        InvalidArgument: ``known`` is no chain that can be gone on with, or a token id does not fit.
+        InvalidArgument: ``known`` is not a chain from its start with tokens, or a token id is not
+            in 0..2**32-1.
     """
     if known.tokens is None or known.parent or known.page_tokens < 1:
         raise InvalidArgument("known", "is not a chain from its start, with its tokens")
@@ -349,7 +350,7 @@ def extend_keys(known: PrefixKeys, tokens: Tokens) -> PrefixKeys:
 
 
 def _chain(digest: bytes, ids: npt.NDArray[np.uint32], page_tokens: int) -> bytes:
-    """Digests of the pages of ``ids``, which fill them exactly, behind ``digest``."""
+    """Keys of the pages of ``ids`` (whole pages only) after the key ``digest``."""
     packed = bytearray()
     raw = ids.data.cast("B")
     step = page_tokens * 4

@@ -1,10 +1,10 @@
-"""The messages of the node's Unix socket, and how they are framed.
+"""The messages of the node's Unix socket, and their framing.
 
 A frame is a little-endian uint32 length and that many bytes: one msgpack array whose first element
-is the message's tag. Keys, addresses and digests of a batch travel packed in one bytes field each.
-``id`` numbers the requests of one connection; the answer repeats it. Requests without ``id`` get
-no answer. Leases and puts are named by the client, so that it can take back one whose answer never
-came. ``docs/internals/wire.md`` describes every message.
+is the tag of the message. Keys, addresses and digests of a batch are packed into one bytes field
+each. ``id`` numbers the requests of a connection; the answer repeats it. Requests without ``id``
+get no answer. The client chooses the ids of leases and puts, so that it can release one whose
+answer was lost. ``docs/internals/wire.md`` describes every message.
 """
 
 import struct
@@ -19,17 +19,19 @@ from kvstore.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 3
 SETTLED_MINOR: Final = 3
-"""Since when Settled names what it covers. An older node takes it for more, so it is not told."""
+"""The minor version since which Settled has ``before``. It is not sent to an older node, which
+would settle too much."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 KNOWN_EXTENTS_MAX: Final = 4096
 LIST_MAX: Final = 4096
-"""Elements of a list in a request: each becomes an object before anything can look at it."""
+"""Maximum elements of a list in a request, because each is decoded to an object before it can be
+checked."""
 SHORT_BYTES_MAX: Final = 2 << 20
-"""A request whose size is not that of packed keys, tokens or digests; for the same reason."""
+"""Maximum size of a request without packed keys, tokens or digests, for the same reason."""
 
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
-"""Where a slot is: extent number, the allocation that filled it, byte offset in the extent."""
+"""Address of a slot: extent number, generation of the extent's allocation, byte offset."""
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
 
@@ -46,14 +48,15 @@ class Hello(msgspec.Struct, array_like=True, tag=1):
     name: str
     session: bytes = b""
     origin: bytes = b""
-    """Random name of what connects: its later connections may settle what its earlier ones left."""
+    """Random id of the client: its later connections may settle leases and puts of its earlier
+    ones."""
     number: int = 0
-    """Which of its origin's connections this is: a later one has a higher number. 0 = not told, as
-    until protocol 1.2: such a connection is never settled."""
+    """Number of this connection among those of its origin; later ones have higher numbers. 0 =
+    unknown (protocol 1.2 and older): such a connection is never settled."""
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=2):
-    """Answer to Hello. ``session`` is the one asked for, or a new one when none was."""
+    """Answer to Hello. ``session`` is the requested one, or a new one."""
 
     id: int
     major: int
@@ -66,7 +69,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=2):
 
 
 class OpenSpace(msgspec.Struct, array_like=True, tag=3):
-    """Find or make a space and shards in it."""
+    """Open a space and shards of it; create them if necessary."""
 
     id: int
     identity: SpaceIdentity
@@ -82,7 +85,7 @@ class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
 
 
 class Lookup(msgspec.Struct, array_like=True, tag=5):
-    """How long a prefix is there? Waits up to ``wait_ms`` while more of it is being written."""
+    """Ask how long a prefix is stored; wait up to ``wait_ms`` while its next pages are written."""
 
     id: int
     space: int
@@ -92,7 +95,7 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
 
 class Found(msgspec.Struct, array_like=True, tag=6):
-    """Answer to Lookup; ``on_disk`` of the pages are in no memory."""
+    """Answer to Lookup; ``on_disk`` of the pages are only on disk."""
 
     id: int
     pages: int
@@ -103,8 +106,8 @@ class Found(msgspec.Struct, array_like=True, tag=6):
 class Acquire(msgspec.Struct, array_like=True, tag=7):
     """Lease the leading run of READY pages among ``keys`` that are in memory.
 
-    For ``lease_ms``, or as long as the node grants. Waits up to ``wait_ms`` while pages of the run
-    come from disk; with 0 none are loaded.
+    For ``lease_ms``, or less if the node limits it. Waits up to ``wait_ms`` while pages of the run
+    are loaded from disk; with 0 none are loaded.
     """
 
     id: int
@@ -117,10 +120,11 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):
-    """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the pages leased.
+    """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the leased pages.
 
-    ``more`` READY pages right behind them are on disk. The first ``lasting`` neither expire nor are
-    read once: only they may be kept elsewhere. The lease runs out after ``lease_ms``; 0 = not told.
+    The next ``more`` pages are READY on disk. The first ``lasting`` pages have no TTL and are not
+    read-once: only these may be copied to a slab. The lease expires after ``lease_ms``; 0 =
+    unknown.
     """
 
     id: int
@@ -132,15 +136,15 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):
-    """The reader of a lease is done. No answer."""
+    """Release a lease. No answer."""
 
     lease: int
 
 
 class BeginPut(msgspec.Struct, array_like=True, tag=10):
-    """Ask for slots for pages; ``parent`` is the key before the first, empty at a chain's start.
+    """Request slots for pages; ``parent`` is the key before the first, empty at a chain's start.
 
-    Waits up to ``wait_ms`` for the first slot while room is being made.
+    Waits up to ``wait_ms`` for the first slot while slots are being freed.
     """
 
     id: int
@@ -154,9 +158,9 @@ class BeginPut(msgspec.Struct, array_like=True, tag=10):
 
 
 class PutGranted(msgspec.Struct, array_like=True, tag=11):
-    """Answer to BeginPut: a status byte a key, and the addresses of the granted ones.
+    """Answer to BeginPut: a status byte for each key, and the addresses of the granted ones.
 
-    ``busy``: those without room may have some soon, pages are being written to disk for it.
+    ``busy``: slots for the others may be free soon, because pages are being written to disk.
     """
 
     id: int
@@ -168,7 +172,7 @@ class PutGranted(msgspec.Struct, array_like=True, tag=11):
 class CommitPut(msgspec.Struct, array_like=True, tag=12):
     """The granted pages are written; 16 bytes of digest each. ``ttl_ms`` 0 = no expiry.
 
-    ``memory_only``: they never go to disk (nor do pages with a TTL or to be read once).
+    ``memory_only``: they are never written to disk (nor are pages with a TTL and read-once pages).
     """
 
     id: int
@@ -187,7 +191,7 @@ class Committed(msgspec.Struct, array_like=True, tag=13):
 
 
 class AbortPut(msgspec.Struct, array_like=True, tag=14):
-    """The writer has stopped and takes its put back. No answer."""
+    """Abort a put; the client has stopped writing. No answer."""
 
     put: int
 
@@ -195,7 +199,8 @@ class AbortPut(msgspec.Struct, array_like=True, tag=14):
 class Corrupt(msgspec.Struct, array_like=True, tag=15):
     """A page's bytes did not match its digest. No answer.
 
-    ``boot`` is the node's when the page was leased: in another life the numbers name another page.
+    ``boot`` is the node's boot id when the page was leased: after a restart the numbers refer to
+    other pages.
     """
 
     space: int
@@ -206,22 +211,22 @@ class Corrupt(msgspec.Struct, array_like=True, tag=15):
 
 
 class Settled(msgspec.Struct, array_like=True, tag=16):
-    """Nothing that began on its origin's connections before one number touches bytes any more.
+    """All copies begun on this origin's connections with numbers below ``before`` have ended.
 
-    No answer. A ``before`` of 0, which is what clients until protocol 1.2 say, covers nothing.
+    No answer. A ``before`` of 0, as sent by clients with protocol 1.2 and older, settles nothing.
     """
 
     before: int = 0
 
 
 class ReportPrefill(msgspec.Struct, array_like=True, tag=17):
-    """What computing a token costs this engine. No answer."""
+    """Report the seconds per prompt token of this engine. No answer."""
 
     seconds_per_token: float
 
 
 class Stats(msgspec.Struct, array_like=True, tag=18):
-    """Ask for the node's statistics."""
+    """Request the node's statistics."""
 
     id: int
 
@@ -234,10 +239,11 @@ class StatsReply(msgspec.Struct, array_like=True, tag=19):
 
 
 class FetchExtents(msgspec.Struct, array_like=True, tag=20):
-    """First and only message of a short connection: send me the descriptors of these extents.
+    """Request the descriptors of extents; the first and only message of a short connection.
 
-    ``known``: extents that the sender has mapped; it wants to know which of them are gone.
-    ``boot``: whose extents they are; another boot refuses, as its extents have the same numbers.
+    ``known``: extents that the client has mapped; the answer names those that are gone. ``boot``:
+    boot id of the node they belong to; a node with another boot id refuses, because its extents
+    have the same numbers.
     """
 
     session: bytes
@@ -249,7 +255,7 @@ class FetchExtents(msgspec.Struct, array_like=True, tag=20):
 class ExtentsFollow(msgspec.Struct, array_like=True, tag=21):
     """Answer to FetchExtents, sent with one descriptor for each of ``extents``.
 
-    ``gone``: those of ``known`` whose numbers no address of this session will ever name again.
+    ``gone``: those of ``known`` that no address of this session will use again.
     """
 
     extents: list[int]
@@ -257,7 +263,7 @@ class ExtentsFollow(msgspec.Struct, array_like=True, tag=21):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=22):
-    """Answer to a request that failed; ``field`` names the wrong argument, if one is."""
+    """Answer to a failed request; ``field`` names the wrong argument, if any."""
 
     id: int
     code: str
@@ -266,7 +272,7 @@ class Failure(msgspec.Struct, array_like=True, tag=22):
 
 
 class Ping(msgspec.Struct, array_like=True, tag=23):
-    """Are you there?"""
+    """Check that the node answers."""
 
     id: int
 
@@ -278,7 +284,7 @@ class Pong(msgspec.Struct, array_like=True, tag=24):
 
 
 class Persist(msgspec.Struct, array_like=True, tag=25):
-    """Answer once these READY pages and all before them survive a crash, or fail."""
+    """Answered when these READY pages and all pages before them are durable, or failed."""
 
     id: int
     space: int
@@ -309,23 +315,23 @@ _FIXARRAY: Final = 0x9
 _LONG: Final = (5, 7, 10, 12, 25)
 """Tags of the requests with packed fields."""
 _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
-"""Broken bytes, bytes nested without end, and values that their own type refuses."""
+"""Invalid bytes, too deep nesting, and values that a type refuses."""
 
 
 def encode(message: Request | Answer) -> bytes:
-    """One frame, length included."""
+    """Encode a message as one frame, including its length."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def decode_request(body: bytes | memoryview) -> Request:
-    """The request in a frame's body.
+    """Decode the request in a frame's body.
 
     Raises:
-        ProtocolError: it is no message of this protocol; says where it is wrong.
+        ProtocolError: it is not a message of this protocol; the message says where it is wrong.
     """
     if len(body) > SHORT_BYTES_MAX and not (body[0] >> 4 == _FIXARRAY and body[1] in _LONG):
-        raise ProtocolError(f"no request of this kind takes {len(body)} bytes")
+        raise ProtocolError(f"a request of this kind has fewer than {len(body)} bytes")
     try:
         request: Request = _REQUESTS.decode(body)
     except _NO_MESSAGE as error:
@@ -334,10 +340,10 @@ def decode_request(body: bytes | memoryview) -> Request:
 
 
 def decode_answer(body: bytes | memoryview) -> Answer:
-    """The answer in a frame's body.
+    """Decode the answer in a frame's body.
 
     Raises:
-        ProtocolError: it is no message of this protocol.
+        ProtocolError: it is not a message of this protocol.
     """
     try:
         answer: Answer = _ANSWERS.decode(body)
@@ -357,10 +363,10 @@ def unpack_addresses(addresses: bytes) -> list[tuple[int, int, int]]:
 
 
 def frame_length(prefix: bytes | bytearray | memoryview) -> int:
-    """The body length that a frame's first four bytes announce.
+    """The length of a frame's body, from its first four bytes.
 
     Raises:
-        ProtocolError: more than FRAME_BYTES_MAX; the stream cannot be followed any further.
+        ProtocolError: it is more than FRAME_BYTES_MAX; the rest of the stream cannot be read.
     """
     (length,) = _LENGTH.unpack_from(prefix)
     if length > FRAME_BYTES_MAX:
@@ -369,18 +375,18 @@ def frame_length(prefix: bytes | bytearray | memoryview) -> int:
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies."""
+    """Splits a byte stream into frame bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes that were received and not given as bodies."""
+        """Received bytes that were not returned as bodies yet."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes | memoryview]:
-        """Take received bytes; give the bodies that are complete now.
+        """Add received bytes; return all complete bodies.
 
         Raises:
             ProtocolError: a frame is too long.
@@ -393,18 +399,18 @@ class FrameReader:
         return bodies
 
     def add(self, data: bytes) -> bytes | memoryview | None:
-        """Take received bytes; give the first body that is complete now, :meth:`next` the others.
+        """Add received bytes; return the first complete body, :meth:`next` the others.
 
         Raises:
             ProtocolError: a frame is too long.
         """
         if not self._buffer and len(data) > _LENGTH.size and frame_length(data) == len(data) - 4:
-            return memoryview(data)[4:]  # one whole frame, as nearly always
+            return memoryview(data)[4:]  # exactly one frame: the common case
         self._buffer += data
         return self.next()
 
     def next(self) -> bytes | None:
-        """The next body that is complete; None when none is.
+        """The next complete body, or None.
 
         Raises:
             ProtocolError: a frame is too long.
@@ -421,14 +427,14 @@ class FrameReader:
 
 
 def count_keys(packed: bytes) -> int:
-    """The number of keys packed, 1..:data:`BATCH_KEYS_MAX`.
+    """The number of packed keys, 1..:data:`BATCH_KEYS_MAX`.
 
     Raises:
-        InvalidArgument: their length or number cannot be right.
+        InvalidArgument: the length or the number is wrong.
     """
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
-        raise InvalidArgument("keys", f"{len(packed)} bytes are no whole number of 32-byte keys")
+        raise InvalidArgument("keys", f"{len(packed)} bytes are not a whole number of 32-byte keys")
     if not 1 <= count <= BATCH_KEYS_MAX:
         raise InvalidArgument("keys", f"{count} keys, not 1..{BATCH_KEYS_MAX}")
     refuse_all_keys("keys", packed)
@@ -436,13 +442,13 @@ def count_keys(packed: bytes) -> int:
 
 
 def refuse_all_keys(field: str, packed: bytes) -> None:
-    """Refuse the one value of 32 bytes that is no page's key: see :data:`ALL_KEYS`.
+    """Refuse the 32-byte value that is never the key of a page: see :data:`ALL_KEYS`.
 
     Raises:
-        InvalidArgument: it is among the packed keys.
+        InvalidArgument: the packed keys contain it.
     """
     at = packed.find(ALL_KEYS)
     while at >= 0:
         if at % KEY_BYTES == 0:
-            raise InvalidArgument(field, "32 zero bytes are no page's key")
+            raise InvalidArgument(field, "32 zero bytes are not a valid key")
         at = packed.find(ALL_KEYS, at + 1)

@@ -2,6 +2,7 @@
 
 * Autouse: after each test no new thread, file descriptor or child process may be left. Things that
   are still ending get a moment; things that stay fail the test, named.
+* ``open_folder`` is a folder for tests of what other users of the machine may do.
 * ``spawn`` starts a child process, waits until it says that it is ready, and ends it.
 * ``wait_until`` waits for a condition, with a deadline: tests never sleep.
 * A test that patches compiled code is left out where the core is compiled: it keeps its constants.
@@ -16,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,6 +201,24 @@ def no_leaks() -> Iterator[None]:
     if not wait_for(lambda: not Held.now().beyond(before), LEAK_WAIT_S):
         leaks = Held.now().beyond(before)
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def pytest_keyboard_interrupt() -> None:
+    """A process of several that run tests gets seconds to end: what it started comes first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for pid in Held.now().children:
+            os.kill(pid, signal.SIGKILL)
+
+
+# Places
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users get into: ``tmp_path`` is closed to them, above it too."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 # Child processes

@@ -1,1 +1,1 @@
-"""The Conductor over HTTP: clients that ask, engines that answer, operators that look."""
+"""The Conductor's HTTP side: clients, engines and operators."""

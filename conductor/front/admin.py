@@ -1,4 +1,4 @@
-"""Everything the Conductor serves besides completions: engines, nodes, decisions, health."""
+"""All routes besides completions: engines, nodes, decisions, health, metrics."""
 
 import logging
 import re
@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
-from conductor.front.auth import Auth, Role
+from conductor.front.auth import Auth, CallerRole
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
@@ -32,28 +32,28 @@ class _TokenizeBody(msgspec.Struct):
 
 
 class Admin:
-    """Handlers over the parts of one Conductor."""
+    """Handlers of these routes."""
 
-    def __init__(self, parts: Parts, membership: Membership, proxy: Proxy, auth: Auth) -> None:
+    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
         self._parts = parts
-        self._membership = membership
+        self._membership: Membership = parts.membership
         self._proxy = proxy
         self._auth = auth
 
     def routes(self) -> list[web.RouteDef]:
-        """Every route."""
+        """All routes."""
 
         def asks(handler: Handler) -> Handler:
-            return self._auth.needs(Role.CLIENT, handler)
+            return self._auth.needs(CallerRole.CLIENT, handler)
 
         def reads(handler: Handler) -> Handler:
-            return self._auth.needs(Role.READ, handler)
+            return self._auth.needs(CallerRole.READ, handler)
 
         def operates(handler: Handler) -> Handler:
-            return self._auth.needs(Role.OPERATE, handler)
+            return self._auth.needs(CallerRole.OPERATE, handler)
 
         return [
             web.get("/health", self._health),
@@ -124,7 +124,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.queue.rules.in_flight(engine.info.id),
+            "in_flight": self._parts.rules.in_flight(engine.info.id),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -140,7 +140,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.queue.rules.forget(engine_id)
+        self._parts.rules.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 
@@ -178,20 +178,20 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _shown_node(node: NodeEntry) -> dict[str, object]:
-    """What may be said of a node: not its token."""
+    """A node without its token."""
     return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
 
 
 def _unknown(what: str) -> web.Response:
-    return error_response(404, f"unknown_{what}", f"no such {what} is known", field="id")
+    return error_response(404, f"unknown_{what}", f"this {what} is unknown", field="id")
 
 
 def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> Middleware:
-    """A middleware: errors in OpenAI's form.
+    """A middleware that returns errors in OpenAI's format.
 
     Args:
-        faults: counts what was our own fault.
-        broken: told when an assertion failed: our state cannot be trusted any more.
+        faults: counts internal errors.
+        broken: called when an assertion failed, because the state cannot be trusted any more.
     """
 
     @web.middleware
@@ -210,9 +210,9 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
             broken(error)
             raise
         except ConnectionError:
-            raise  # the client has gone
+            raise  # the client has disconnected
         except Exception as error:
             faults.note("internal", f"{request.method} {request.path[:200]!r}: {error!r}")
-            return error_response(500, "internal", "an error of the Conductor; its log says which")
+            return error_response(500, "internal", "an internal error; see the Conductor's log")
 
     return answer

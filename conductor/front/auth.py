@@ -1,15 +1,13 @@
-"""Who may send requests, read, and operate: bearer tokens with a role each.
+"""Access control: bearer tokens with roles.
 
-===========  =====================================  ===================================
-role         on loopback                            elsewhere
-===========  =====================================  ===================================
-health       everybody                              everybody
-client       everybody, unless there is a token     a token, or ``http.open_requests``
-read         everybody, unless there is a token     a token
-operate      a token; one is made if there is none  a token
-===========  =====================================  ===================================
+=========== ===================================== =================================== role on
+loopback on other addresses =========== =====================================
+=================================== health all all client all, unless a token is configured a token,
+or ``http.open_requests`` read all, unless a token is configured a token operate a token, generated
+if none is set a token =========== =====================================
+===================================
 
-A token of a later row opens the earlier ones. Where no token is asked for, requests that a browser
+A token of a later row includes the earlier ones. Where no token is needed, requests that a browser
 sends for a web page are refused.
 """
 
@@ -31,8 +29,8 @@ from kvstore.process.faults import Faults
 _TOKEN_CHARACTERS_MIN: Final = 16
 
 
-class Role(enum.IntEnum):
-    """What a token allows; more includes less."""
+class CallerRole(enum.IntEnum):
+    """The role of a token; a higher one includes the lower ones."""
 
     CLIENT = 1
     READ = 2
@@ -43,46 +41,46 @@ class Auth:
     """The tokens of one Conductor.
 
     Attributes:
-        made: the token that was made at start; empty when one is configured.
+        made: the token generated at the start; empty if one is configured.
     """
 
     def __init__(self, config: HttpConfig, faults: Faults) -> None:
-        """Read the tokens, and make one to operate if there is none.
+        """Read the tokens, and generate an operate token if none is configured.
 
         Raises:
-            ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that
-                of two roles.
+            ConfigError: a file cannot be read, or a token is too short, is not ASCII, or is used
+                for two roles.
         """
         self._faults = faults
-        self._open = {Role.CLIENT: config.open_requests or config.is_loopback}
-        self._open[Role.READ] = config.is_loopback
-        self._open[Role.OPERATE] = False
-        self._tokens: dict[Role, bytes] = {}
+        self._open = {CallerRole.CLIENT: config.open_requests or config.is_loopback}
+        self._open[CallerRole.READ] = config.is_loopback
+        self._open[CallerRole.OPERATE] = False
+        self._tokens: dict[CallerRole, bytes] = {}
         for role, key, token, path in (
-            (Role.CLIENT, "client", config.client_token, config.client_token_file),
-            (Role.READ, "read", config.read_token, config.read_token_file),
-            (Role.OPERATE, "operate", config.operate_token, config.operate_token_file),
+            (CallerRole.CLIENT, "client", config.client_token, config.client_token_file),
+            (CallerRole.READ, "read", config.read_token, config.read_token_file),
+            (CallerRole.OPERATE, "operate", config.operate_token, config.operate_token_file),
         ):
             text = token or _read(f"http.{key}_token_file", path)
             if text:
                 self._tokens[role] = _checked(f"http.{key}_token", text)
                 self._open[role] = False
-        self.made = "" if Role.OPERATE in self._tokens else secrets.token_urlsafe(24)
+        self.made = "" if CallerRole.OPERATE in self._tokens else secrets.token_urlsafe(24)
         if self.made:
-            self._tokens[Role.OPERATE] = self.made.encode()
+            self._tokens[CallerRole.OPERATE] = self.made.encode()
         if len(set(self._tokens.values())) < len(self._tokens):
             raise ConfigError(
                 "http.client_token, http.read_token and http.operate_token must differ"
             )
 
-    def needs(self, role: Role, handler: Handler) -> Handler:
-        """The handler for those who have this role; others get 401 or 403."""
+    def needs(self, role: CallerRole, handler: Handler) -> Handler:
+        """Wrap a handler: clients without this role get 401 or 403."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._open[role]:
                 if "Origin" in request.headers:
                     self._faults.note("forbidden", f"a web page at {request.remote}")
-                    what = "a web page may not use a Conductor that asks for no token"
+                    what = "web pages may not use a Conductor that needs no token"
                     return error_response(403, "forbidden", what)
                 return await handler(request)
             held = self._role(request)
@@ -100,7 +98,7 @@ class Auth:
 
         return guarded
 
-    def _role(self, request: web.Request) -> Role | None:
+    def _role(self, request: web.Request) -> CallerRole | None:
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         shown = token.strip().encode(errors="surrogateescape")
         found = None
@@ -111,17 +109,17 @@ class Auth:
 
 
 class MadeToken:
-    """The token that was made at start, in a file that programs of the same user find.
+    """The generated token, in a file that programs of the same user can find.
 
     Attributes:
-        path: where it is; None when there is none.
+        path: path of the file; None if there is none.
     """
 
     def __init__(self, token: str, port: int) -> None:
         """Write the file.
 
         Raises:
-            ConfigError: it cannot be written anywhere.
+            ConfigError: no directory is writable.
         """
         self._token = token
         self.path: Path | None = None
@@ -132,7 +130,7 @@ class MadeToken:
                 raise ConfigError(f"set http.operate_token_file: {error}") from error
 
     def remove(self) -> None:
-        """Remove the file, if it is still ours."""
+        """Remove the file if it is still ours."""
         if self.path is not None:
             privatefile.remove(self.path, self._token)
 
@@ -143,7 +141,7 @@ def _checked(key: str, text: str) -> bytes:
             f"{key} has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more are needed"
         )
     if not (text.isascii() and text.isprintable()) or " " in text:
-        raise ConfigError(f"{key} has characters that no HTTP header carries: ASCII only")
+        raise ConfigError(f"{key} has characters that HTTP headers do not allow: ASCII only")
     return text.encode()
 
 

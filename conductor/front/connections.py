@@ -1,7 +1,8 @@
-"""Lets HTTP connections in: a bounded number, and none that says nothing.
+"""Limits HTTP connections in number and idle time.
 
-When there are too many, the one that has been idle longest makes room; who sends no request at all
-is sent away after a while. Idle connections between requests are the HTTP server's own business.
+If there are too many, the one that has been idle longest is closed. A connection without any
+request is closed after some time. The HTTP server itself handles connections that are idle between
+requests.
 """
 
 import asyncio
@@ -18,16 +19,16 @@ from kvstore.process.faults import Faults
 
 CONNECTIONS_MAX: Final = 4_096
 FIRST_REQUEST_S: Final = 15.0
-"""From the connection to the end of the first request's headers."""
+"""Seconds from connecting to the end of the first request's headers."""
 KEEPALIVE_S: Final = 75.0
 CAUSES: Final = (
     "malformed", "unauthorized", "forbidden", "full", "silent", "internal", "unhandled",
 )  # fmt: skip
-"""Of faults; each is a series from the start, because a first one must be an increase."""
+"""Causes of faults; exported from the start, so that the first fault is an increase."""
 
 
 class Front:
-    """Makes a protocol for each connection.
+    """Creates a protocol for each connection.
 
     Attributes:
         faults: connections that were closed, by cause.
@@ -36,22 +37,22 @@ class Front:
     def __init__(
         self, faults: Faults, connections_max: int, first_request_s: float = FIRST_REQUEST_S
     ) -> None:
-        """Nobody is here yet.
+        """Start without connections.
 
         Args:
-            faults: counts who is sent away.
-            connections_max: at a time.
-            first_request_s: how long a connection may say nothing.
+            faults: counts closed connections.
+            connections_max: maximum open connections.
+            first_request_s: seconds for the first request of a connection.
         """
         self.faults = faults
         self._most = connections_max
         self._first_request_s = first_request_s
-        self._idle: dict[RequestHandler, float] = {}  # since when; longest first
+        self._idle: dict[RequestHandler, float] = {}  # start of idle time; oldest first
         self._new: dict[RequestHandler, float] = {}
         self._server: web.Server | None = None
 
     def serve(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
-        """What makes the protocols of ``server``."""
+        """A factory for the protocols of ``server``."""
         self._server = server
         return self._protocol
 
@@ -65,12 +66,12 @@ class Front:
         return protocol
 
     def _make_room(self) -> bool:
-        """Close the connection that has been idle longest; False when all are in use."""
+        """Close the connection that has been idle longest; returns False if all are in use."""
         while self._idle:
             protocol = next(iter(self._idle))
             self._forget(protocol)
             if protocol.transport is not None:
-                self.faults.note("full", "an idle connection made room")
+                self.faults.note("full", "an idle connection was closed for a new one")
                 protocol.force_close()
                 return True
         return False
@@ -81,7 +82,7 @@ class Front:
 
     @property
     def middleware(self) -> Middleware:
-        """Notes which connections are in use."""
+        """A middleware that tracks which connections are in use."""
 
         @web.middleware
         async def used(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -96,7 +97,7 @@ class Front:
         return used
 
     async def run(self) -> None:
-        """Send away who says nothing, until cancelled."""
+        """Close connections without a request, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self._first_request_s))
@@ -114,7 +115,7 @@ class Front:
 
 
 def complaints(faults: Faults) -> logging.Logger:
-    """Where the HTTP server complains: each time is counted, few of them are lines."""
+    """A logger for the HTTP server that counts all messages and logs a few."""
     logger = logging.Logger("conductor.http", logging.WARNING)  # noqa: LOG001 - of this server alone
     logger.addHandler(_Counting(faults))
     return logger
@@ -133,7 +134,7 @@ class _Counting(logging.Handler):
 
 
 class _Closed(asyncio.Protocol):
-    """A connection that there is no room for."""
+    """A connection over the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close it."""

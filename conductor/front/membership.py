@@ -1,8 +1,8 @@
-"""How engines and nodes come to be known: registration, health probes, their events followed.
+"""Registration of engines and nodes, health probes, and subscriptions to their events.
 
-An engine that registers is asked what it is (``GET /v1/engine``); what the registration says itself
-wins, so that engines which cannot tell can still be used. Registering again is normal (engines do
-it every few seconds): nothing changes when nothing changed, and a dead engine is alive again.
+When an engine registers, its properties are read from ``GET /v1/engine``; fields in the
+registration override them, so that engines without this route can be used. Engines may register
+every few seconds: without a change this does nothing except revive a dead engine.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _ROLES: Final = {
 
 
 class _Described(msgspec.Struct):
-    """``GET /v1/engine``; every field may be missing."""
+    """The answer of ``GET /v1/engine``; all fields are optional."""
 
     role: str | None = None
     model: Model | None = None
@@ -71,14 +71,14 @@ class Membership:
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Wire it up; nothing is asked yet.
+        """Connect the parts; send nothing yet.
 
         Args:
-            config: its ``engines`` and ``nodes`` are taken up by :meth:`run`.
-            registry: what is kept up to date.
-            upstream: how engines are asked.
-            followers: told where events come from.
-            changed: called after each change that may let a waiting request go.
+            config: :meth:`run` registers its ``engines`` and ``nodes``.
+            registry: the engines; updated here.
+            upstream: client for engines.
+            followers: followers of events.
+            changed: called after each change that may affect waiting requests.
             clock: seconds, monotonic.
         """
         self._config = config
@@ -94,8 +94,8 @@ class Membership:
         """Add or revive an engine.
 
         Raises:
-            BadRequestError: what it says of itself does not fit; names the field.
-            EngineError: it cannot be asked what it is, and the entry does not say.
+            BadRequestError: its properties are invalid or contradict the entry; names the field.
+            EngineError: it does not answer, and the entry is incomplete.
         """
         if self._registry.full and self._registry.get(entry.id) is None:
             raise BadRequestError("id", "too many engines are registered")
@@ -127,10 +127,10 @@ class Membership:
         except (EngineError, UnreadableError) as error:
             if entry.model is not None:
                 return _Described()
-            raise EngineError(entry.id, f"does not say what it is: {error}") from error
+            raise EngineError(entry.id, f"GET /v1/engine failed: {error}") from error
 
     def remove(self, engine_id: str) -> bool:
-        """Forget an engine; False when it was not known."""
+        """Remove an engine; returns False if it is unknown."""
         if self._registry.remove(engine_id) is None:
             return False
         self._followers.drop(engine_worker(engine_id))
@@ -138,10 +138,10 @@ class Membership:
         return True
 
     def add_node(self, node: NodeEntry) -> None:
-        """Follow a node's events; nothing changes when it is followed at these endpoints already.
+        """Follow a node's events, if it is not followed at these endpoints already.
 
         Raises:
-            BadRequestError: there are too many.
+            BadRequestError: there are too many nodes.
         """
         if node.id not in self.nodes and len(self.nodes) >= NODES_MAX:
             raise BadRequestError("id", "too many nodes are registered")
@@ -159,18 +159,18 @@ class Membership:
         )
 
     def remove_node(self, node_id: str) -> bool:
-        """Forget a node; False when it was not known."""
+        """Remove a node; returns False if it is unknown."""
         if self.nodes.pop(node_id, None) is None:
             return False
         self._followers.drop(node_worker(node_id))
         return True
 
     def worked(self, engine_id: str) -> None:
-        """A request or a probe went well."""
+        """A request or probe succeeded."""
         self._judge(engine_id, well=True)
 
     def broke(self, engine_id: str) -> None:
-        """A request broke, or a probe was missed."""
+        """A request or probe failed."""
         self._judge(engine_id, well=False)
 
     def _judge(self, engine_id: str, *, well: bool) -> None:
@@ -188,7 +188,7 @@ class Membership:
             self._changed()
 
     async def run(self) -> None:
-        """Take up the configured engines and nodes, then probe engines until cancelled."""
+        """Register the configured engines and nodes, then probe engines until cancelled."""
         for node in self._config.nodes:
             self.add_node(node)
         async with asyncio.TaskGroup() as tasks:
@@ -234,7 +234,7 @@ class Membership:
             self._judge(info.id, well=well)
 
     def states(self) -> dict[tuple[str, ...], float]:
-        """Engine, role and state, one line for each state, for the metrics."""
+        """State of each engine for the metrics: (engine, role, state) → 1 or 0."""
         return {
             (engine.info.id, str(engine.info.role), str(state)): float(engine.health.state is state)
             for engine in self._registry
@@ -243,13 +243,13 @@ class Membership:
 
 
 def _combine(entry: EngineEntry, said: _Described, page_tokens_default: int) -> EngineInfo:
-    """What the registration says, else what the engine says, else the default.
+    """Combine the registration, the engine's answer and defaults, in this order.
 
     Raises:
-        BadRequestError: there is no such engine; names the field.
+        BadRequestError: the fields are invalid or contradict each other; names the field.
     """
     if said.role is not None and _ROLES.get(said.role) is not entry.role:
-        raise BadRequestError("role", f"{entry.role} was registered, the engine says {said.role}")
+        raise BadRequestError("role", f"registered as {entry.role}, the engine says {said.role}")
     model = entry.model or said.model
     if not model:
         raise BadRequestError("model", "neither the registration nor the engine names one")

@@ -1,4 +1,4 @@
-"""What the Conductor counts and times, for Prometheus."""
+"""The Conductor's metrics for Prometheus."""
 
 import contextlib
 import platform
@@ -32,49 +32,50 @@ _GAUGES: Final = {
     "engine_state": (
         "1 for the state that each engine is in, 0 for the others.", ("engine", "role", "state"),
     ),
-    "engine_in_flight": ("Requests assigned to each engine and not ended.", ("engine",)),
-    "index_entries": ("Pages in the prefix index; one that several workers hold counts once.", ()),
+    "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
     "index_worker_pages": (
-        "Pages in the prefix index that each worker holds, by medium.", ("worker", "medium"),
+        "Pages of each worker in the prefix index, by medium.", ("worker", "medium"),
     ),
     "events_connected": ("1 while a worker's events are connected, else 0.", ("worker",)),
     "events_lag_seconds": (
-        "From publication to application of a worker's newest batch of events.", ("worker",),
+        "Seconds from publication to application of a worker's newest batch.", ("worker",),
     ),
 }  # fmt: skip
 _COUNTS: Final = {
-    "faults": ("Connections and requests that were refused or broke, by cause.", ("cause",)),
-    "index_dropped": ("Pages that the prefix index did not take for want of room.", ()),
+    "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),
+    "index_dropped": ("Pages left out of the prefix index because it was full.", ()),
     "events_batches": ("Batches of a worker's events that were applied.", ("worker",)),
     "events_gaps": (
-        "Gaps in the numbers of a worker's batches: seen, and of these lost, because replay could"
-        " not fill them.",
+        "Gaps in the numbers of a worker's batches: seen; and lost, because replay could not fill"
+        " them.",
         ("worker", "outcome"),
     ),
-    "events_restarts": ("Restarts of a worker's publisher that were seen.", ("worker",)),
+    "events_restarts": ("Detected restarts of a worker's publisher.", ("worker",)),
     "events_unmapped": (
         "Blocks of a worker's events that could not be mapped to pages.", ("worker",),
     ),
     "events_skipped": (
-        "Events of a worker that were not applied: of unknown kinds, with LoRA or extra keys, or of"
-        " one medium too many.",
+        "Events of a worker that were not applied: of an unknown kind, with LoRA or extra keys, or"
+        " with too many media.",
         ("worker",),
     ),
     "events_faults": (
-        "What a worker's publisher did that it should not, by cause.", ("worker", "cause"),
+        "Protocol violations and failures of a worker's publisher, by cause.", ("worker", "cause"),
     ),
 }  # fmt: skip
-"""Counters; those of a worker begin anew when its address changes."""
+"""Counters; those of a worker restart at 0 when its address changes."""
 
 
 class Metrics(Collector):
-    """All metrics of one Conductor, in a registry of its own."""
+    """All metrics of one Conductor, in a separate registry."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        """Register everything.
+        """Register all metrics.
 
         Args:
-            snapshot: gives what others keep; called at each scrape, in the loop.
+            snapshot: returns values kept by other objects; called at each scrape, on the event
+                loop.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._snapshot = snapshot
@@ -89,50 +90,54 @@ class Metrics(Collector):
 
         self._requests = counter(
             "requests",
-            "Completions by HTTP status (0: the client left before one) and outcome.",
+            "Completions by outcome and HTTP status (0: the client disconnected first).",
             "status", "outcome",
         )  # fmt: skip
         self._decisions = counter(
-            "decisions", "Times that engines were chosen for a request.", "policy", "plan"
+            "decisions", "Decisions: engines chosen for a request.", "policy", "plan"
         )
-        self._retries = counter(
-            "retries", "Times that a request which an engine failed went to another one."
-        )
+        self._retries = counter("retries", "Requests retried on another engine after a failure.")
         self._failures = counter(
-            "engine_failures", "Requests that an engine failed, retried or not.", "engine"
+            "engine_failures", "Requests that failed at an engine, retried or not.", "engine"
         )
         self._predicted = counter(
             "hit_tokens_predicted",
-            "Prompt tokens of answered requests that the index had where they were sent.",
+            "Cached prompt tokens of answered requests, as predicted by the index.",
         )
         self._measured = counter(
             "hit_tokens_measured",
-            "Prompt tokens of answered requests that the engine did not compute, as it said.",
+            "Cached prompt tokens of answered requests, as reported by the engine.",
         )
         self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._ttft = histogram(
-            "ttft_seconds", "From a request's arrival to the first byte for its client.", _SECONDS
+            "ttft_seconds",
+            "Seconds from a request's arrival to the first byte sent to its client.",
+            _SECONDS,
         )
         self._own = histogram(
-            "own_seconds", "The Conductor's own share of the time to the first byte.", _OWN_SECONDS
+            "own_seconds",
+            "Seconds spent in the Conductor itself before the first byte.",
+            _OWN_SECONDS,
         )
         self._queue = histogram(
-            "queue_seconds", "How long requests waited for an engine.", _SECONDS
+            "queue_seconds", "Seconds that requests waited for an engine.", _SECONDS
         )
         self._lag = Gauge(
             "kvstore_conductor_loop_lag_seconds",
-            "How late the event loop ran a timer, worst of the last second.",
+            "Delay of a timer on the event loop, maximum of the last second.",
             registry=self.registry,
         )
         build = Info(
-            "kvstore_conductor_build", "Always 1; its labels say what runs.", registry=self.registry
+            "kvstore_conductor_build",
+            "Always 1; the labels are the versions.",
+            registry=self.registry,
         )
         build.info({"version": version_of(), "python": platform.python_version()})
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
     def loop_lag(self, seconds: float) -> None:
-        """Record how late the loop was."""
+        """Record the lag of the event loop."""
         self._lag.set(seconds)
 
     def assigned(self, policy: str, plan: str) -> None:
@@ -140,18 +145,18 @@ class Metrics(Collector):
         self._decisions.labels(policy, plan).inc()
 
     def failed(self, engine: str, *, retried: bool) -> None:
-        """An engine failed a request, which may now go elsewhere."""
+        """A request failed at an engine; it may be retried on another one."""
         self._failures.labels(engine).inc()
         if retried:
             self._retries.inc()
 
     def forget(self, engine: str) -> None:
-        """An engine was removed: its series ends."""
+        """An engine was removed: remove its series."""
         with contextlib.suppress(KeyError):
             self._failures.remove(engine)
 
     def refused(self, status: int, outcome: str) -> None:
-        """A request was refused before anything was decided about it."""
+        """A request was refused before a decision was made."""
         self._requests.labels(str(status), outcome).inc()
 
     def ended(self, decision: Decision) -> None:
@@ -170,11 +175,11 @@ class Metrics(Collector):
                 self._measured.inc(measured)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what others keep is only known at a scrape."""
+        """Nothing: the snapshot is only known at a scrape."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """What others keep, at a scrape."""
+        """The values of the snapshot."""
         for name, values in self._snapshot().items():
             kind = CounterMetricFamily if name in _COUNTS else GaugeMetricFamily
             text, labels = _COUNTS.get(name) or _GAUGES[name]
@@ -184,5 +189,5 @@ class Metrics(Collector):
             yield family
 
     def text(self) -> bytes:
-        """The scrape."""
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)

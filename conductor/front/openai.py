@@ -1,4 +1,4 @@
-"""OpenAI's JSON: what clients send, what errors look like, what engines report at the end."""
+"""OpenAI's JSON: requests of clients, errors, and the reports of engines."""
 
 import asyncio
 import math
@@ -16,12 +16,12 @@ ModelName = Annotated[str, msgspec.Meta(max_length=512)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 _BODY_S: Final = 60.0
-"""How long a client may take to send its request."""
+"""Seconds for a client to send its request."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class BadRequestError(Exception):
-    """The client's mistake; names the field."""
+    """An invalid request; names the field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -29,7 +29,7 @@ class BadRequestError(Exception):
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """The fields that the Conductor itself looks at; all others are relayed unseen."""
+    """The fields that the Conductor uses; all others are relayed unchanged."""
 
     prompt: str | Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     model: ModelName | None = None
@@ -45,11 +45,11 @@ class Completion:
     """A checked completion request.
 
     Attributes:
-        fields: every field as the client wrote it; values are JSON text.
+        fields: all fields as sent by the client; values are JSON text.
         prompt: text or token ids.
-        model: None when the client named none.
+        model: requested model, or None.
         stream: whether the answer is a stream.
-        request_id: None when the body has none.
+        request_id: id in the body, or None.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -59,11 +59,11 @@ class Completion:
     request_id: str | None
 
     def body(self) -> bytes:
-        """The request as the client made it."""
+        """The original request."""
         return msgspec.json.encode(self.fields)
 
     def prefill_body(self) -> bytes:
-        """The first half of a pair: one token, no stream, and the wish for a hand-off."""
+        """The request for the first half of a pair: one token, no stream, with a handoff."""
         fields = dict(self.fields)
         fields.pop("stream_options", None)
         fields["max_tokens"] = msgspec.Raw(b"1")
@@ -72,7 +72,7 @@ class Completion:
         return msgspec.json.encode(fields)
 
     def decode_body(self, transfer: msgspec.Raw | None) -> bytes:
-        """The second half: the request itself, with what the prefill engine answered."""
+        """The request for the second half: with the transfer parameters of the prefill engine."""
         if transfer is None:
             return self.body()
         return msgspec.json.encode({**self.fields, "kv_transfer_params": transfer})
@@ -82,10 +82,10 @@ Kind = TypeVar("Kind")
 
 
 def parse(raw: bytes, kind: type[Kind]) -> Kind:
-    """Read a JSON body.
+    """Parse a JSON body.
 
     Raises:
-        BadRequestError: it is no JSON, or a field does not fit; names it.
+        BadRequestError: it is not JSON, or a field is invalid; names it.
     """
     try:
         return read(lambda data: msgspec.json.decode(data, type=kind), raw)
@@ -98,16 +98,16 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
             _, quoted, name = what.partition("field `")
             field = name.rstrip("`") if quoted else "body"
             head, colon, rest = what.partition(": ")
-            if colon and head.isidentifier():  # what one of our own checks says
+            if colon and head.isidentifier():  # message of one of our own checks
                 field, what = head, rest
         raise BadRequestError(field, what) from error
 
 
 async def read_body(http: web.Request) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
-        BadRequestError: it cannot be decompressed, or breaks off.
+        BadRequestError: it cannot be decompressed, or is incomplete.
         HTTPException: it is too long, or takes too long.
     """
     try:
@@ -136,7 +136,7 @@ def parse_completion(raw: bytes) -> Completion:
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's format."""
     kind = _TYPES.get(status, "server_error")
     error = {"message": message, "type": kind, "param": field, "code": code}
     return msgspec.json.encode({"error": error})
@@ -151,7 +151,7 @@ def error_response(
     retry_after_s: float | None = None,
     request_id: str | None = None,
 ) -> web.Response:
-    """The response for :func:`error_body`; 429 and 503 should say when to come back."""
+    """A response with :func:`error_body`; 429 and 503 should have ``retry_after_s``."""
     headers: dict[str, str] = {}
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
@@ -181,7 +181,7 @@ class _Timings(msgspec.Struct):
 
 
 class EngineAnswer(msgspec.Struct):
-    """What the Conductor reads of an engine's answer, or of a stream's last chunk."""
+    """The fields of an engine's answer, or of a stream's last chunk, that the Conductor uses."""
 
     usage: _Usage | None = None
     timings: _Timings | None = None
@@ -189,12 +189,12 @@ class EngineAnswer(msgspec.Struct):
 
     @property
     def transfer(self) -> msgspec.Raw | None:
-        """The hand-off to relay, unchanged; None when the engine gave none."""
+        """The transfer parameters to relay unchanged, or None."""
         raw = self.kv_transfer_params
         return None if isinstance(raw, msgspec.UnsetType) or raw == b"null" else raw
 
     def measured(self) -> Measured | None:
-        """As the decision log keeps it; None when the engine says nothing."""
+        """The measurements for the decision log; None if there are none."""
         if self.usage is None and self.timings is None:
             return None
         usage = self.usage or _Usage()
@@ -216,7 +216,7 @@ class EngineAnswer(msgspec.Struct):
 
 
 def read_answer(raw: bytes) -> EngineAnswer | None:
-    """The engine's JSON answer; None when it is not one."""
+    """Parse an engine's JSON answer; None if it is invalid."""
     try:
         return read(_ANSWER.decode, raw)
     except UnreadableError:

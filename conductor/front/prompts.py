@@ -1,4 +1,4 @@
-"""Prompts as token ids, asked from an engine that serves the model, remembered for a while."""
+"""Tokenises prompts through an engine of the model, with a cache."""
 
 import hashlib
 from collections import OrderedDict
@@ -6,17 +6,19 @@ from typing import Final
 
 import msgspec
 
+from conductor.front.membership import Membership
 from conductor.front.openai import TokenId
-from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.routing.engines import EngineRegistry, Health
 from kvstore.index.reading import UnreadableError, read
 
 TOKENS_KEPT_MAX: Final = 2_000_000
-"""Token ids that the cache holds, all prompts together: a few tens of MB."""
+"""Maximum token ids in the cache, all prompts together: a few tens of MB."""
 _ANSWER_BYTES_MAX: Final = 4 << 20
-"""More would hold the loop for too long; such a prompt is routed without its tokens."""
+"""A larger answer would block the event loop for too long; the prompt is then routed without
+tokens."""
 _PROMPT_TOKENS: Final = 16
-"""What a prompt counts for besides its tokens, so that empty ones are bounded too."""
+"""Constant cost of a prompt in token ids, so that empty prompts are bounded too."""
 _TRIES: Final = 2
 
 
@@ -28,28 +30,28 @@ _TOKENS: Final = msgspec.json.Decoder(_Tokens)
 
 
 class Prompts:
-    """Tokenises; a prompt that was seen lately costs no round trip."""
+    """Tokenises prompts; recent ones need no round trip."""
 
     def __init__(
-        self, registry: EngineRegistry, upstream: Upstream, reports: HealthReports, timeout_s: float
+        self, registry: EngineRegistry, upstream: Upstream, membership: Membership, timeout_s: float
     ) -> None:
         """Start empty.
 
         Args:
-            registry: where engines are looked for.
-            upstream: how they are asked.
-            reports: told of engines that fail.
-            timeout_s: deadline of one question.
+            registry: the engines.
+            upstream: client for engines.
+            membership: receives failures of engines.
+            timeout_s: deadline of one request.
         """
         self._registry = registry
         self._upstream = upstream
-        self._reports = reports
+        self._membership = membership
         self._timeout_s = timeout_s
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._kept = 0
 
     async def tokenize(self, model: str, prompt: str) -> list[int] | None:
-        """The prompt's tokens (not to be changed); None when no engine tells in time."""
+        """The prompt's tokens (do not change the list); None if no engine answers in time."""
         key = hashlib.sha256(model.encode() + b"\0" + prompt.encode(errors="replace")).digest()
         if key in self._known:
             self._known.move_to_end(key)
@@ -61,7 +63,7 @@ class Prompts:
                 tokens = read(_TOKENS.decode, raw).tokens
             except EngineError as error:
                 if error.sick:
-                    self._reports.broke(engine_id)
+                    self._membership.broke(engine_id)
             except (EngineRefusedError, UnreadableError):
                 continue
             else:
@@ -73,8 +75,8 @@ class Prompts:
         """Forward a ``/tokenize`` body to one engine.
 
         Raises:
-            EngineError: the engine is gone, late or broken.
-            EngineRefusedError: it found fault with the body.
+            EngineError: the engine did not answer correctly in time.
+            EngineRefusedError: the engine refused the body.
         """
         engine = self._registry.get(engine_id)
         if engine is None:
@@ -86,7 +88,7 @@ class Prompts:
         return raw
 
     def askable(self, model: str) -> list[str]:
-        """Engines of a model that are not dead, the healthy ones first."""
+        """Engines of a model that are not dead, healthy ones first."""
         engines = [e for e in self._registry.of_model(model) if e.health.state is not Health.DEAD]
         engines.sort(key=lambda engine: engine.health.failures)
         return [engine.info.id for engine in engines]

@@ -1,10 +1,11 @@
 """The path of one completion: check, tokenise, queue, engines, answer.
 
-A request goes to one engine, or to a pair: the prefill engine gets it with ``max_tokens=1`` and the
-wish for a hand-off; what it answers as ``kv_transfer_params`` goes unchanged, with the original
-request, to the decode engine, whose answer the client gets. An engine that fails before the client
-has seen a byte costs a try, and the request starts again elsewhere; afterwards the client gets an
-error event and the end of the stream, never a silent repeat.
+A request is sent to one engine, or to a pair. In a pair, the prefill engine gets it with
+``max_tokens=1`` and ``do_remote_decode``; the ``kv_transfer_params`` of its answer are sent
+unchanged, with the original request, to the decode engine, whose answer the client gets. If an
+engine fails before the first byte was sent to the client, the request is retried on other engines.
+After the first byte the client gets an error event and the end of the stream; the request is never
+repeated silently.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import Final, NamedTuple
 from aiohttp import web
 
 from conductor.config import DeadlineConfig, QueueConfig
+from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import (
     BadRequestError,
@@ -31,35 +33,36 @@ from conductor.front.openai import (
     read_stream_end,
 )
 from conductor.front.prompts import Prompts
-from conductor.front.upstream import EngineError, EngineRefusedError, HealthReports, Upstream
+from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.routing.decisions import Attempt, Decision, DecisionLog
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import Plan, Waiting
 from conductor.routing.prefixes import PrefixView
-from conductor.routing.queue import RejectedError
+from conductor.routing.queue import QueueRules, RejectedError
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TAIL_PIECES: Final = 4
-"""Last pieces of a stream that are kept to read usage and timings from."""
+"""Number of last pieces of a stream that are kept, to read usage and timings."""
 
 
 class Parts(NamedTuple):
-    """What the proxy works with."""
+    """The parts that the proxy uses."""
 
     registry: EngineRegistry
     queue: RequestQueue
+    rules: QueueRules
     prefixes: PrefixView
     prompts: Prompts
     upstream: Upstream
     decisions: DecisionLog
     metrics: Metrics
-    reports: HealthReports
+    membership: Membership
     clock: Callable[[], float]
 
 
 class _Run:
-    """One completion on its way, and the clock readings that its decision is made of."""
+    """One completion in progress, with the times for its decision."""
 
     def __init__(
         self, http: web.Request, body: Completion, decision: Decision, arrived: float, number: int
@@ -69,8 +72,8 @@ class _Run:
         self.decision = decision
         self.arrived = arrived
         self.number = number
-        self.elsewhere_s = 0.0  # waiting for engines' answers and for a free engine, until now
-        self.response: web.StreamResponse | None = None  # once the client has seen a byte
+        self.elsewhere_s = 0.0  # waiting for engines so far
+        self.response: web.StreamResponse | None = None  # set after the first byte
 
     @property
     def headers(self) -> dict[str, str]:
@@ -87,13 +90,13 @@ class Proxy:
     def __init__(
         self, parts: Parts, policy: str, queue: QueueConfig, deadline: DeadlineConfig
     ) -> None:
-        """Wire it up.
+        """Connect the parts.
 
         Args:
             parts: shared with the rest of the service.
-            policy: name that decisions carry.
-            queue: how long and how often a request may try.
-            deadline: how long engines may take.
+            policy: name of the policy, for decisions.
+            queue: limits of waits and tries.
+            deadline: deadlines for engines.
         """
         self._parts = parts
         self._policy = policy
@@ -110,23 +113,23 @@ class Proxy:
             self.idle.set()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """Handle one request, whatever becomes of it.
+        """Handle one request.
 
         Raises:
-            BadRequestError: names the field.
+            BadRequestError: the request is invalid; names the field.
         """
         arrived = self._parts.clock()
         if self.closing:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
-        if self.active >= self._parts.queue.rules.requests_max:
+        if self.active >= self._parts.rules.requests_max:
             self._parts.metrics.refused(429, "rejected")
             return error_response(
                 429,
                 "queue_full",
-                f"{self.active} requests are here already",
-                retry_after_s=self._parts.queue.rules.retry_after_s,
+                f"{self.active} requests are in progress already",
+                retry_after_s=self._parts.rules.retry_after_s,
             )
         raw = await read_body(http)
         try:
@@ -164,7 +167,7 @@ class Proxy:
             raise
         except asyncio.CancelledError:
             decision.outcome = "client_gone"
-            decision.detail = "the client has gone, or the Conductor was stopped"
+            decision.detail = "the client disconnected, or the Conductor was stopped"
             raise
         finally:
             self.active -= 1
@@ -174,7 +177,7 @@ class Proxy:
             self._notice_idle()
 
     async def _answer(self, run: _Run) -> web.StreamResponse:
-        """Try engines until one has answered."""
+        """Try engines until one answers."""
         parts, decision = self._parts, run.decision
         tokens = await self._tokens(run)
         waiting = Waiting(
@@ -210,7 +213,7 @@ class Proxy:
                     retry = run.response is None and tries_left > 0
                     parts.metrics.failed(error.engine, retried=retry)
                     if error.sick:
-                        parts.reports.broke(error.engine)
+                        parts.membership.broke(error.engine)
                     if run.response is not None:
                         return await self._give_up(run, 502, "engine_failed", str(error))
                     excluded = waiting.excluded | {error.engine}
@@ -223,13 +226,13 @@ class Proxy:
                 except EngineRefusedError as error:
                     attempt.outcome = str(error)
                     return self._relay_refusal(run, error)
-        what = f"{self._queue.tries} tries failed; the last: {last_error}"
+        what = f"{self._queue.tries} tries failed; the last error: {last_error}"
         return await self._give_up(
-            run, 503, "engines_failed", what, retry_after_s=parts.queue.rules.retry_after_s
+            run, 503, "engines_failed", what, retry_after_s=parts.rules.retry_after_s
         )
 
     async def _tokens(self, run: _Run) -> list[int] | None:
-        """The prompt as token ids, when the policy goes by them or they are there anyway."""
+        """The prompt as token ids, if the policy needs them or the request has them."""
         if isinstance(run.body.prompt, list):
             return run.body.prompt
         if not self._parts.prefixes.needed:
@@ -257,21 +260,21 @@ class Proxy:
                 attempt.prefill_s = parts.clock() - started
                 run.elsewhere_s += attempt.prefill_s
             lease.release(assign.prefill)
-            parts.reports.worked(assign.prefill)
+            parts.membership.worked(assign.prefill)
             answer = read_answer(raw)
             if answer is None:
-                raise EngineError(assign.prefill, "its answer is no JSON")
+                raise EngineError(assign.prefill, "its answer is not JSON")
             attempt.prefilled = answer.measured()
-            body = run.body.decode_body(answer.transfer)  # without one, decode computes again
+            body = run.body.decode_body(answer.transfer)  # without one, decode computes the prompt
         if run.body.stream:
             return await self._stream(run, assign.decode, body, attempt)
         return await self._whole(run, assign.decode, body, attempt)
 
     def _url(self, engine_id: str) -> str:
-        """Where an engine takes completions.
+        """URL of an engine's completions.
 
         Raises:
-            EngineError: it was removed since it was chosen.
+            EngineError: it was removed after it was chosen.
         """
         engine = self._parts.registry.get(engine_id)
         if engine is None:
@@ -281,7 +284,7 @@ class Proxy:
     async def _whole(
         self, run: _Run, engine: str, body: bytes, attempt: Attempt
     ) -> web.StreamResponse:
-        """One JSON answer."""
+        """Relay one JSON answer."""
         parts = self._parts
         started = parts.clock()
         try:
@@ -294,7 +297,7 @@ class Proxy:
             )
         finally:
             run.elsewhere_s += parts.clock() - started
-        parts.reports.worked(engine)
+        parts.membership.worked(engine)
         answer = read_answer(raw)
         attempt.served = answer.measured() if answer else None
         attempt.outcome = "ok"
@@ -305,7 +308,7 @@ class Proxy:
     async def _stream(
         self, run: _Run, engine: str, body: bytes, attempt: Attempt
     ) -> web.StreamResponse:
-        """Server-sent events, passed on as they come, whole events at a time."""
+        """Relay server-sent events, whole events at a time."""
         parts = self._parts
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         started = parts.clock()
@@ -319,7 +322,7 @@ class Proxy:
                 await self._write(run.response, piece)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
-        parts.reports.worked(engine)
+        parts.membership.worked(engine)
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
         attempt.outcome = "ok"
@@ -328,7 +331,7 @@ class Proxy:
         return run.response
 
     async def _begin(self, run: _Run) -> web.StreamResponse:
-        """The client sees a byte: from here on nothing is repeated."""
+        """Send the first byte to the client: no retries after this."""
         headers = {
             **run.headers,
             "Content-Type": "text/event-stream; charset=utf-8",
@@ -341,7 +344,7 @@ class Proxy:
         return response
 
     async def _write(self, response: web.StreamResponse, piece: bytes) -> None:
-        """Give the client a piece; one that does not read in time has gone."""
+        """Send a piece to the client; a client that does not read in time is disconnected."""
         try:
             async with asyncio.timeout(self._deadline.idle_s):
                 await response.write(piece)
@@ -358,7 +361,7 @@ class Proxy:
     async def _give_up(
         self, run: _Run, status: int, code: str, why: str, *, retry_after_s: float | None = None
     ) -> web.StreamResponse:
-        """Tell the client: with a status, or with an error event when the stream has begun."""
+        """Send an error: a status, or an error event if the stream has begun."""
         decision = run.decision
         decision.detail = why
         if run.response is None:
@@ -374,8 +377,8 @@ class Proxy:
         return run.response
 
     def _relay_refusal(self, run: _Run, error: EngineRefusedError) -> web.Response:
-        """The engine's own words: it knows best what is wrong with the request."""
-        self._parts.reports.worked(error.engine)
+        """Relay the engine's own refusal."""
+        self._parts.membership.worked(error.engine)
         run.decision.status, run.decision.outcome = error.status, "refused"
         run.decision.detail = str(error)
         return web.Response(
@@ -387,7 +390,7 @@ class Proxy:
 
 
 def _request_id(http: web.Request, body: Completion) -> str:
-    """The client's own id when it is one, else a new one."""
+    """The client's id if it is valid, else a new one."""
     for wanted in (http.headers.get("X-Request-Id"), body.request_id):
         if wanted and _REQUEST_ID.fullmatch(wanted):
             return wanted

@@ -1,14 +1,14 @@
-"""Talking to engines over HTTP: every call has deadlines, and ends as an answer or an error.
+"""HTTP client for engines: every call has deadlines, and ends with an answer or an error.
 
-:class:`EngineError` means that this engine could not serve the request and another one may;
-:class:`EngineRefusedError` is an answer that every engine would give (a bad request), to be
+:class:`EngineError` means that this engine failed and another one may serve the request;
+:class:`EngineRefusedError` is an answer that every engine would give (a bad request) and is
 relayed.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import aiohttp
 
@@ -16,11 +16,11 @@ from conductor.config import DeadlineConfig
 from kvstore.process.faults import printable
 
 EVENT_BYTES_MAX: Final = 4 << 20
-"""One server-sent event; the last one of a stream carries usage and timings, the others a token."""
+"""Maximum size of one server-sent event; the last one of a stream has usage and timings."""
 ANSWER_BYTES_MAX: Final = 16 << 20
-"""A whole completion."""
+"""Maximum size of a whole completion."""
 SMALL_ANSWER_BYTES_MAX: Final = 1 << 20
-"""What an engine says of itself or of an error."""
+"""Maximum size of an engine's description or error."""
 _HEADER_BYTES_MAX: Final = 16 << 10
 _UNKNOWN_TYPE: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
@@ -31,7 +31,7 @@ class EngineError(Exception):
 
     Attributes:
         engine: its id.
-        sick: counts against its health; False when it only said that it is busy.
+        sick: counts against its health; False if it is only busy.
     """
 
     def __init__(self, engine: str, what: str, *, sick: bool = True) -> None:
@@ -41,7 +41,7 @@ class EngineError(Exception):
 
 
 class EngineRefusedError(Exception):
-    """An engine found fault with the request itself."""
+    """An engine refused the request as invalid."""
 
     def __init__(self, engine: str, status: int, body: bytes, content_type: str) -> None:
         super().__init__(f"engine {engine} answered {status}")
@@ -51,19 +51,9 @@ class EngineRefusedError(Exception):
         self.content_type = content_type
 
 
-class HealthReports(Protocol):
-    """Whoever wants to know how engines are."""
-
-    def worked(self, engine_id: str) -> None:
-        """The engine has answered."""
-
-    def broke(self, engine_id: str) -> None:
-        """The engine was gone, late or broken."""
-
-
 @asynccontextmanager
 async def _foreign_errors(engine: str, what: str) -> AsyncIterator[None]:
-    """Errors of the HTTP client as :class:`EngineError`."""
+    """Translate errors of the HTTP client to :class:`EngineError`."""
     try:
         yield
     except TimeoutError as error:
@@ -74,20 +64,20 @@ async def _foreign_errors(engine: str, what: str) -> AsyncIterator[None]:
 
 
 class Upstream:
-    """One HTTP client for all engines; connections are kept and re-used."""
+    """One HTTP client for all engines; connections are reused."""
 
     def __init__(self, deadline: DeadlineConfig) -> None:
-        """Make the client; a loop must be running.
+        """Create the client; an event loop must be running.
 
         Args:
-            deadline: how long engines may take.
+            deadline: deadlines for engines.
         """
         self._deadline = deadline
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=deadline.connect_s),
             cookie_jar=aiohttp.DummyCookieJar(),
-            # A few bytes could become more than there is memory: we never ask for that.
+            # Never accept compressed answers: a few bytes could expand to more than memory.
             auto_decompress=False,
             headers={"Accept-Encoding": "identity"},
             max_line_size=_HEADER_BYTES_MAX,
@@ -99,10 +89,10 @@ class Upstream:
         await self._session.close()
 
     async def get(self, engine: str, url: str, timeout_s: float) -> bytes:
-        """The body of a small answer with status 200.
+        """GET a small answer with status 200; returns its body.
 
         Raises:
-            EngineError: anything else.
+            EngineError: any other answer, or none.
         """
         async with (
             _foreign_errors(engine, f"GET {url}"),
@@ -124,11 +114,11 @@ class Upstream:
         headers: Mapping[str, str] | None = None,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[bytes, str]:
-        """The whole body of an answer, and its content type.
+        """POST a request; returns the whole body of the answer, and its content type.
 
         Raises:
-            EngineError: the engine is gone, late, busy or broken.
-            EngineRefusedError: it found fault with the request.
+            EngineError: the engine did not answer correctly in time, or is busy.
+            EngineRefusedError: the engine refused the request.
         """
         async with (
             _foreign_errors(engine, "POST"),
@@ -140,7 +130,7 @@ class Upstream:
     async def _open(
         self, engine: str, url: str, body: bytes, headers: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
-        """Send a request; the answer's status is good, its body not read yet."""
+        """Send a request; returns an answer with a good status, body not read yet."""
         send = {"Content-Type": "application/json", **(headers or {})}
         answer = await self._session.post(url, data=body, headers=send, allow_redirects=False)
         if answer.status == 200 and "Content-Encoding" not in answer.headers:
@@ -156,15 +146,15 @@ class Upstream:
     async def stream(
         self, engine: str, url: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """A stream of server-sent events, in pieces of one or more whole events.
+        """POST a request; yields a stream of server-sent events, in pieces of whole events.
 
-        The pieces raise :class:`EngineError` when the engine breaks off, falls silent, or ends
-        before it said ``[DONE]``. Leaving the context closes the connection, by which the engine
-        learns that nobody listens.
+        Iterating raises :class:`EngineError` if the connection breaks, the engine stops sending, or
+        the stream ends before ``[DONE]``. Leaving the context closes the connection, so that the
+        engine cancels the request.
 
         Raises:
-            EngineError: the engine is gone, late, busy or broken.
-            EngineRefusedError: it found fault with the request.
+            EngineError: the engine did not answer correctly in time, or is busy.
+            EngineRefusedError: the engine refused the request.
         """
         async with (
             _foreign_errors(engine, "POST"),
@@ -174,7 +164,7 @@ class Upstream:
         try:
             yield self._events(engine, answer)
         finally:
-            answer.close()  # an answer read to its end has given its connection back already
+            answer.close()  # a completely read answer has released its connection already
 
     async def _events(self, engine: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         rest, done = bytearray(), False
@@ -186,7 +176,7 @@ class Upstream:
                 if rest.strip() or not done:
                     raise EngineError(engine, "the stream ended before it was complete")
                 return
-            seen = max(0, len(rest) - 3)  # no end of an event begins before that
+            seen = max(0, len(rest) - 3)  # an end of an event cannot begin before this
             rest += piece
             end = max(rest.rfind(b"\n\n", seen) + 2, rest.rfind(b"\r\n\r\n", seen) + 4)
             if end >= 4:
@@ -200,16 +190,16 @@ class Upstream:
 
 
 def _content_type(answer: aiohttp.ClientResponse) -> str:
-    """The kind of body, without parameters: one that can be passed on."""
+    """The content type without parameters, in a form that can be relayed."""
     kind = answer.content_type
     return kind if kind.isascii() and kind.isprintable() and ";" not in kind else _UNKNOWN_TYPE
 
 
 async def _read(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
-        ValueError: it is longer than any answer should be.
+        ValueError: it is too long.
     """
     pieces: list[bytes] = []
     size = 0

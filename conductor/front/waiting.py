@@ -1,10 +1,10 @@
-"""Requests wait here for the engines that the rules of the queue give them.
+"""The queue in which requests wait for engines.
 
-A request asks with :meth:`RequestQueue.assign` and waits; :meth:`RequestQueue.pump` has the rules
-decide about everything that waits, after each arrival, completion, health change and KV event. What
-was assigned is given back by its :class:`Lease`.
+A request calls :meth:`RequestQueue.assign` and waits. :meth:`RequestQueue.pump` runs the scheduler
+for all waiting requests, after each arrival, completion, health change and KV event. A
+:class:`Lease` releases the assigned engines.
 
-One event loop owns all of it; nothing here is locked.
+One event loop owns everything; there are no locks.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from conductor.routing.queue import QueueRules, RejectedError, closing
 
 
 class Lease:
-    """Room at the engines of one assignment; given back once, at the latest when left."""
+    """The capacity of one assignment; released once, at the latest when the context is left."""
 
     def __init__(self, queue: "RequestQueue", assign: Assign) -> None:
         self.assign = assign
@@ -25,7 +25,7 @@ class Lease:
         self._held = {assign.prefill, assign.decode}
 
     def release(self, engine_id: str) -> None:
-        """Give one engine's room back; a second call does nothing."""
+        """Release one engine; a second call does nothing."""
         if engine_id in self._held:
             self._held.remove(engine_id)
             self._queue.released(engine_id)
@@ -44,17 +44,17 @@ class Lease:
 
 
 class RequestQueue:
-    """Who waits for what the rules decide.
+    """The waiting requests as futures.
 
     Attributes:
-        rules: what waits and what is in flight.
+        rules: the waiting requests and those in flight.
     """
 
     def __init__(self, rules: QueueRules, clock: Callable[[], float]) -> None:
         """Start empty.
 
         Args:
-            rules: nobody else lets requests in or schedules them.
+            rules: the rules; used only by this queue.
             clock: seconds, monotonic.
         """
         self.rules = rules
@@ -69,8 +69,8 @@ class RequestQueue:
         """Wait for engines.
 
         Args:
-            waiting: its deadline bounds the wait.
-            again: an engine failed it; it is not refused for a full queue.
+            waiting: the request; its deadline limits the wait.
+            again: it failed at an engine; do not reject it because of a full queue.
 
         Raises:
             RejectedError: the queue is full or closed, no engine is left, or it waited too long.
@@ -86,7 +86,7 @@ class RequestQueue:
             raise
 
     def _withdraw(self, number: int, answer: asyncio.Future[Assign]) -> None:
-        """The client has gone: leave the queue, or give back what was just assigned."""
+        """The client disconnected: leave the queue, or release the assignment."""
         if self._answers.get(number) is answer:
             self._leave(number)
         elif answer.done() and not answer.cancelled() and not answer.exception():
@@ -98,14 +98,14 @@ class RequestQueue:
         self.rules.remove(number)
 
     def released(self, engine_id: str) -> None:
-        """A request has left an engine."""
+        """A request at an engine has ended."""
         self.rules.released(engine_id, self._clock())
         self.pump()
 
     def pump(self) -> None:
-        """Schedule what waits; never waits itself."""
+        """Schedule waiting requests; does not block."""
         for number in [n for n, answer in self._answers.items() if answer.done()]:
-            self._leave(number)  # its client has gone
+            self._leave(number)  # its client has disconnected
         for decision in self.rules.schedule(self._clock()):
             answer = self._answers.pop(decision.request)
             if isinstance(decision, Assign):
@@ -126,7 +126,7 @@ class RequestQueue:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.pump)
 
     def close(self) -> None:
-        """Refuse what waits and what comes."""
+        """Reject waiting requests and new ones."""
         self.rules.close()
         for answer in self._answers.values():
             if not answer.done():

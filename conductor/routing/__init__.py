@@ -1,1 +1,1 @@
-"""Who serves which request: engines, the prefixes they need not compute, the queue, the choice."""
+"""Routing: engines, their cached prefixes, the queue, policies and the decision log. Pure."""

@@ -1,7 +1,7 @@
-"""The decision log: why each request went where it went, and what came of it.
+"""The decision log: the engines chosen for each request, the reasons, and the result.
 
-A decision is opened when a request arrives, gets one attempt each time engines are chosen for it,
-and is joined with what was measured when it ends. The log keeps the newest ones, in memory only.
+A decision is created when a request arrives. It gets one attempt each time engines are chosen, and
+the measured values when the request ends. The log keeps the newest decisions, in memory only.
 """
 
 from collections import OrderedDict
@@ -14,17 +14,17 @@ from conductor.routing.policy import Assign, Candidate
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """What an engine said about a request, from its ``usage`` and ``timings``.
+    """An engine's measurements of a request, from its ``usage`` and ``timings``.
 
     Attributes:
-        prompt_tokens: of the prompt.
-        completion_tokens: of the output.
-        cached_tokens: prompt tokens that were in the engine's own cache.
-        restored_tokens: prompt tokens that were restored from a node.
-        restored_bytes: as ``restored_tokens``.
-        queue_s: waiting in the engine.
-        restore_s: lookup and restore.
-        compute_s: computing.
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens of the output.
+        cached_tokens: prompt tokens found in the engine's own cache.
+        restored_tokens: prompt tokens restored from a node.
+        restored_bytes: bytes restored from a node.
+        queue_s: seconds waiting in the engine.
+        restore_s: seconds for lookup and restore.
+        compute_s: seconds computing.
     """
 
     prompt_tokens: int | None = None
@@ -38,7 +38,7 @@ class Measured(msgspec.Struct, kw_only=True):
 
     @property
     def hit_tokens(self) -> int | None:
-        """Prompt tokens that were not computed; None when the engine does not say."""
+        """Prompt tokens that were not computed; None if the engine does not report them."""
         if self.cached_tokens is None and self.restored_tokens is None:
             return None
         return (self.cached_tokens or 0) + (self.restored_tokens or 0)
@@ -49,16 +49,16 @@ class Attempt(msgspec.Struct, kw_only=True):
 
     Attributes:
         plan: ``alone`` or ``pair``.
-        prefill: engine that prefills.
-        decode: engine that the client's tokens come from.
-        reason: what the policy went by.
-        predicted_hit_tokens: prompt tokens that ``prefill`` was believed not to have to compute.
-        candidates: every engine of the model with its numbers.
-        assigned_s: after the arrival.
-        prefill_s: how long the first half of a pair took; None when there was none.
-        outcome: empty while it runs; ``ok``, or what went wrong and where.
-        prefilled: what the prefill engine measured, of a pair.
-        served: what the engine that answered measured.
+        prefill: engine for the prefill.
+        decode: engine that generates the tokens.
+        reason: reason of the policy.
+        predicted_hit_tokens: prompt tokens that ``prefill`` has cached, according to the index.
+        candidates: all engines of the model with their numbers.
+        assigned_s: seconds from arrival to the assignment.
+        prefill_s: duration of the first half of a pair; None if there was none.
+        outcome: empty while it runs; then ``ok`` or the error.
+        prefilled: measurements of the prefill engine of a pair.
+        served: measurements of the engine that answered.
     """
 
     plan: str
@@ -75,26 +75,25 @@ class Attempt(msgspec.Struct, kw_only=True):
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """One request.
+    """The decision on one request.
 
     Attributes:
         id: the response header ``X-Request-Id``.
-        at: when it arrived, ISO 8601.
-        model: model that it asked for.
+        at: time of arrival, ISO 8601.
+        model: requested model.
         policy: name of the policy.
-        stream: whether the client asked for a stream.
-        prompt_tokens: None while (or because) the prompt was not tokenised.
-        tokenize_s: spent on that.
-        queue_s: waiting for an engine, all attempts together.
-        attempts: in order; empty when it was refused at once.
-        status: HTTP status that the client got; None while it runs.
+        stream: whether the client requested a stream.
+        prompt_tokens: number of prompt tokens; None if the prompt was not tokenised.
+        tokenize_s: seconds for tokenising.
+        queue_s: seconds waiting for an engine, all attempts together.
+        attempts: attempts in order; empty if it was refused at once.
+        status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
             the first byte), ``client_gone``.
-        detail: what happened, when it is not ``ok``.
-        ttft_s: arrival to the first byte for the client; None when there was none.
-        conductor_s: the Conductor's own share of ``ttft_s``: neither waiting for engines' answers
-            nor for a free engine.
-        total_s: arrival to the end.
+        detail: the error, if not ``ok``.
+        ttft_s: seconds from arrival to the first byte for the client; None if there was none.
+        conductor_s: part of ``ttft_s`` spent in the Conductor itself, without waiting for engines.
+        total_s: seconds from arrival to the end.
     """
 
     id: str
@@ -114,7 +113,7 @@ class Decision(msgspec.Struct, kw_only=True):
     total_s: float | None = None
 
     def attempted(self, assign: Assign, assigned_s: float) -> Attempt:
-        """Record that engines were chosen."""
+        """Add an attempt for an assignment."""
         attempt = Attempt(
             plan=str(assign.plan),
             prefill=assign.prefill,
@@ -129,7 +128,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
     @property
     def measured_hit_tokens(self) -> int | None:
-        """Prompt tokens that the engine which prefilled did not compute; None when unknown."""
+        """Prompt tokens that the prefilling engine did not compute; None if unknown."""
         if not self.attempts:
             return None
         last = self.attempts[-1]
@@ -138,7 +137,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class DecisionLog:
-    """The newest ``kept`` decisions, by id."""
+    """The newest ``kept`` decisions by id."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
@@ -147,7 +146,7 @@ class DecisionLog:
     def open(
         self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
     ) -> Decision:
-        """Start a decision; one of the same id is replaced, the oldest one goes when full."""
+        """Create a decision; replaces one with the same id; removes the oldest if full."""
         when = at.isoformat(timespec="milliseconds")
         decision = Decision(id=request_id, at=when, model=model, policy=policy, stream=stream)
         self._decisions.pop(request_id, None)
@@ -157,7 +156,7 @@ class DecisionLog:
         return decision
 
     def get(self, request_id: str) -> Decision | None:
-        """The decision of that id, if it is still kept."""
+        """The decision with this id, if still kept."""
         return self._decisions.get(request_id)
 
     def newest(self, limit: int) -> list[Decision]:

@@ -1,4 +1,4 @@
-"""The engines the Conductor knows, and how well each of them is. Pure: time is passed in.
+"""The registered engines and their health. Pure: the caller passes the time.
 
 ::
 
@@ -7,9 +7,9 @@
       ▲                       │                                          │
       └───────────────────────┴──── a success, or registering again ◄────┘
 
-A failure is a request that the engine broke or a health probe that it missed; a refusal (busy, bad
-request) is not. A suspect engine is used when no engine is alive, and is probed at once; a dead one
-is never used and is probed ever more rarely, up to a bound.
+A failure is a request that failed at the engine, or a missed health probe; a refusal (busy, bad
+request) is not a failure. A suspect engine is used only if no engine is alive, and is probed at
+once. A dead engine is never used, and is probed at growing intervals, up to a limit.
 """
 
 import enum
@@ -20,11 +20,11 @@ from typing import Final
 import msgspec
 
 _SUSPECT_PROBE_FACTOR: Final = 0.25
-"""A suspect engine is probed this much sooner than one that is well: its fate matters now."""
+"""Factor for the probe interval of a suspect engine, compared with a healthy one."""
 
 
 class Role(enum.StrEnum):
-    """What an engine does for a request."""
+    """The role of an engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -32,7 +32,7 @@ class Role(enum.StrEnum):
 
 
 class Health(enum.StrEnum):
-    """What the Conductor believes about an engine."""
+    """The health of an engine."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -40,20 +40,20 @@ class Health(enum.StrEnum):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is; changes only when it registers again.
+    """The properties of an engine; they change only when it registers again.
 
     Attributes:
-        id: names it in decisions, metrics and events.
-        role: what it may be used for.
+        id: name in decisions, metrics and events.
+        role: its role.
         url: ``http://host:port``, no trailing slash.
         model: model it serves.
-        page_tokens: tokens in a page of its space, at least 1.
-        domain: what its pages are indexed under: the hex digest of its space, or
-            ``model:<model>`` for an engine that knows no space.
+        page_tokens: tokens per page of its space, at least 1.
+        domain: domain of its pages in the index: the hex digest of its space, or ``model:<model>``
+            for an engine without a space.
         events: endpoint of its KV events, or None.
-        events_replay: endpoint where missed batches are asked for, or None.
-        node: id of the kvstore node it reads from, or None.
-        max_running: requests it may have in flight, at least 1.
+        events_replay: endpoint for missed batches, or None.
+        node: id of the kvstore node it uses, or None.
+        max_running: maximum requests in flight, at least 1.
     """
 
     id: str
@@ -74,8 +74,8 @@ class EngineHealth:
 
     Attributes:
         state: see the module.
-        failures: in a row; 0 exactly when the engine is alive.
-        probe_at: when it is to be probed next, on the caller's clock.
+        failures: failures in a row; 0 if and only if the engine is alive.
+        probe_at: time of the next probe, on the caller's clock.
     """
 
     probe_s: float
@@ -86,13 +86,13 @@ class EngineHealth:
     failures: int = 0
 
     def succeeded(self, now: float) -> None:
-        """A request or a probe went well, or the engine registered again."""
+        """A request or probe succeeded, or the engine registered again."""
         self.failures = 0
         self.state = Health.ALIVE
         self.probe_at = now + self.probe_s
 
     def failed(self, now: float) -> None:
-        """A request broke, or a probe was missed."""
+        """A request or probe failed."""
         self.failures += 1
         if self.failures >= self.dead_after:
             self.state = Health.DEAD
@@ -104,7 +104,7 @@ class EngineHealth:
         self.check()
 
     def probe_started(self, now: float) -> None:
-        """No second probe before this one has had its time."""
+        """Postpone the next probe, so that two probes do not overlap."""
         self.probe_at = now + self.backoff_s_max
 
     def check(self) -> None:
@@ -123,13 +123,13 @@ class Engine:
 
 @dataclass(slots=True)
 class EngineRegistry:
-    """All and only the engines that were registered and not removed since.
+    """The registered engines.
 
     Attributes:
-        probe_s: between two probes of a healthy engine.
-        dead_after: failures in a row that make an engine dead.
-        backoff_s_max: longest pause between probes.
-        engines_max: further engines are refused.
+        probe_s: seconds between two probes of a healthy engine.
+        dead_after: failures in a row after which an engine is dead.
+        backoff_s_max: maximum pause between probes.
+        engines_max: maximum number of engines.
     """
 
     probe_s: float = 1.0
@@ -139,10 +139,10 @@ class EngineRegistry:
     _engines: dict[str, Engine] = field(default_factory=dict)
 
     def register(self, info: EngineInfo, now: float) -> EngineInfo | None:
-        """Add an engine, or replace and revive the one of that id.
+        """Add an engine, or replace and revive the one with this id.
 
         Returns:
-            what the engine was before; None when it is new.
+            The previous properties; None if it is new.
         """
         known = self._engines.get(info.id)
         if known is not None:
@@ -156,16 +156,16 @@ class EngineRegistry:
 
     @property
     def full(self) -> bool:
-        """No engine with a new id is taken."""
+        """Whether no further engine can be added."""
         return len(self._engines) >= self.engines_max
 
     def remove(self, engine_id: str) -> EngineInfo | None:
-        """Forget an engine; None when it was not known."""
+        """Remove an engine; returns None if it is unknown."""
         engine = self._engines.pop(engine_id, None)
         return engine.info if engine else None
 
     def get(self, engine_id: str) -> Engine | None:
-        """The engine of that id."""
+        """The engine with this id."""
         return self._engines.get(engine_id)
 
     def __iter__(self) -> Iterator[Engine]:
@@ -175,15 +175,15 @@ class EngineRegistry:
         return len(self._engines)
 
     def of_model(self, model: str) -> list[Engine]:
-        """Every engine that serves ``model``, however well it is."""
+        """All engines that serve ``model``, whatever their health."""
         return [engine for engine in self if engine.info.model == model]
 
     def models(self) -> list[str]:
-        """Every model that some engine serves, sorted."""
+        """All served models, sorted."""
         return sorted({engine.info.model for engine in self})
 
     def can_serve(self) -> bool:
-        """Some model has a mixed engine, or a prefill and a decode engine, that is not dead."""
+        """Whether some model has live engines: a mixed one, or a prefill and a decode one."""
         for model in self.models():
             roles = {e.info.role for e in self.of_model(model) if e.health.state is not Health.DEAD}
             if Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles:
@@ -195,5 +195,5 @@ class EngineRegistry:
         return [engine for engine in self if engine.health.probe_at <= now]
 
     def next_probe_at(self) -> float | None:
-        """When the next probe is due; None without engines."""
+        """Time of the next probe; None without engines."""
         return min((engine.health.probe_at for engine in self), default=None)

@@ -1,13 +1,13 @@
-"""Who serves which request: one pure function, called on arrivals, completions and events.
+"""Chooses engines for requests: one pure function, called on arrivals, completions and events.
 
-``schedule(view, waiting, now)`` gives exactly one :class:`Assign`, :class:`Hold` or :class:`Reject`
-for every waiting request. The skeleton is the same for every policy; a policy is the order in which
-it likes engines, and is chosen by name from :data:`POLICIES`.
+``schedule(view, waiting, now)`` returns exactly one :class:`Assign`, :class:`Hold` or
+:class:`Reject` for each waiting request. A policy is an order of preference of engines, chosen by
+name from :data:`POLICIES`; everything else is the same for all policies.
 
-A **first** engine prefills: a prefill engine (which then needs a second one to decode), or a mixed
-engine, which serves alone. A **second** engine is a decode engine, or a mixed one when no decode
-engine is left. Without a first or without a second engine the request is refused, not held.
-Suspect engines are used only where no engine is alive, dead ones never.
+A **first** engine prefills: a prefill engine (which needs a second one to decode), or a mixed
+engine, which serves alone. A **second** engine is a decode engine, or a mixed one if no decode
+engine is left. If no first or no second engine exists, the request is rejected, not held. Suspect
+engines are used only if no engine is alive, dead engines never.
 """
 
 import enum
@@ -20,10 +20,10 @@ import msgspec
 from conductor.routing.engines import Health, Role
 
 HERD_LOAD_GAP: Final = 0.5
-"""A longer prefix does not attract when its engine's load is this much above the least one.
+"""A longer prefix is ignored if the load of its engine is this much above the lowest load.
 
-Loads are fractions of ``max_running``. Hot prefixes otherwise collect all load on one engine while
-others idle (reported against several cache-aware routers).
+Loads are fractions of ``max_running``. Otherwise one engine gets all requests with a popular prefix
+while others are idle (reported for several cache-aware routers).
 """
 
 
@@ -43,7 +43,7 @@ class Prefix(NamedTuple):
     Attributes:
         local: longest prefix in the engine's own cache.
         node: longest prefix on nodes it can read from.
-        usable: longest prefix of which every page is in one or the other.
+        usable: longest prefix of which each page is in either.
     """
 
     local: int = 0
@@ -61,11 +61,11 @@ class EngineView:
     Attributes:
         id: its name.
         model: model it serves.
-        role: what it may be used for.
-        health: what is believed about it.
+        role: its role.
+        health: its health.
         in_flight: requests assigned to it and not released.
-        max_running: bound of ``in_flight``.
-        last_assigned: number of the assignment that it got last; 0 = none yet.
+        max_running: maximum of ``in_flight``.
+        last_assigned: number of its last assignment; 0 = none yet.
     """
 
     id: str
@@ -79,13 +79,13 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A request that no engine has.
+    """A waiting request.
 
     Attributes:
-        number: unique; grows with arrival.
-        model: model that it wants.
-        deadline: from then on it is refused rather than held.
-        excluded: engines that failed it already.
+        number: unique; increases in order of arrival.
+        model: requested model.
+        deadline: time from which on it is rejected instead of held.
+        excluded: engines at which it has already failed.
     """
 
     number: int
@@ -99,13 +99,13 @@ Prefixes = Callable[[Waiting], Mapping[str, Prefix]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Everything that a decision may depend on, besides the requests.
+    """Everything that a decision depends on, besides the requests.
 
     Attributes:
-        engines: all registered ones.
-        assigned: assignments made so far.
-        prefixes: a request's prefix at each engine (by id; absent = none), as the index has it.
-        retry_after_s: what a refused client is told.
+        engines: all registered engines.
+        assigned: number of assignments so far.
+        prefixes: a request's prefix at each engine (by id; absent = none), according to the index.
+        retry_after_s: ``Retry-After`` for a rejected client.
     """
 
     engines: Sequence[EngineView]
@@ -115,19 +115,19 @@ class View:
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One engine's numbers when a decision was made.
+    """One engine's numbers at the time of a decision.
 
     Attributes:
         engine: its id.
         role: its role.
         health: its health.
-        in_flight: requests it had.
-        max_running: their bound.
+        in_flight: its requests in flight.
+        max_running: their maximum.
         load: ``in_flight / max_running``.
         local_tokens: prompt tokens in its own cache.
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
-        verdict: what it was chosen for, ``passed over``, or why it could not be chosen.
+        verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
     """
 
     engine: str
@@ -144,7 +144,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Send a request to these engines; ``prefill == decode`` when one serves it alone."""
+    """Send a request to these engines; ``prefill == decode`` if one serves it alone."""
 
     request: int
     prefill: str
@@ -160,7 +160,6 @@ class Hold:
     """Keep a request waiting."""
 
     request: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ Decision = Assign | Hold | Reject
 
 
 class _Standing(NamedTuple):
-    """An engine for one request, with what this very call has already given it."""
+    """An engine for one request, including the assignments of this call."""
 
     engine: EngineView
     in_flight: int
@@ -191,7 +190,7 @@ class _Standing(NamedTuple):
 
     @property
     def tie(self) -> tuple[bool, int, str]:
-        """A mixed engine needs no hand-off; then the one that waited longest."""
+        """Tie-breaker: mixed engines first (no handoff), then the oldest last assignment."""
         return (self.engine.role is not Role.MIXED, self.last_assigned, self.engine.id)
 
 
@@ -199,12 +198,12 @@ Rank = Callable[[_Standing], tuple[float | bool | int | str, ...]]
 
 
 class Policy(NamedTuple):
-    """A way to choose.
+    """An order of preference.
 
     Attributes:
-        rank: engines with the smallest rank are taken first.
-        because: the reason that decisions carry.
-        needs_prefixes: whether ``rank`` looks at prefixes, so that prompts must be tokenised.
+        rank: engines with the lowest rank are preferred.
+        because: the reason in decisions.
+        needs_prefixes: whether ``rank`` uses prefixes, so that prompts must be tokenised.
     """
 
     rank: Rank
@@ -226,35 +225,35 @@ POLICIES: Final[dict[str, Policy]] = {
 
 
 class Scheduler:
-    """One policy as the function ``schedule``; holds nothing that changes."""
+    """One policy as the function ``schedule``; stateless."""
 
     def __init__(self, name: str) -> None:
-        """Take the policy of that name.
+        """Select a policy by name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: it does not exist.
         """
         self.name = name
         self.policy = POLICIES[name]
 
     def schedule(self, view: View, waiting: Sequence[Waiting], now: float) -> list[Decision]:
-        """Decide about every waiting request, in the order given.
+        """Decide on every waiting request, in the given order.
 
         Args:
-            view: not changed.
-            waiting: oldest first.
-            now: on the clock of the deadlines.
+            view: state of the engines; not changed.
+            waiting: requests, oldest first.
+            now: time on the clock of the deadlines.
 
         Returns:
-            one decision a request, in the same order. Together with what is in flight they never
-            exceed an engine's ``max_running``.
+            One decision for each request, in the same order. Together with requests in flight they
+            never exceed an engine's ``max_running``.
         """
         call = _Call(self.policy, view)
         return [call.decide(request, now) for request in waiting]
 
 
 class _Call:
-    """One call of ``schedule``: the view, and what the call itself has given out."""
+    """One call of ``schedule``: the view, and the assignments of this call."""
 
     def __init__(self, policy: Policy, view: View) -> None:
         self.policy = policy
@@ -262,7 +261,8 @@ class _Call:
         self.in_flight = {e.id: e.in_flight for e in view.engines}
         self.last_assigned = {e.id: e.last_assigned for e in view.engines}
         self.assigned = view.assigned
-        # Room only shrinks during a call: whoever comes later for the same engines is held too.
+        # Free capacity only shrinks during a call: later requests for the same engines are held
+        # too.
         self.full: set[tuple[str, frozenset[str]]] = set()
         self.of_model: dict[str, list[EngineView]] = {}
         for engine in view.engines:
@@ -292,9 +292,9 @@ class _Call:
         return self._assign(request, first, second, prefixes)
 
     def _hold(self, request: Waiting, now: float) -> Hold | Reject:
-        """Every engine is full: wait on, or no longer."""
+        """All engines are full: hold or reject."""
         if now < request.deadline:
-            return Hold(request.number, _FULL)
+            return Hold(request.number)
         reason = f"waited too long: {_FULL}"
         return Reject(request.number, reason, self.view.retry_after_s, "queue_timeout")
 
@@ -372,9 +372,9 @@ class _Call:
 
 
 def _stages(fit: Sequence[EngineView]) -> tuple[list[EngineView], list[EngineView]]:
-    """Engines that may serve first, and second; no firsts when nothing can serve.
+    """Engines that may be first, and second; no first engines if the request cannot be served.
 
-    Suspect engines count only where healthy ones alone cannot serve.
+    Suspect engines are used only if the healthy ones cannot serve the request.
     """
     for bad in ({Health.SUSPECT, Health.DEAD}, {Health.DEAD}):
         by_role: dict[Role, list[EngineView]] = {role: [] for role in Role}

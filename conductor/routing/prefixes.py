@@ -1,7 +1,7 @@
-"""How much of a prompt's KV each engine need not compute, as the index has it. Pure.
+"""Looks up the usable prefix of a prompt at each engine in the index. Pure.
 
-An engine can use what is in its own cache and what is on a node it reads from. Engines of one model
-may differ in page size and space; a prompt is hashed once for each such pair.
+An engine can use pages in its own cache and on a node it reads from. Engines of one model may have
+different page sizes and spaces; a prompt is hashed once for each such pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +30,9 @@ class _Prompt:
 
 
 class PrefixView:
-    """Answers the scheduler's question about a waiting request.
+    """Looks up prefixes for the scheduler.
 
-    It remembers the prompts of all and only the requests between :meth:`remember` and
-    :meth:`forget`.
+    It keeps the prompt of a request from :meth:`remember` to :meth:`forget`.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class PrefixView:
         *,
         needed: bool,
     ) -> None:
-        """Wire it up.
+        """Connect the parts.
 
         Args:
-            index: asked anew each time.
+            index: the prefix index.
             registry: the engines.
-            is_current: whether a worker's events arrive, so that what it is said to hold is true.
-            needed: whether the policy looks at prefixes at all.
+            is_current: whether the entries of a worker are up to date.
+            needed: whether the policy uses prefixes at all.
         """
         self._index = index
         self._registry = registry
@@ -63,11 +62,11 @@ class PrefixView:
         self._prompts[number] = _Prompt(tokens)
 
     def forget(self, number: int) -> None:
-        """Drop a request's prompt; nothing happens when there is none."""
+        """Discard a request's prompt, if any."""
         self._prompts.pop(number, None)
 
     def __call__(self, waiting: Waiting) -> Mapping[str, Prefix]:
-        """The prefix at each engine of the model; empty when the prompt's tokens are unknown."""
+        """The prefix at each engine of the model; empty if the prompt's tokens are unknown."""
         prompt = self._prompts.get(waiting.number)
         if prompt is None:
             return {}

@@ -1,10 +1,12 @@
-"""The rules of the waiting queue: bounded, in order of arrival, the only place that gives engines.
+"""The rules of the waiting queue: bounded, in order of arrival.
 
-What :meth:`QueueRules.schedule` assigns counts as in flight at the engine until it is released, so
-an engine never has more than its ``max_running`` from us. A request that an engine failed comes
-back with its old number and so stands first.
+The only place that assigns engines.
 
-Pure: time is passed in, and requests are let wait elsewhere.
+Assigned requests count as in flight at the engine until they are released, so an engine never has
+more than ``max_running`` requests from us. A request that failed at an engine returns with its old
+number, so it is first in the queue.
+
+Pure: the caller passes the time, and waiting is implemented elsewhere.
 """
 
 import bisect
@@ -30,7 +32,7 @@ _PACE_WEIGHT: Final = 0.1
 
 
 class RejectedError(Exception):
-    """The request is refused; the client may come back after ``retry_after_s``."""
+    """The request is rejected; the client may retry after ``retry_after_s``."""
 
     def __init__(self, status: int, code: str, reason: str, retry_after_s: int) -> None:
         super().__init__(reason)
@@ -40,7 +42,7 @@ class RejectedError(Exception):
 
 
 class QueueRules:
-    """All and only the requests that wait for engines, and what is in flight at each engine."""
+    """The waiting requests, and the requests in flight at each engine."""
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class QueueRules:
         """Start empty.
 
         Args:
-            registry: read each time.
-            scheduler: decides.
-            prefixes: asked by the scheduler, at most once a request and call.
-            waiting_max: bound for new requests; what an engine failed comes back beyond it.
+            registry: the engines.
+            scheduler: makes the decisions.
+            prefixes: called by the scheduler, at most once per request and call.
+            waiting_max: maximum waiting requests; retried requests may exceed it.
         """
         self._registry = registry
         self._scheduler = scheduler
@@ -74,30 +76,30 @@ class QueueRules:
         return len(self._waiting)
 
     def in_flight(self, engine_id: str) -> int:
-        """Requests at that engine."""
+        """Requests in flight at an engine."""
         return self._in_flight[engine_id]
 
     @property
     def requests_max(self) -> int:
-        """Requests that may be here in all: waiting, or as many as engines may have in flight."""
+        """Maximum requests in total: waiting and in flight at engines."""
         return self._waiting_max + sum(engine.info.max_running for engine in self._registry)
 
     @property
     def retry_after_s(self) -> int:
-        """When the queue as it is will probably have been served, seconds, 1 to 60."""
+        """Estimated seconds until the present queue is served, 1 to 60."""
         return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self._waiting) * self._pace_s)))
 
     @property
     def first_deadline(self) -> float | None:
-        """When the first of those that wait has waited too long; None when nobody waits."""
+        """The earliest deadline of waiting requests; None if none wait."""
         return min((waiting.deadline for waiting in self._waiting), default=None)
 
     def add(self, waiting: Waiting, *, again: bool = False) -> None:
-        """Let a request in.
+        """Add a request.
 
         Args:
-            waiting: of a number that is not here.
-            again: an engine failed it; it is not refused for a full queue.
+            waiting: the request, with a new number.
+            again: it failed at an engine; do not reject it because of a full queue.
 
         Raises:
             RejectedError: the queue is full or closed.
@@ -110,11 +112,11 @@ class QueueRules:
         bisect.insort(self._waiting, waiting, key=lambda one: one.number)
 
     def remove(self, number: int) -> None:
-        """A request waits no longer, nobody wants it any more."""
+        """Remove a request whose client has disconnected."""
         self._waiting = [waiting for waiting in self._waiting if waiting.number != number]
 
     def schedule(self, now: float) -> list[Assign | Reject]:
-        """Decide about everything that waits; gives the decisions on what then waits no longer."""
+        """Decide on all waiting requests; returns the decisions that end a wait."""
         if not self._waiting:
             return []
         decisions = self._scheduler.schedule(self.view(), self._waiting, now)
@@ -140,7 +142,7 @@ class QueueRules:
             self._last_assigned[engine_id] = self._assigned
 
     def released(self, engine_id: str, now: float) -> None:
-        """A request has left an engine."""
+        """A request at an engine has ended."""
         self._in_flight[engine_id] -= 1
         assert self._in_flight[engine_id] >= 0, engine_id
         if not self._in_flight[engine_id]:
@@ -150,11 +152,11 @@ class QueueRules:
         self._released_at = now
 
     def forget(self, engine_id: str) -> None:
-        """An engine was removed; what is in flight there still counts until it is released."""
+        """An engine was removed; its requests in flight count until they are released."""
         self._last_assigned.pop(engine_id, None)
 
     def view(self) -> View:
-        """What the scheduler may know."""
+        """The view for the scheduler."""
         engines = [
             EngineView(
                 id=engine.info.id,
@@ -175,7 +177,7 @@ class QueueRules:
         )
 
     def close(self) -> None:
-        """Nobody waits any more, and nobody is let in."""
+        """Empty the queue and accept no more requests."""
         self._closed = True
         self._waiting.clear()
 
@@ -187,5 +189,5 @@ class QueueRules:
 
 
 def closing() -> RejectedError:
-    """What everybody is told once the queue is closed."""
+    """The rejection after the queue was closed."""
     return RejectedError(503, "shutting_down", "the Conductor is shutting down", 1)

@@ -1,4 +1,4 @@
-"""``python -m engine_adapters.reference``: one engine as a process."""
+"""``python -m engine_adapters.reference``: runs one engine."""
 
 import argparse
 import asyncio
@@ -29,26 +29,26 @@ _PROGRAM = "python -m engine_adapters.reference"
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """The command line; an unknown option ends the process with a message."""
+    """Parse the command line; exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, allow_abbrev=False)
     add = parser.add_argument
     add("--mode", choices=("mono", "prefill", "decode"), default="mono")
     add("--model", choices=sorted(MODELS), default="tiny")
     add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
-        help="0: any free port")  # fmt: skip
+        help="port on 127.0.0.1; 0 = any free one")  # fmt: skip
     add("--id", default=f"engine-{uuid.uuid4().hex[:8]}", help="name of this engine")
-    add("--store", metavar="URL", help="unix:///path of the node's socket; none: no store")
+    add("--store", metavar="URL", help="unix:///path of the node's socket; default: no store")
     add("--device-slab", type=_size, default=0, metavar="SIZE",
-        help="memory of this process for copies of loaded pages; 0: none")  # fmt: skip
-    add("--node", metavar="NAME", help="id of the node behind --store, told to the Conductor")
+        help="memory for copies of loaded pages; 0 = none")  # fmt: skip
+    add("--node", metavar="NAME", help="id of the node of --store, for the Conductor")
     add("--conductor", metavar="URL", type=_address,
-        help="http://host:port; register there every 3 s")  # fmt: skip
+        help="http://host:port; register with it every 3 s")  # fmt: skip
     add(
         "--conductor-token-file",
         type=Path,
         metavar="FILE",
-        help="a token that may operate it;"
-        " default: what a Conductor of this user on this machine made",
+        help="file with an operate token of the Conductor;"
+        " default: the file of a Conductor of this user on this machine",
     )
     add("--prefix-cache", choices=("on", "off"), default="on")
     add("--kv-hashes", choices=("on", "off"), default="on")
@@ -58,8 +58,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
     add("--max-waiting", type=_number(1), default=256)
-    add("--events", metavar="ENDPOINT", help="publish the local prefix cache's KV events there")
-    add("--events-replay", metavar="ENDPOINT", help="answer replay requests there")
+    add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
+    add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
     return parser.parse_args(argv)
 
 
@@ -98,7 +98,7 @@ def _address(text: str) -> str:
 
 @contextmanager
 def _given_by(option: str) -> Iterator[None]:
-    """Name the option whose value cannot be used."""
+    """Add the name of the option to errors."""
     try:
         yield
     except KVStoreError as error:
@@ -107,13 +107,13 @@ def _given_by(option: str) -> Iterator[None]:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Build, serve until SIGTERM or SIGINT, and end.
+    """Create the engine, serve until SIGTERM or SIGINT, and stop.
 
     Returns:
-        exit status; 1 when something did not end in time.
+        Exit status; 1 if something did not end in time.
 
     Raises:
-        ConfigError: a value of the command line cannot be used; names the option.
+        ConfigError: a value of the command line is invalid; names the option.
     """
     options = EngineOptions(
         model=args.model,
@@ -175,7 +175,7 @@ def _announce(url: str) -> None:
 
 
 def main() -> None:
-    """Run one engine; the process ends here, whatever a job of a lost store still holds."""
+    """Run one engine; exits without waiting for jobs of a lost store."""
     args = parse_args(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     torch.set_num_threads(args.threads)

@@ -1,10 +1,10 @@
-"""The models there are: seeded random weights in two sizes."""
+"""The models: seeded random weights in two sizes."""
 
 import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-_NUMERICS: Final = "1"  # change it whenever the same tokens would give other K or V
+_NUMERICS: Final = "1"  # change it whenever the same tokens give other K or V
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +13,8 @@ class ModelConfig:
 
     Attributes:
         head_dim: elements of one head, even.
-        seed: of the random weights.
-        max_model_len: prompt and output tokens of one request together.
+        seed: seed of the random weights.
+        max_model_len: maximum prompt and output tokens of one request together.
     """
 
     name: str
@@ -29,7 +29,7 @@ class ModelConfig:
 
     @property
     def revision(self) -> str:
-        """Names the weights and the arithmetic: differs whenever K or V would."""
+        """Identifies the weights and the arithmetic: differs whenever K or V differ."""
         return hashlib.sha256(f"{self!r} numerics {_NUMERICS}".encode()).hexdigest()[:16]
 
 

@@ -1,8 +1,8 @@
-"""The step loop: receive, ask the store, schedule, compute, sample, give the store new pages.
+"""The step loop: receive, look up, schedule, compute, sample, store new pages.
 
-Threads: the step thread owns everything here but three things: ``submit`` and ``abort`` put into
-the bounded inbox, ``kv_hashes`` reads under ``_hashes_lock`` (which protects ``_hashes`` and is
-held over nothing else), and each request's ``emit`` hands output to whoever submitted it.
+Threads: the step thread owns everything, except: ``submit`` and ``abort`` put into the bounded
+inbox; ``kv_hashes`` reads under ``_hashes_lock`` (which protects only ``_hashes``); and each
+request's ``emit`` passes output to the submitter.
 """
 
 import logging
@@ -35,25 +35,25 @@ Mode = Literal["mono", "prefill", "decode"]
 
 _HASHES_KEPT: Final = 1024
 _IDLE_WAIT_S: Final = 0.5
-_JOB_POLL_S: Final = 0.001  # how often jobs are looked at while there is nothing to compute
+_JOB_POLL_S: Final = 0.001  # interval of polling jobs while there is nothing to compute
 
 
 class EngineBusyError(Exception):
-    """The engine has as many requests as it may have."""
+    """The engine has its maximum number of requests."""
 
 
 class EngineClosedError(Exception):
-    """The engine takes no requests any more."""
+    """The engine accepts no more requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is.
+    """Options of an engine.
 
     Attributes:
         blocks: blocks of the K/V pool.
         page_tokens: a multiple of ``block_tokens``.
-        prefix_cache: keep the pages of ended requests for others.
+        prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
     """
 
@@ -68,7 +68,7 @@ class EngineOptions:
 
 
 class KVHashes(NamedTuple):
-    """What a prompt's K/V were when they were complete, layer by layer."""
+    """Hashes of a prompt's complete K/V, layer by layer."""
 
     prompt_tokens: int
     layers: list[LayerHash]
@@ -78,16 +78,16 @@ class Engine:
     """One model, one pool, one step thread.
 
     Attributes:
-        on_change: set before :meth:`start`; told in the step thread, after each step, what the
-            local prefix cache has gained and lost. Must not block.
+        on_change: set before :meth:`start`; called in the step thread after each step, with the
+            changes of the local prefix cache. Must not block.
     """
 
     def __init__(self, options: EngineOptions, store: KVStore | None = None) -> None:
-        """Build model and pool; :meth:`start` begins to work.
+        """Create model and pool; :meth:`start` starts the step thread.
 
         Args:
-            options: shape and bounds.
-            store: used and closed by this engine; None to live without.
+            options: sizes and limits.
+            store: used and closed by this engine; None = no store.
         """
         self.options = options
         self.config = config = MODELS[options.model]
@@ -137,16 +137,16 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are being worked on."""
+        """Whether the step thread is running."""
         return self._thread.is_alive() and not self._closing.is_set()
 
     @property
     def model_name(self) -> str:
-        """As clients call it."""
+        """Name of the model for clients."""
         return self.identity.model
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and output, can ever be served."""
+        """Whether a request of ``tokens``, prompt and output, can ever be served."""
         return tokens <= self.config.max_model_len and self._scheduler.fits(tokens)
 
     def submit(self, request: Request) -> None:
@@ -163,18 +163,18 @@ class Engine:
             self._inbox.put_nowait(("submit", request))
         except queue.Full as error:
             raise EngineBusyError("the engine's queue is full") from error
-        if self._closing.is_set():  # perhaps nobody looks into the inbox any more
+        if self._closing.is_set():  # perhaps the inbox is not read any more
             raise EngineClosedError("the engine is shutting down")
 
     def abort(self, request: Request) -> None:
-        """Nobody wants this request's output any more; safe for one that has ended."""
+        """Cancel a request; safe for one that has ended."""
         try:
             self._inbox.put(("abort", request), timeout=1.0)
         except queue.Full:
             _log.warning("request %s could not be aborted: the inbox is full", request.id)
 
     def kv_hashes(self, request_id: str) -> KVHashes | None:
-        """K/V hashes of one of the last requests, None when unknown."""
+        """K/V hashes of one of the last requests; None if unknown."""
         with self._hashes_lock:
             return self._hashes.get(request_id)
 
@@ -182,7 +182,7 @@ class Engine:
         """Stop after the current step; unfinished requests end with ``shutdown``.
 
         Returns:
-            False when the thread, or a job on the pool's memory, did not end in time.
+            False if the thread, or a job on the pool's memory, did not end in time.
         """
         deadline = time.monotonic() + timeout_s
         self._closing.set()
@@ -207,12 +207,12 @@ class Engine:
             while not self._closing.is_set():
                 self._receive()
                 self._step()
-        finally:  # also when a step has failed: nobody may wait for ever
+        finally:  # also if a step has failed: no submitter may wait forever
             self._closing.set()
             self._end_all()
 
     def _receive(self) -> None:
-        """Take what is in the inbox; wait for it only when there is nothing to do."""
+        """Read the inbox; wait for it only if there is nothing to do."""
         timeout_s = _IDLE_WAIT_S
         if self._store is not None and self._store.busy:
             timeout_s = _JOB_POLL_S
@@ -314,7 +314,7 @@ class Engine:
             self._store.offer(request, now)
 
     def _append(self, request: Request, token: int) -> Output:
-        """Add an output token; the output says whether it is the last one."""
+        """Append an output token; the output has a finish reason if it is the last one."""
         request.tokens.append(token)
         self.metrics.output_tokens.inc()
         text = request.text.feed(token)
@@ -326,7 +326,7 @@ class Engine:
         return Output([token], text)
 
     def _finish(self, request: Request, last: Output, now: float) -> None:
-        """The last token is there: give the store what it lacks, answer, free the blocks."""
+        """Last token: store missing pages, answer, free the blocks."""
         request.timings.compute_s += request.end_phase(now)
         if request.to_handoff:
             request.state = State.FLUSHING
@@ -340,7 +340,7 @@ class Engine:
         self._emit_last(request, last)
 
     def _flush(self, request: Request, now: float) -> None:
-        """Answer a hand-off once the store has its pages; D could not find them earlier."""
+        """Answer a handoff when the store has its pages, so that the decode engine finds them."""
         if self._store is not None and not self._store.flush(request, now):
             return
         request.timings.flush_s = request.end_phase(now)
@@ -367,7 +367,7 @@ class Engine:
         request.emit(last)
 
     def _drop(self, request: Request) -> None:
-        """Forget a request without an answer."""
+        """Remove a request without an answer."""
         if self._store is not None:
             self._store.abort(request)
         self._held.pop(request, None)
@@ -383,7 +383,7 @@ class Engine:
             self._emit_last(request, Output([], "", "shutdown"))
 
     def _record_hashes(self, request: Request) -> None:
-        """Hash the prompt's K/V at the first moment they are complete."""
+        """Hash the prompt's K/V as soon as they are complete."""
         complete = request.computed >= request.prompt_tokens
         if not (self.options.kv_hashes and complete) or request.hashed:
             return

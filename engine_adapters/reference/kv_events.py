@@ -1,7 +1,6 @@
-"""What the local prefix cache gains and loses, published as KV events.
+"""Publishes changes of the local prefix cache as KV events.
 
-Pages are named by their prefix keys alone: whoever routes requests needs no more, and nobody who
-follows can read prompts.
+Events have only prefix keys: routers need no more, and followers cannot read prompts.
 """
 
 import os
@@ -12,11 +11,11 @@ from kvstore.events.publisher import Event, EventPublisher, RemovedEvent, Stored
 from kvstore.page import SpaceIdentity
 
 MEDIUM = "GPU"
-"""The pool stands for an accelerator's memory: pages in it are of no use to other engines."""
+"""The pool represents an accelerator's memory, which other engines cannot read."""
 
 
 class EngineEvents:
-    """One publisher; its topic names the engine and this life of it."""
+    """One publisher; its topic contains the engine's name and boot id."""
 
     def __init__(
         self, engine_id: str, space: SpaceIdentity, endpoint: str, replay_endpoint: str | None
@@ -34,7 +33,7 @@ class EngineEvents:
         self._publisher.publish([self._event(change) for change in changes])
 
     def close(self) -> None:
-        """End the publisher."""
+        """Close the publisher."""
         self._publisher.close()
 
     def _event(self, change: TreeChange) -> Event:

@@ -1,4 +1,4 @@
-"""What one engine counts, in a registry of its own (two engines may live in one process)."""
+"""Metrics of one engine, in a separate registry (two engines may run in one process)."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -6,7 +6,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counters of one engine; each may be used from any thread. Names are in docs/engines."""
+    """Metrics of one engine, thread-safe; docs/engines/reference.md lists them."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -14,26 +14,26 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"reference_engine_{name}", text, labels, registry=registry)
 
-        self.requests = counter("requests", "Requests that ended, by reason.", "reason")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens by origin.", "source")
-        self.output_tokens = counter("output_tokens", "Tokens given out.")
+        self.requests = counter("requests", "Ended requests, by reason.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens by source of K/V.", "source")
+        self.output_tokens = counter("output_tokens", "Generated tokens.")
         self.preemptions = counter("preemptions", "Requests that lost their blocks.")
         self.restore_bytes = counter("restore_bytes", "Bytes restored from the store.")
         self.restore_seconds = counter("restore_seconds", "Seconds requests waited for restores.")
-        self.store_bytes = counter("store_bytes", "Bytes given to the store.")
-        self.store_seconds = counter("store_seconds", "Seconds from submission to end of puts.")
-        self.store_pages = counter("store_pages", "Pages offered to the store.", "outcome")
+        self.store_bytes = counter("store_bytes", "Bytes stored in the store.")
+        self.store_seconds = counter("store_seconds", "Seconds from submission to the end of puts.")
+        self.store_pages = counter("store_pages", "Pages of puts, by outcome.", "outcome")
         self.store_errors = counter("store_errors", "Errors of the store, by code.", "code")
         self.step_seconds = Histogram(
             "reference_engine_step_seconds",
-            "Time of one step.",
+            "Seconds of one step.",
             buckets=_SECONDS,
             registry=registry,
         )
-        self.waiting = Gauge("reference_engine_waiting", "Requests queued.", registry=registry)
-        self.running = Gauge("reference_engine_running", "Requests with K/V.", registry=registry)
+        self.waiting = Gauge("reference_engine_waiting", "Waiting requests.", registry=registry)
+        self.running = Gauge("reference_engine_running", "Requests with blocks.", registry=registry)
         self.free_blocks = Gauge("reference_engine_free_blocks", "Free blocks.", registry=registry)
 
     def text(self) -> bytes:
-        """Prometheus exposition."""
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)

@@ -1,17 +1,17 @@
-"""A small Llama-style model whose logits do not depend on company.
+"""A small Llama-style model whose logits do not depend on the batch.
 
-The same token at the same position gets bit-equal logits whatever else is in the batch, however
-its prompt was cut into chunks, and whether earlier K/V were computed or restored. Floating-point
+The same token at the same position gets bit-equal logits, whatever else is in the batch, however
+its prompt was split into chunks, and whether earlier K/V were computed or restored. Floating-point
 sums depend on their order, and matrix libraries choose the order by shape, so the shapes are fixed:
 
 * every linear layer multiplies tiles of exactly ``TILE_ROWS`` rows, the last tile zero-padded;
 * attention of position p always runs in the query tile ``[p // B * B, p // B * B + B)`` over the
-  keys ``[0, p // B * B + B)``, where B is the pool's block_tokens: the shape is a function of p
-  alone. Rows that are not wanted are zero, keys that lie ahead are masked;
+  keys ``[0, p // B * B + B)``, where B is the pool's block_tokens: the shape depends only on p.
+  Unused rows are zero, later keys are masked;
 * norms and activations work on whole tiles of rows.
 
-What remains is an assumption about the matrix library: that a row of a fixed-shape product does not
-depend on its place in the tile. tests/reference/test_batch_invariance.py holds it to that.
+This assumes that in the matrix library a row of a fixed-shape product does not depend on its
+position in the tile. tests/reference/test_batch_invariance.py tests this.
 """
 
 import math
@@ -83,7 +83,7 @@ class Model:
         ]
         self._final_norm = ones
         self._head = weight(hidden, VOCAB_SIZE, _GAIN)
-        # The weights know nothing, so let them at least say printable things and never "the end".
+        # The weights are random, so allow only printable output, and no end token.
         self._unsayable = torch.full((VOCAB_SIZE,), -math.inf)
         self._unsayable[list(PRINTABLE)] = 0.0
         half = config.head_dim // 2
@@ -93,14 +93,14 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], pool: PagedPool) -> torch.Tensor:
-        """Compute ``chunks``, write their K/V into ``pool`` and give the logits after each.
+        """Compute ``chunks``, write their K/V into ``pool`` and return the logits after each.
 
         Args:
             chunks: at least one, of different requests.
-            pool: rows of the chunks' own positions are written, earlier ones read.
+            pool: rows of the chunks' positions are written, earlier ones are read.
 
         Returns:
-            shape (len(chunks), VOCAB_SIZE), float32: logits of the last token of each chunk.
+            Logits of the last token of each chunk, shape (len(chunks), VOCAB_SIZE), float32.
         """
         rows = sum(len(chunk.tokens) for chunk in chunks)
         padded = -(-rows // TILE_ROWS) * TILE_ROWS
@@ -159,16 +159,16 @@ def _attend(
     ahead: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Causal attention of one chunk, one query tile after the other.
+    """Causal attention of one chunk, one query tile after another.
 
     Args:
-        chunk: whose rows are the first ``len(chunk.tokens)`` of ``query`` and ``out``.
+        chunk: its rows are the first ``len(chunk.tokens)`` of ``query`` and ``out``.
         query: (rows, heads, head_dim).
         keys: one layer's pool, (blocks, block_tokens, kv_heads, head_dim).
         values: likewise.
         table: the request's block table, int64.
-        ahead: (block_tokens * heads / kv_heads, block_tokens), bool: keys that a row must not see.
-        out: (rows, heads, head_dim), written.
+        ahead: (block_tokens * heads / kv_heads, block_tokens), bool: keys masked for a row.
+        out: (rows, heads, head_dim); the result.
     """
     block_tokens, kv_heads, head_dim = keys.shape[1:]
     heads = query.shape[1]
@@ -179,7 +179,7 @@ def _attend(
     context_values = values[table[:tiles]].view(-1, kv_heads, head_dim)
     scale = 1.0 / math.sqrt(head_dim)
     for tile in range(chunk.start // block_tokens, tiles):
-        # Positions [begin, begin + block_tokens) are the tile, [low, high) of them are wanted.
+        # Positions [begin, begin + block_tokens) are the tile, [low, high) of them are computed.
         begin = tile * block_tokens
         low, high = max(begin, chunk.start), min(begin + block_tokens, stop)
         asked = torch.zeros(block_tokens, heads, head_dim)

@@ -1,14 +1,14 @@
-"""The engine's paged K/V memory and the table that says where a request's tokens lie in it.
+"""The engine's paged K/V memory, and the mapping from a request's tokens to it.
 
-Two mappings lead from a token to its bytes: the request table gives the token's *slot*, and the
-slot is an index into every layer's K and V. A slot belongs to a block::
+Two mappings lead from a token to its bytes: the block table gives the token's *slot*, and the slot
+is an index into every layer's K and V. A slot belongs to a block::
 
     position p of a request  ->  block = blocks[p // block_tokens]
                              ->  slot  = block * block_tokens + p % block_tokens
                              ->  row   = keys[layer].view(-1, kv_heads, head_dim)[slot]
 
-A block of all layers is what the allocator hands out; ``page_tokens / block_tokens`` blocks in a
-row of the table are a page, the unit of the prefix tree and of the store.
+The allocator allocates blocks for all layers together. ``page_tokens / block_tokens`` consecutive
+blocks of a table are a page, the unit of the prefix tree and of the store.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class PagedPool:
     """K and V of every layer, as blocks.
 
     Attributes:
-        keys: one tensor a layer, shape (blocks, block_tokens, kv_heads, head_dim), float32.
-        values: as ``keys``.
-        block_tokens: tokens in a block.
+        keys: one tensor per layer, shape (blocks, block_tokens, kv_heads, head_dim), float32.
+        values: like ``keys``.
+        block_tokens: tokens per block.
     """
 
     def __init__(self, config: ModelConfig, blocks: int, block_tokens: int) -> None:
@@ -50,7 +50,7 @@ class PagedPool:
         return self.keys[0][0].numel() * self.keys[0].element_size()
 
     def planes(self) -> list[int]:
-        """Addresses of layer 0 K, layer 0 V, layer 1 K, ...; valid as long as this pool lives."""
+        """Addresses of layer 0 K, layer 0 V, layer 1 K, ...; valid while this pool exists."""
         pairs = zip(self.keys, self.values, strict=True)
         return [plane.data_ptr() for pair in pairs for plane in pair]
 
@@ -63,13 +63,13 @@ class PagedPool:
         )
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Forget what is in ``blocks``: for blocks whose bytes nobody vouches for."""
+        """Zero ``blocks`` whose contents are not valid."""
         index = torch.tensor(blocks, dtype=torch.int64)
         for plane in (*self.keys, *self.values):
             plane[index] = 0.0
 
     def zero_slots(self, slots: torch.Tensor) -> None:
-        """Forget single tokens."""
+        """Zero single slots."""
         for plane in (*self.keys, *self.values):
             plane.view(-1, *plane.shape[2:])[slots] = 0.0
 

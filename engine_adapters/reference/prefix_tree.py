@@ -1,8 +1,8 @@
-"""Blocks and who refers to them, and the pages whose K/V this engine still has.
+"""Reference counts of blocks, and the tree of pages whose K/V this engine still has.
 
-Pure: no torch, no clock. A block is free exactly while its reference count is 0. Requests, the
-prefix tree and store jobs each hold references, so "may these bytes be overwritten?" has one answer
-in one place, and ending a request never takes memory away from a job that still moves bytes.
+Pure: no torch, no clock. A block is free if and only if its reference count is 0. Requests, the
+prefix tree and store jobs each hold references, so ending a request never frees memory that a job
+is still copying.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,28 +12,28 @@ from kvstore.page import PrefixKey, PrefixKeys
 
 
 class BlockAllocator:
-    """Hands out the blocks ``0..count-1`` of a pool."""
+    """Allocates the blocks ``0..count-1`` of a pool."""
 
     def __init__(self, count: int) -> None:
         self._references = [0] * count
-        self._free = list(range(count - 1, -1, -1))  # all and only blocks with no reference
+        self._free = list(range(count - 1, -1, -1))  # the blocks without references
 
     @property
     def count(self) -> int:
-        """All blocks."""
+        """Number of blocks."""
         return len(self._references)
 
     @property
     def free(self) -> int:
-        """Blocks nobody refers to."""
+        """Number of free blocks."""
         return len(self._free)
 
     def references(self, block: int) -> int:
-        """How many holders ``block`` has."""
+        """Reference count of ``block``."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Give ``count`` free blocks with one reference each; None (and nothing) if too few."""
+        """Allocate ``count`` blocks with one reference each; None if there are too few."""
         if count > len(self._free):
             return None
         blocks = [self._free.pop() for _ in range(count)]
@@ -46,9 +46,9 @@ class BlockAllocator:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference of each block; the last one frees it."""
+        """Remove a reference from each block; the last one frees it."""
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} is released more than it is held"
+            assert self._references[block] > 0, f"block {block} is released too often"
             self._references[block] -= 1
             if not self._references[block]:
                 self._free.append(block)
@@ -73,10 +73,10 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TreeChange:
-    """Pages that appeared in (``stored``) or left the tree.
+    """Pages that were added to the tree (``stored``) or removed.
 
     Attributes:
-        keys: the pages; of an appearance a run of one chain.
+        keys: the pages; added pages are a run of one chain.
     """
 
     stored: bool
@@ -84,10 +84,10 @@ class TreeChange:
 
 
 class PrefixTree:
-    """Which full pages are in the pool, by prefix key; holds one reference to each of their blocks.
+    """The full pages in the pool, by prefix key; holds one reference to each of their blocks.
 
-    A page is only there together with all pages before it: eviction takes the least recently used
-    page that has no successor and that nobody else refers to.
+    A page is in the tree only with all pages before it. Eviction removes the least recently used
+    page that has no successor and no other references.
     """
 
     def __init__(self, allocator: BlockAllocator, page_blocks: int) -> None:
@@ -101,7 +101,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def match(self, keys: PrefixKeys) -> list[int]:
-        """Blocks of the longest prefix that is here, with a reference for the caller."""
+        """Blocks of the longest prefix in the tree, with a reference for the caller."""
         blocks: list[int] = []
         self._uses += 1
         for key in keys:
@@ -114,11 +114,11 @@ class PrefixTree:
         return blocks
 
     def insert(self, keys: PrefixKeys, blocks: Sequence[int]) -> None:
-        """Keep pages that are completely computed.
+        """Add completely computed pages.
 
         Args:
-            keys: from the start of the chain; pages that are here already keep their blocks.
-            blocks: of these pages in order; the caller has a reference to each.
+            keys: keys from the start of the chain; pages already in the tree keep their blocks.
+            blocks: blocks of these pages in order; the caller has a reference to each.
         """
         assert len(blocks) == len(keys) * self._page_blocks, "blocks are not these pages"
         self._uses += 1
@@ -140,7 +140,7 @@ class PrefixTree:
             self._changes.append(TreeChange(stored=True, keys=keys[first_new:]))
 
     def evict(self) -> bool:
-        """Drop the least recently used page that may go; False when none may."""
+        """Remove the least recently used evictable page; returns False if there is none."""
         candidates = [node for node in self._nodes.values() if self._is_evictable(node)]
         if not candidates:
             return False
@@ -153,7 +153,7 @@ class PrefixTree:
         return True
 
     def take_changes(self) -> list[TreeChange]:
-        """What happened since the last call, in order."""
+        """The changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 

@@ -1,4 +1,4 @@
-"""The JSON of the HTTP face: what comes in is checked here, field by field."""
+"""The JSON of the HTTP server; checks requests field by field."""
 
 import secrets
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _STOP_CHARS_MAX: Final = 256
 
 
 class BadRequestError(Exception):
-    """The client's mistake; the message begins with the name of the field."""
+    """An invalid request; the message begins with the name of the field."""
 
 
 class TokenizeBody(msgspec.Struct):
@@ -58,7 +58,7 @@ class CachedTokens(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Counts, as OpenAI has them."""
+    """Token counts in OpenAI's format."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -67,7 +67,7 @@ class Usage(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The answer, or one chunk of a stream; only the last chunk has the later fields."""
+    """The answer, or one chunk of a stream; the later fields are only in the last chunk."""
 
     id: str
     object: str
@@ -82,10 +82,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Read a JSON body.
+    """Parse a JSON body.
 
     Raises:
-        BadRequestError: it is no JSON, or a field has the wrong type.
+        BadRequestError: it is not JSON, or a field has the wrong type.
     """
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -99,10 +99,10 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 def to_request(
     body: CompletionBody, request_id: str, engine: Engine, emit: Callable[[Output], None]
 ) -> Request:
-    """Check a completion request and make it the engine's.
+    """Check a completion request and convert it for the engine.
 
     Raises:
-        BadRequestError: names the field.
+        BadRequestError: it is invalid; names the field.
     """
     tokens = encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
     transfer = body.kv_transfer_params or NOTHING
@@ -147,10 +147,10 @@ def to_request(
 
 
 def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
-    """The prefill engine's half of the request, checked.
+    """Check the transfer parameters of a prefill engine.
 
     Raises:
-        BadRequestError: names the field.
+        BadRequestError: they are invalid; names the field.
     """
     try:
         key = bytes.fromhex(transfer.tail_key or "")
@@ -171,7 +171,7 @@ def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
 
 
 def usage(request: Request) -> Usage:
-    """Counts of a request that has ended."""
+    """Token counts of an ended request."""
     cached = request.timings.cached_tokens + request.timings.restored_tokens
     return Usage(
         prompt_tokens=request.prompt_tokens,

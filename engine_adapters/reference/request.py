@@ -15,31 +15,31 @@ from kvstore.page import PrefixKeys
 
 
 class State(StrEnum):
-    """Where a request is. NEW → WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
+    """State of a request: NEW → WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
 
     NEW = "new"
-    """The scheduler does not know it yet."""
+    """Not added to the scheduler yet."""
     WAITING = "waiting"
     """Holds no blocks."""
     RESTORING = "restoring"
-    """Holds blocks; a lookup or a restore decides how much of the prompt need not be computed."""
+    """Holds blocks; a lookup or a restore is in progress."""
     RUNNING = "running"
     FLUSHING = "flushing"
-    """Computed; the answer waits until the store has the pages that a hand-off promises."""
+    """Computed; the answer waits until the store has the pages of the handoff."""
     FINISHED = "finished"
 
 
 class Timings(msgspec.Struct):
-    """Where the time of a request went, seconds; and what it did not have to compute.
+    """Times of a request in seconds, and its cached tokens.
 
     Attributes:
-        queue_s: arrival to admission.
-        restore_s: admission to the end of lookup and restore.
+        queue_s: from arrival to admission.
+        restore_s: from admission to the end of lookup and restore.
         compute_s: from there to the last token.
-        flush_s: a prefill engine's wait for the store at the end.
-        cached_tokens: found in this engine's own prefix tree.
-        restored_tokens: restored from the store.
-        restored_bytes: as ``restored_tokens``.
+        flush_s: wait of a prefill engine for the store at the end.
+        cached_tokens: tokens found in this engine's own prefix tree.
+        restored_tokens: tokens restored from the store.
+        restored_bytes: bytes restored from the store.
     """
 
     queue_s: float = 0.0
@@ -55,11 +55,11 @@ class Output(NamedTuple):
     """New output of a request.
 
     Attributes:
-        tokens: since the last one.
-        text: likewise; may lag behind the tokens.
-        finish_reason: ``stop``, ``length``, or ``overloaded`` / ``shutdown`` when it was not
-            served to its end; None while it goes on.
-        handoff: with the last output of a prefill for another engine.
+        tokens: tokens since the last output.
+        text: text since the last output; may lag behind the tokens.
+        finish_reason: ``stop``, ``length``, or ``overloaded`` / ``shutdown`` if it was not
+            completed; None while it runs.
+        handoff: transfer parameters, with the last output of a prefill for another engine.
     """
 
     tokens: list[int]
@@ -70,20 +70,20 @@ class Output(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """All that the engine knows of a request; after submission only the engine thread changes it.
+    """A request with its state; after submission only the engine thread changes it.
 
     Attributes:
         tokens: prompt and output so far; the K/V of the last one are not computed yet.
-        prompt_tokens: how many of them are the prompt.
-        chain: of the full pages of ``tokens``; may lag behind them. None: not hashed yet.
+        prompt_tokens: number of prompt tokens.
+        chain: keys of the full pages of ``tokens``; may lag behind. None = not hashed yet.
         blocks: block table; covers whole pages; this request holds a reference to each.
         computed: K/V of the positions ``0..computed-1`` are in the pool.
-        stored_pages: pages from the start that the store has or is being given.
-        to_handoff: answer with a :class:`Transfer` once the store has the pages.
-        from_handoff: what another engine's prefill left for this request.
-        handoff_id: of a request to hand off, once its tail page is with the store (or has none).
-        tail_key: hex key of that tail page when the store has it.
-        hashed: the prompt's K/V hashes are on record.
+        stored_pages: leading pages that are stored or being stored.
+        to_handoff: answer with a :class:`Transfer` when the store has the pages.
+        from_handoff: transfer parameters of another engine's prefill.
+        handoff_id: id of a handoff, once its tail page was submitted (or there is none).
+        tail_key: hex key of that tail page, if it is stored.
+        hashed: the prompt's K/V hashes were recorded.
         emit: called in the engine thread with each :class:`Output`; must not block.
     """
 
@@ -110,20 +110,20 @@ class Request:
 
     @property
     def keys(self) -> PrefixKeys:
-        """Of the full pages of ``tokens``, as far as they are hashed."""
+        """Keys of the full pages of ``tokens`` that were hashed."""
         return self.chain.keys if self.chain is not None else PrefixKeys(b"")
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of output so far."""
+        """Number of output tokens so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def uncomputed(self) -> int:
-        """Tokens whose K/V are still to be computed: 1 for a request that decodes."""
+        """Number of tokens whose K/V are not computed yet: 1 for a decoding request."""
         return len(self.tokens) - self.computed
 
     def end_phase(self, now: float) -> float:
-        """Seconds since the last phase ended; the next one begins now."""
+        """End a phase; returns its duration in seconds."""
         spent, self.phase_began = now - self.phase_began, now
         return spent

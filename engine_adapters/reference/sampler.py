@@ -1,7 +1,7 @@
-"""Choosing the next token, so that another engine can go on exactly where this one stopped.
+"""Samples the next token, so that another engine can continue exactly where this one stopped.
 
-The random number for a position depends on nothing but (seed, position): there is no state to hand
-over, and a request that is preempted, moved or restarted draws the same numbers again.
+The random number for a position depends only on (seed, position): there is no state to transfer,
+and a request that is preempted, moved or restarted gets the same numbers again.
 """
 
 import struct
@@ -16,7 +16,7 @@ SEED_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to choose.
+    """Sampling parameters.
 
     Attributes:
         temperature: at least 0; 0 is greedy.
@@ -39,9 +39,9 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     """Choose the token at ``position``.
 
     Args:
-        logits: shape (vocab,), float32; -inf forbids a token.
-        sampling: of this request.
-        position: absolute position of the token that is chosen.
+        logits: shape (vocab,), float32; -inf excludes a token.
+        sampling: parameters of this request.
+        position: absolute position of the token to choose.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-weights, kind="stable")
     cumulative = np.cumsum(weights[order])
-    # The nucleus ends with the token that reaches top_p; the draw is within its weight.
+    # The nucleus ends with the token that reaches top_p; the sample is within its weight.
     size = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
     size = min(size, len(order))
     drawn = uniform(sampling.seed, position) * cumulative[size - 1]

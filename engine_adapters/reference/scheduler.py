@@ -1,9 +1,9 @@
-"""Which tokens to compute next. Pure: no torch, no clock, no I/O; calls are the events.
+"""Chooses the tokens to compute next. Pure: no torch, no clock, no I/O.
 
-A step computes at most ``token_budget`` tokens: first one token of every request that decodes (so
-that a long prompt never delays the others' next token by more than one step), then pieces of
-prompts in order of admission. When blocks run out the youngest request gives its blocks back and
-starts again later; recomputing yields bit-equal K/V, so nobody notices but the clock.
+A step computes at most ``token_budget`` tokens: first one token of every decoding request (so that
+a long prompt delays the next token of others by at most one step), then chunks of prompts in order
+of admission. If blocks run out, the youngest request is preempted and recomputed later; its K/V
+will be bit-equal.
 """
 
 from collections import deque
@@ -17,12 +17,13 @@ from kvstore.engine.chain import Chain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The bounds of a scheduler.
+    """Limits of a scheduler.
 
     Attributes:
-        token_budget: tokens computed in one step, at least 1; running_max of them may be decodes.
-        running_max: requests that hold blocks.
-        waiting_max: requests that wait for admission.
+        token_budget: maximum tokens computed in one step, at least 1; up to running_max are
+            decodes.
+        running_max: maximum requests with blocks.
+        waiting_max: maximum requests waiting for admission.
     """
 
     token_budget: int = 512
@@ -32,10 +33,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Plan:
-    """What to compute in one step.
+    """The work of one step.
 
     Attributes:
-        work: request and number of its next tokens; at least 1 each.
+        work: requests with the number of next tokens, at least 1.
         preempted: requests that lost their blocks and wait again.
     """
 
@@ -58,9 +59,9 @@ class Scheduler:
         """Make empty queues.
 
         Args:
-            limits: bounds.
-            allocator: of the pool; shared with the tree and the store adapter.
-            tree: local prefix cache; None to compute every prompt.
+            limits: limits.
+            allocator: allocator of the pool; shared with the tree and the store adapter.
+            tree: local prefix cache; None = compute every prompt.
             page_tokens: a multiple of ``block_tokens``.
             block_tokens: tokens in a block.
         """
@@ -88,11 +89,11 @@ class Scheduler:
         yield from self._waiting
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and output, could run all alone."""
+        """Whether a request of ``tokens``, prompt and output, could run alone."""
         return self._pages(tokens) * self._page_blocks <= self._allocator.count
 
     def add(self, request: Request) -> bool:
-        """Queue a request; False when the queue is full."""
+        """Queue a request; returns False if the queue is full."""
         if len(self._waiting) >= self._limits.waiting_max:
             return False
         request.state = State.WAITING
@@ -100,10 +101,10 @@ class Scheduler:
         return True
 
     def admit(self) -> list[Request]:
-        """Move waiting requests to the running ones, in order, while there is room.
+        """Admit waiting requests, in order, while there are free blocks.
 
-        Each gets blocks for all its tokens; what the prefix tree has of them is shared and counts
-        as computed, but at least one token is always left to compute.
+        Each gets blocks for all its tokens. Pages in the prefix tree are shared and count as
+        computed, but at least one token is always left to compute.
         """
         admitted: list[Request] = []
         while self._waiting and len(self._running) < self._limits.running_max:
@@ -125,14 +126,14 @@ class Scheduler:
         return admitted
 
     def restored(self, request: Request, tokens: int) -> None:
-        """K/V of the positions ``0..tokens-1`` of a RESTORING request are there now."""
+        """K/V of the positions ``0..tokens-1`` of a RESTORING request are restored."""
         assert request.state is State.RESTORING
         assert request.computed <= tokens < len(request.tokens), "one token must be left to compute"
         request.state = State.RUNNING
         self.computed(request, tokens - request.computed)
 
     def plan(self) -> Plan:
-        """Choose the work of the next step; whoever has no block for its next token may lose all.
+        """Choose the work of the next step; may preempt requests for free blocks.
 
         The chosen work must be computed and reported with :meth:`computed`.
         """
@@ -162,7 +163,7 @@ class Scheduler:
             self._tree.insert(request.keys[:pages], request.blocks[: pages * self._page_blocks])
 
     def finish(self, request: Request) -> None:
-        """Forget a request in whatever state; its references to blocks are dropped."""
+        """Remove a request in any state, with its references to blocks."""
         if request.state is State.WAITING:
             self._waiting.remove(request)
         elif request.state not in (State.NEW, State.FINISHED):
@@ -171,7 +172,7 @@ class Scheduler:
         request.state = State.FINISHED
 
     def extend_keys(self, request: Request) -> None:
-        """Bring ``request.chain`` up to its full pages; only new pages are hashed."""
+        """Extend ``request.chain`` to all full pages; only new pages are hashed."""
         if request.chain is None:
             request.chain = Chain(self._page_tokens)
         request.chain.extend(request.tokens)
@@ -193,18 +194,18 @@ class Scheduler:
             assert all(self._allocator.references(block) for block in request.blocks)
 
     def _pages(self, tokens: int) -> int:
-        """Pages that hold so many tokens. The last one is allocated whole: it may be handed off."""
+        """Number of pages for ``tokens``; the last one is allocated whole, for a handoff."""
         return -(-tokens // self._page_tokens)
 
     def _piece(self, request: Request, budget: int) -> int:
-        """How much of a prompt to compute: all of it, or up to a page boundary, or the budget."""
+        """Size of the next chunk of a prompt: the rest, or up to a page boundary, or the budget."""
         if request.uncomputed <= budget:
             return request.uncomputed
         aligned = (request.computed + budget) // self._page_tokens * self._page_tokens
         return aligned - request.computed if aligned > request.computed else budget
 
     def _make_room(self, request: Request, plan: Plan) -> bool:
-        """Give a decoding request the page of its next token, at the cost of younger requests."""
+        """Allocate the page of a decoding request's next token; may preempt younger requests."""
         missing = self._pages(len(request.tokens)) * self._page_blocks - len(request.blocks)
         while missing > 0:
             fresh = self._allocate(missing)
@@ -231,7 +232,7 @@ class Scheduler:
         request.computed = 0
 
     def _allocate(self, count: int) -> list[int] | None:
-        """Blocks for the caller, taken from the prefix tree when none are free."""
+        """Allocate blocks; evict from the prefix tree if none are free."""
         while self._allocator.free < count:
             if self._tree is None or not self._tree.evict():
                 return None

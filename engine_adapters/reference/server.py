@@ -1,7 +1,7 @@
-"""The HTTP face of an engine: OpenAI completions, and what the Conductor and tests ask.
+"""The HTTP server of an engine: OpenAI completions, and routes for the Conductor and tests.
 
-The asyncio loop runs in the main thread; outputs come from the step thread, one
-``call_soon_threadsafe`` each, into a queue that can never hold more than a request's tokens.
+The asyncio loop runs in the main thread. The step thread passes each output with
+``call_soon_threadsafe`` to a queue that never has more entries than the request has tokens.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from kvstore.process.privatefile import token_for
 _log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 << 20
-_OUTPUT_WAIT_S: Final = 600.0  # for one more token; a longer silence ends the request
+_OUTPUT_WAIT_S: Final = 600.0  # maximum seconds between two tokens
 _REGISTER_EVERY_S: Final = 3.0
 _REGISTER_TIMEOUT_S: Final = 2.0
 _REFUSED: Final = frozenset({401, 403})
@@ -45,10 +45,10 @@ _ERROR_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What ``GET /v1/engine`` tells besides the engine's own options.
+    """Properties for ``GET /v1/engine`` besides the engine's options.
 
     Attributes:
-        events: endpoint of this engine's KV events; ``events_replay`` of their replay.
+        events: endpoint of this engine's KV events; ``events_replay``: of their replay.
         node: id of the kvstore node on this machine.
     """
 
@@ -60,19 +60,22 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ConductorAt:
-    """Where to register.
+    """The Conductor to register with.
 
     Attributes:
-        url: of the Conductor.
-        token_file: holds a token that may operate it; None = the one that a Conductor of this user
-            on this machine made at its start.
+        url: URL of the Conductor.
+        token_file: file with an operate token; None = the file of a Conductor of this user on this
+            machine.
     """
 
     url: str
     token_file: Path | None = None
 
     def headers(self) -> dict[str, str]:
-        """What shows the token; read anew each time, since a restarted Conductor has another."""
+        """The header with the token.
+
+        Read each time, because a restarted Conductor has a new one.
+        """
         token = token_for("conductor", self.url) if self.token_file is None else ""
         if self.token_file is not None:
             try:
@@ -106,7 +109,7 @@ class Server:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests and wait for those that run, at most ``timeout_s``."""
+        """Accept no more requests and wait for running ones, at most ``timeout_s``."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -185,12 +188,12 @@ class Server:
             self._active -= 1
             if not self._active:
                 self._idle.set()
-            if not answer.ended:  # the client has gone, or waited too long
+            if not answer.ended:  # the client disconnected, or waited too long
                 self._engine.abort(request)
 
 
 class _Answer:
-    """Turns one request's outputs into one response."""
+    """Converts the outputs of one request to a response."""
 
     def __init__(
         self, request: Request, outputs: asyncio.Queue[Output], model: str, *, with_ids: bool
@@ -205,7 +208,7 @@ class _Answer:
         """The next output.
 
         Raises:
-            TimeoutError: the engine was silent for too long.
+            TimeoutError: no output in time.
         """
         async with asyncio.timeout(_OUTPUT_WAIT_S):
             output = await self._outputs.get()
@@ -213,7 +216,7 @@ class _Answer:
         return output
 
     async def whole(self, first: Output) -> web.Response:
-        """One JSON answer with everything."""
+        """One JSON answer with the whole output."""
         outputs = [first]
         while not self.ended:
             outputs.append(await self.next())
@@ -229,7 +232,7 @@ class _Answer:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def stream(self, http: web.Request, first: Output) -> web.StreamResponse:
-        """Server-sent events, one a token."""
+        """Server-sent events, one per token."""
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
@@ -270,7 +273,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in OpenAI's form."""
+    """A middleware that returns errors in OpenAI's format."""
     try:
         return await handler(request)
     except BadRequestError as error:
@@ -288,9 +291,9 @@ def _error(status: int, code: str, message: str) -> web.Response:
 
 
 async def keep_registered(conductor: "ConductorAt", engine_id: str, role: str, url: str) -> None:
-    """Tell the Conductor about this engine, again and again, so that a restarted one learns it.
+    """Register with the Conductor repeatedly, so that a restarted one knows this engine.
 
-    Ends when cancelled; then says good-bye, once, without insisting.
+    When cancelled, it unregisters once, without retries.
     """
     refused = missed = False
     body = {"id": engine_id, "role": "mixed" if role == "mono" else role, "url": url}
@@ -317,7 +320,7 @@ async def keep_registered(conductor: "ConductorAt", engine_id: str, role: str, u
                 async with session.delete(address, headers=conductor.headers()):
                     pass
             except (aiohttp.ClientError, TimeoutError):
-                _log.info("the conductor was not there to be told good-bye")
+                _log.info("could not unregister from the conductor")
 
 
 async def serve(
@@ -331,23 +334,23 @@ async def serve(
     drain_s: float = 5.0,
     engine_id: str = "engine",
 ) -> bool:
-    """Serve on 127.0.0.1 until ``stop`` is set, then end within about ``3 * drain_s``.
+    """Serve on 127.0.0.1 until ``stop`` is set, then stop within about ``3 * drain_s``.
 
     Args:
-        server: its engine has been started.
+        server: server of a started engine.
         engine: closed at the end.
-        port: 0 for any.
-        conductor: where to register, or None.
-        stop: ends the service.
-        ready: called with our URL once it answers.
-        drain_s: for requests that run.
-        engine_id: name to register under.
+        port: 0 = any free one.
+        conductor: the Conductor to register with, or None.
+        stop: stops the service.
+        ready: called with the URL when the server answers.
+        drain_s: seconds for running requests.
+        engine_id: name to register.
 
     Returns:
-        whether the engine ended in time.
+        Whether the engine ended in time.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is in use.
     """
     runner = web.AppRunner(
         server.app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s

@@ -1,18 +1,18 @@
-"""How an engine uses kvstore: everything the engine does with the store is in this file.
+"""All use of kvstore by the reference engine.
 
-The engine calls, always from its step thread, and nothing here blocks longer than one lookup:
+The engine calls these methods from its step thread; none blocks longer than one lookup:
 
 * :meth:`StoreAdapter.begin` when a request is admitted: lookup, then a restore in the background;
-* :meth:`StoreAdapter.poll` in each step: which restores have ended, which puts;
+* :meth:`StoreAdapter.poll` in each step: handles ended restores and puts;
 * :meth:`StoreAdapter.offer` when pages are full: a put in the background;
-* :meth:`StoreAdapter.flush` before a hand-off is answered.
+* :meth:`StoreAdapter.flush` before a handoff is answered.
 
-Two rules keep bytes safe. A job holds references to its blocks until it has *ended*, whatever
-happens to its request. And blocks whose restore did not verify are zeroed before anyone else gets
-them, since a failed copy may have left anything in them.
+Two rules protect bytes. A job holds references to its blocks until it has *ended*, whatever happens
+to its request. And blocks whose restore did not verify are zeroed before they are reused, because a
+failed copy may have left anything in them.
 
-One rule keeps the engine safe: every :class:`KVStoreError` ends here, as a miss or a skipped page,
-and is counted; it is logged once a kind.
+One rule protects the engine: every :class:`KVStoreError` is handled here. It becomes a miss or a
+skipped page, is counted, and is logged once per code.
 """
 
 import hashlib
@@ -44,6 +44,14 @@ _log = logging.getLogger(__name__)
 
 HANDOFF_SCOPE: Final = "handoff"
 TAIL_TTL_S: Final = 60.0
+PUTS_MAX: Final = 16
+"""Puts in flight; pages that find no place wait for one until their request ends."""
+RESTORE_TIMEOUT_S: Final = 5.0
+"""After this a restore is cancelled."""
+PENDING_WAIT_MAX_S: Final = 2.0
+"""Longest wait for pages that somebody else is writing; never longer than computing them takes."""
+FLUSH_TIMEOUT_S: Final = 10.0
+"""Longest wait of a hand-off for its puts."""
 
 
 class _Spaces(NamedTuple):
@@ -51,26 +59,8 @@ class _Spaces(NamedTuple):
     handoff: Space
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLimits:
-    """Bounds of the adapter.
-
-    Attributes:
-        jobs_max: puts in flight; pages that find no place wait for one until their request ends.
-        restore_timeout_s: after this a restore is cancelled.
-        pending_wait_max_s: longest wait for pages that somebody else is writing; never longer
-            than recomputing them would take.
-        flush_timeout_s: longest wait of a hand-off for its puts.
-    """
-
-    jobs_max: int = 16
-    restore_timeout_s: float = 5.0
-    pending_wait_max_s: float = 2.0
-    flush_timeout_s: float = 10.0
-
-
 class Ready(NamedTuple):
-    """A request whose lookup and restore are over: ``tokens`` of its K/V are in the pool."""
+    """A request whose lookup and restore have ended; the K/V of ``tokens`` are in the pool."""
 
     request: Request
     tokens: int
@@ -78,7 +68,7 @@ class Ready(NamedTuple):
 
 @dataclass(slots=True)
 class _Restore:
-    """A request's restore in flight; ``blocks`` and ``tail_blocks`` are referenced for it."""
+    """A restore in flight; it holds references to ``blocks`` and ``tail_blocks``."""
 
     request: Request
     first_page: int
@@ -96,7 +86,7 @@ class _Restore:
 
 
 class _Put(NamedTuple):
-    """A put in flight; ``blocks`` are referenced for it."""
+    """A put in flight; it holds references to ``blocks``."""
 
     request: Request
     job: StoreJob[PutResult]
@@ -117,18 +107,16 @@ class StoreAdapter:
         pool: PagedPool,
         allocator: BlockAllocator,
         metrics: Metrics,
-        limits: StoreLimits | None = None,
     ) -> None:
-        """Prepare; the store need not be there yet, or ever.
+        """Prepare; the node need not run.
 
         Args:
             store: closed by :meth:`close`.
-            identity: of the shared pages; hand-offs use the same with their own scope.
+            identity: identity of the shared pages; handoffs use it with another scope.
             shard: this engine's part of each page.
             pool: its addresses are given to jobs; must outlive them.
             allocator: of the pool.
             metrics: counts go there.
-            limits: bounds.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
@@ -147,7 +135,6 @@ class StoreAdapter:
         )
         self._allocator = allocator
         self._metrics = metrics
-        self._limits = limits if limits is not None else StoreLimits()
         self._pace = Pace()
         self._pending: dict[Request, PendingWait] = {}
         self._restores: list[_Restore] = []
@@ -163,10 +150,10 @@ class StoreAdapter:
     # Store to engine
 
     def begin(self, request: Request, now: float) -> bool:
-        """Look for a longer prefix than the local one.
+        """Look up a longer prefix than the local one.
 
         Returns:
-            True when the request must wait until :meth:`poll` names it; its blocks stay its own.
+            True if the request must wait until :meth:`poll` returns it; it keeps its blocks.
         """
         hit, wait = self._lookup(request), PendingWait()
         if self._waits(request, wait, hit, now):
@@ -175,10 +162,10 @@ class StoreAdapter:
         return self._start_restore(request, hit.pages, now)
 
     def poll(self, now: float) -> list[Ready]:
-        """Advance everything in flight; never blocks.
+        """Advance all jobs in flight; never blocks.
 
         Returns:
-            requests that need not wait any more, each once.
+            Requests that can continue, each once.
         """
         self._count_troubles()
         ready = self._poll_pending(now)
@@ -193,14 +180,14 @@ class StoreAdapter:
         return ready
 
     def abort(self, request: Request) -> None:
-        """Nobody waits for this request any more; jobs keep their blocks until they have ended."""
+        """Cancel a request; its jobs keep their blocks until they have ended."""
         self._pending.pop(request, None)
         for restore in self._restores:
             if restore.request is request:
                 self._cancel(restore)
 
     def _lookup(self, request: Request) -> Hit:
-        """What the store has of the request; a miss where computing is faster than loading."""
+        """Look up a request; a miss if computing is faster than loading."""
         spaces = self._open()
         if spaces is None or not len(request.keys):
             return MISS
@@ -217,10 +204,10 @@ class StoreAdapter:
         return hit
 
     def _waits(self, request: Request, wait: PendingWait, hit: Hit, now: float) -> bool:
-        """Whether to look again later, for pages that somebody else is writing."""
+        """Whether to look up again later, because pages are being written."""
         wanted = hit.pages + hit.pending
         missing = missing_tokens(hit.pages, wanted, request.computed, self._page_tokens)
-        wait_s = self._pace.wait_s(missing, 0.0, self._limits.pending_wait_max_s)
+        wait_s = self._pace.wait_s(missing, 0.0, PENDING_WAIT_MAX_S)
         return missing > 0 and wait.goes_on(now, wait_s)
 
     def _poll_pending(self, now: float) -> list[Ready]:
@@ -237,7 +224,7 @@ class StoreAdapter:
         return ready
 
     def _start_restore(self, request: Request, pages: int, now: float) -> bool:
-        """Restore what the store has beyond the local prefix; False when there is nothing."""
+        """Restore pages beyond the local prefix; returns False if there are none."""
         first = request.computed // self._page_tokens
         pages = max(first, min(pages, (len(request.tokens) - 1) // self._page_tokens))
         handoff, request.from_handoff = request.from_handoff, None  # a tail can be read once
@@ -250,7 +237,7 @@ class StoreAdapter:
             tail_job=None,
             tail_blocks=[],
             tail_tokens=0,
-            deadline=now + self._limits.restore_timeout_s,
+            deadline=now + RESTORE_TIMEOUT_S,
         )
         spaces = self._open()
         if spaces is None:
@@ -258,7 +245,7 @@ class StoreAdapter:
         if restore.pages:
             keys = request.keys[first:pages]
             restore.job = self._submit_restore(spaces.shared, keys, restore.blocks)
-        # The tail is of use only behind all full pages of the prompt.
+        # The tail is useful only after all full pages of the prompt.
         complete = pages == request.prompt_tokens // self._page_tokens
         if handoff is not None and handoff.tail_key and complete:
             tail = request.blocks[pages * self._page_blocks : (pages + 1) * self._page_blocks]
@@ -294,7 +281,7 @@ class StoreAdapter:
                 job.cancel()
 
     def _end_restore(self, restore: _Restore, now: float) -> int:
-        """Account for a restore that has ended; returns the tokens whose K/V are in the pool."""
+        """Handle an ended restore; returns the number of tokens whose K/V are in the pool."""
         restored = self._restore_outcome(restore.job)
         tail = self._restore_outcome(restore.tail_job)
         self._pace.note_load(restored.pages, restored.seconds)
@@ -312,7 +299,7 @@ class StoreAdapter:
         timings = restore.request.timings
         timings.restored_tokens += tokens
         timings.restored_bytes += size_bytes
-        began = restore.deadline - self._limits.restore_timeout_s
+        began = restore.deadline - RESTORE_TIMEOUT_S
         self._metrics.restore_bytes.inc(size_bytes)
         self._metrics.restore_seconds.inc(now - began)
         return restore.first_page * self._page_tokens + tokens
@@ -328,19 +315,19 @@ class StoreAdapter:
     # Engine to store
 
     def offer(self, request: Request, now: float, *, final: bool = False) -> None:
-        """Put the full pages that the store does not have yet, in the background.
+        """Store the full pages that were not stored yet, in the background.
 
         Args:
             request: its K/V up to ``computed`` are in the pool and will not change.
             now: monotonic seconds.
-            final: also pages with output tokens; what finds no place now is skipped for good.
+            final: also pages with output tokens; pages over the limit are skipped.
         """
         limit = request.computed if final else min(request.computed, request.prompt_tokens)
         first, pages = request.stored_pages, limit // self._page_tokens
         if pages <= first:
             return
         spaces = self._open()
-        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+        if spaces is None or len(self._puts) >= PUTS_MAX:
             if final:
                 self._metrics.store_pages.labels("skipped").inc(pages - first)
             return
@@ -349,10 +336,10 @@ class StoreAdapter:
         self._submit_put(spaces.shared, request, request.keys[first:pages], blocks, now)
 
     def flush(self, request: Request, now: float) -> bool:
-        """Give the store all that a hand-off of ``request`` needs.
+        """Store everything that a handoff of ``request`` needs.
 
         Returns:
-            True when the answer may go out: every put has ended, or it takes too long.
+            True if the answer can be sent: every put has ended, or the time limit has passed.
         """
         self.offer(request, now)
         if not request.handoff_id:
@@ -363,12 +350,12 @@ class StoreAdapter:
         if sent and all(put.request is not request for put in self._puts):
             return True
         refused = self._open() is None
-        return refused or now - request.phase_began > self._limits.flush_timeout_s
+        return refused or now - request.phase_began > FLUSH_TIMEOUT_S
 
     def _offer_tail(self, request: Request, now: float) -> None:
-        """Put the prompt's unfilled last page under a random key that only the answer tells."""
+        """Store the prompt's unfilled last page under a random key, which is only in the answer."""
         spaces = self._open()
-        if spaces is None or len(self._puts) >= self._limits.jobs_max:
+        if spaces is None or len(self._puts) >= PUTS_MAX:
             return
         request.handoff_id = uuid.uuid4().hex
         full, tokens = divmod(request.prompt_tokens, self._page_tokens)
@@ -419,10 +406,10 @@ class StoreAdapter:
         self._metrics.store_pages.labels("stored").inc(result.stored)
         self._metrics.store_pages.labels("existing").inc(result.existing + result.pending)
 
-    # The rest
+    # Other
 
     def observe_prefill(self, tokens: int, seconds: float, now: float) -> None:
-        """Learn what computing a prompt token costs, and tell the store once in a while."""
+        """Measure the time per prompt token, and report it to the store from time to time."""
         if self._pace.note_step(tokens, seconds) and self._pace.report_due(now):
             try:
                 self._store.report_prefill(self._pace.seconds_per_token)
@@ -430,12 +417,12 @@ class StoreAdapter:
                 self._trouble("report", error)
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel restores, wait for the end of all that is in flight, then close the store.
+        """Cancel restores, wait for all jobs, then close the store.
 
-        Blocks of jobs that have ended are given back. Called when the step thread has ended.
+        Blocks of ended jobs are released. Call it after the step thread has ended.
 
         Returns:
-            False when a job still runs: the pool's memory must stay then.
+            False if a job still runs; then the pool's memory must not be freed.
         """
         self._pending.clear()
         for restore in self._restores:
@@ -448,13 +435,13 @@ class StoreAdapter:
         return all(ended)
 
     def _open(self) -> _Spaces | None:
-        """The two spaces; None while the store refuses one of them."""
+        """Both spaces; None while the store refuses one of them."""
         shared = self._shared.get()
         handoff = self._handoff.get() if shared is not None else None
         return None if shared is None or handoff is None else _Spaces(shared, handoff)
 
     def _count_troubles(self) -> None:
-        """Reads never raise; what turned them into misses is counted where it happened."""
+        """Count reads that became misses because of an error."""
         told: Counter[str] = Counter()
         for troubles in (self._store.troubles, self._shared.troubles, self._handoff.troubles):
             for code, count in list(troubles.items()):

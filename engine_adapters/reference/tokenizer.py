@@ -1,33 +1,27 @@
-"""A byte is a token: nothing to download, and every prompt has exactly one tokenization."""
+"""A tokenizer with one token per byte: nothing to download, and one tokenization per prompt."""
 
 import codecs
 from collections.abc import Sequence
 from typing import Final
 
-BOS: Final = 256
 EOS: Final = 257
+"""The last token of an output; 0 to 255 are bytes."""
 VOCAB_SIZE: Final = 320
 """Bytes and specials, rounded up to whole cache lines; the rest are never produced."""
 
 PRINTABLE: Final = (ord("\n"), *range(0x20, 0x7F))
-"""What the random model may say."""
+"""The tokens that the random model may generate."""
 
 
 def encode(text: str) -> list[int]:
-    """UTF-8 bytes of ``text``; no special token is added, so tokens concatenate as text does."""
+    """UTF-8 bytes of ``text``, without special tokens, so that tokens concatenate like text."""
     return list(text.encode("utf-8", errors="surrogatepass"))
 
 
-def decode(tokens: Sequence[int]) -> str:
-    """Text of whole output; specials are skipped, broken UTF-8 becomes U+FFFD."""
-    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
-
-
 class TextStream:
-    """Turns output tokens into text as they come, and sees the stop strings.
+    """Converts output tokens to text incrementally, and detects stop strings.
 
-    Text that could still turn out to be the start of a stop string is held back, so what was
-    given out never has to be taken back.
+    Text that could be the start of a stop string is held back, so that returned text is final.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -37,7 +31,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """Text that ``token`` makes certain; sets ``stopped`` when a stop string is complete."""
+        """The text that becomes final with ``token``; sets ``stopped`` at a stop string."""
         assert not self.stopped, "nothing follows a stop"
         self._held += self._decoder.decode(bytes([token])) if token < 256 else ""
         ends = [end for stop in self._stops if (end := self._held.find(stop)) >= 0]
@@ -51,13 +45,13 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The rest, when the output ended for another reason than a stop string."""
+        """The remaining text, if the output ended without a stop string."""
         text = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return "" if self.stopped else text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,9 +1,9 @@
-"""kvstore in vLLM: ``KVStoreConnector``, named by ``--kv-transfer-config``; docs/engines/vllm.md.
+"""kvstore in vLLM: ``KVStoreConnector`` for ``--kv-transfer-config``; see docs/engines/vllm.md.
 
-Reading order: ``options`` (what users set), ``names`` (what tells KV apart), ``facts`` (what vLLM's
-configuration says of it), ``tensors`` and ``selftest`` (its memory), ``stats``, ``connector`` (its
-calls); ``tier`` is the second route. All of these translate between vLLM and :mod:`kvstore.engine`,
-which decides and moves.
+Reading order: ``options``, ``names`` (the identity of KV), ``facts`` (from vLLM's configuration),
+``tensors`` (its memory), ``stats``, ``connector`` (its calls); ``tier`` is the alternative for
+vLLM's own offloading. All of these translate between vLLM and :mod:`kvstore.engine`, which makes
+the decisions and copies.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["KVStoreConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector, and with it vLLM, when it is asked for."""
+    """Import the connector, and with it vLLM, on first use."""
     if name != "KVStoreConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from engine_adapters.vllm.connector import KVStoreConnector

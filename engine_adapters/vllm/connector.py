@@ -1,4 +1,4 @@
-"""``KVStoreConnector``: vLLM's calls, passed on to the two sides. Nothing is decided here."""
+"""``KVStoreConnector``: passes vLLM's calls to the two sides; makes no decisions."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from engine_adapters.vllm import selftest
 from engine_adapters.vllm.facts import check_version, read_facts
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.tensors import pool_of, prefault
+from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import shard_index, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
@@ -30,37 +29,36 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
 from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
+from kvstore.engine.start import prefault, round_trip
 from kvstore.engine.worker import GroupMemory, WorkerSide
 
 log = logging.getLogger("vllm.kvstore")
 
 WORKER_TIMEOUT_S: Final = 0.5
-"""Longest wait of a move in the background for an answer of the node."""
+"""Maximum time that a background copy waits for an answer of the node."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A :class:`Step` on its way to the workers."""
+    """A :class:`Step` for the workers."""
 
     step: Step
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A :class:`Report` on its way to the scheduler."""
+    """A :class:`Report` for the scheduler."""
 
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Both ranks' reports in one."""
+        """Combine the reports of two ranks."""
         assert isinstance(other, WorkerReport)
-        joined = Report(dict(self.report.ended), self.report.late | other.report.late)
-        joined.add(other.report.ended.items())
-        return WorkerReport(joined)
+        return WorkerReport(self.report.joined(other.report))
 
 
 class _Holder:
-    """References to blocks in vLLM's own counts."""
+    """References to blocks, in vLLM's own reference counts."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -69,7 +67,7 @@ class _Holder:
         self._pool.touch([self._pool.blocks[number] for number in blocks])
 
     def release(self, blocks: Sequence[int]) -> None:
-        # The last of a prefix goes first: what stays is of use without it.
+        # Release the last block of a prefix first: the rest is useful without it.
         self._pool.free_blocks([self._pool.blocks[number] for number in reversed(blocks)])
 
     def forget(self, blocks: Sequence[int]) -> None:
@@ -80,13 +78,13 @@ class _Holder:
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """KV from and to the node of this machine; see docs/engines/vllm.md.
+    """Stores KV in the node of this machine and loads it; see docs/engines/vllm.md.
 
-    vLLM makes one in its scheduler and one in each worker.
+    vLLM creates one in its scheduler and one in each worker.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the configuration and connect; a node that is away is no error.
+        """Read the configuration and connect; the node need not run.
 
         Raises:
             ConfigError: an option is wrong, or the engine's KV cannot be shared.
@@ -101,12 +99,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
         side = "scheduler" if on_scheduler else f"worker{get_tensor_model_parallel_rank()}"
-        level = logging.WARNING if on_scheduler else logging.DEBUG  # one warning an engine
+        level = logging.WARNING if on_scheduler else logging.DEBUG  # one warning per engine
         self._store = KVStore.connect(
             self._options.address,
             name=f"vllm-{transfer.engine_id}-{side}",
             timeout_s=self._options.lookup_timeout_ms / 1000 if on_scheduler else WORKER_TIMEOUT_S,
-            # Lookups are the scheduler's, in another process: there a slab would never be filled.
+            # Lookups run in the scheduler's process, where a slab would never be filled.
             device_slab=None if on_scheduler else self._options.device_slab,
             log_level=level,
         )
@@ -124,7 +122,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version()
         if transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                "kv_load_failure_policy is %r: a page that cannot be loaded fails its request;"
+                "kv_load_failure_policy is %r: if a page cannot be loaded, its request fails;"
                 ' set it to "recompute"', transfer.kv_load_failure_policy,
             )  # fmt: skip
         smallest = min(group.block_tokens for group in self._facts.groups)
@@ -161,15 +159,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """It is a cache: a request never depends on what was stored."""
+        """False: it is a cache, requests do not depend on stores."""
         return False
 
     def shutdown(self) -> None:
-        """Let moves end and leave the node."""
+        """Wait for jobs and disconnect from the node."""
         self._store.close()
 
     def get_kv_connector_stats(self) -> StoreStats | None:
-        """What this side counted since the last call."""
+        """The counts of this side since the last call."""
         side = self._scheduler or self._worker
         if side is None:
             return None
@@ -179,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
-        """Stats from what was serialised."""
+        """Create stats from serialised data."""
         return StoreStats(data=data or {})
 
     @classmethod
@@ -192,17 +190,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer-wise loads wait between the layers."""
+        """True for layer-wise loads, which wait between layers."""
         return read_options(extra_config).load is LoadOrder.LAYERWISE
 
     # ---- scheduler --------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The engine's blocks."""
+        """Set the engine's block pool."""
         self._deciding.bind(_Holder(gpu_block_pool), gpu_block_pool.num_gpu_blocks)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
+        """A new request has arrived."""
         names = names_of(request, strong_hashes=self._strong_hashes)
         self._deciding.see(request, names)
 
@@ -218,7 +216,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """All of it comes from host memory."""
+        """All hits come from host memory."""
         del request
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
@@ -233,44 +231,44 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepMetadata(self._deciding.build(_progress(scheduler_output), total, decoded))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """The workers have done a step."""
+        """The workers have finished a step."""
         report = connector_output.kv_connector_worker_meta
         self._deciding.reported(report.report if report is not None else None)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over; stores in flight hold blocks of their own."""
+        """A request has ended; stores in flight have their own references to blocks."""
         del block_ids
         return False, self._deciding.finished(request.request_id)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished`."""
+        """Like :meth:`request_finished`."""
         del block_ids
         return False, self._deciding.finished(request.request_id)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for a job is better than taking a request's blocks away."""
+        """Whether to wait for a job instead of preempting a request."""
         return self._deciding.frees_soon()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine should go on stepping, to hear of the end of jobs."""
+        """Whether the engine should continue stepping, to learn of the end of jobs."""
         return self._deciding.busy
 
     def reset_cache(self) -> bool:
-        """The weights have changed: nothing stored so far is used, or shared, any more."""
+        """The weights have changed: switch to new page names."""
         self._deciding.forget_all()
         return True
 
     # ---- worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The engine's KV memory exists now.
+        """Register the engine's KV memory.
 
         Raises:
-            ConfigError: it is not laid out as the scheduler thinks.
+            ConfigError: its layout is not as the scheduler assumes.
         """
         rank, kv = get_tensor_model_parallel_rank(), self._kv_cache_config
         memories: list[GroupMemory] = []
@@ -283,16 +281,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
         self._worker = WorkerSide(self._opening, memories, monotonic)
         first = memories[0]
-        # A node that refuses these pages has been complained of once it was asked.
-        wrong = self._opening.get() and selftest.round_trip(
-            self._store, self._identity, self._shards[first.shard], first.pool
+        # If the node refuses these pages, a warning was logged already.
+        wrong = self._opening.get() and round_trip(
+            self._store, self._identity, self._shards[first.shard], first.pool, log
         )
         if wrong:
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
-        prefault([memory.pool for memory in memories])
+        prefault([memory.pool for memory in memories], log)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin this step's loads."""
+        """Start this step's loads."""
         del forward_context, kwargs
         self._moving.start_loads(self._metadata().step.loads)
 
@@ -308,16 +306,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: whole pages are stored when the step is done."""
 
     def wait_for_save(self) -> None:
-        """The forward is done: begin this step's stores, and wait for nothing."""
+        """The forward pass is done: start this step's stores; does not block."""
         self._moving.start_stores(self._metadata().step.stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads are over; sending never delays anyone."""
+        """Requests whose loads have ended; stores delay no request."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended."""
+        """The results of ended loads."""
         del finished_req_ids
         outcome = self._moving.poll(idle=self._metadata().step.idle)
         self._report = WorkerReport(outcome.report) if outcome.report else None
@@ -330,7 +328,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return invalid
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler side is to hear."""
+        """The report for the scheduler side."""
         report, self._report = self._report, None
         return report
 
@@ -341,16 +339,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _decoded(output: Any) -> int:
-    """Tokens of a step that follow from the one before, with those that were guessed."""
+    """Number of decoded tokens of a step, including speculative ones."""
     guessed = output.scheduled_spec_decode_tokens
     counts = output.num_scheduled_tokens.items()
     return sum(count for name, count in counts if count <= 1 + len(guessed.get(name, ())))
 
 
 def _progress(output: Any) -> Iterable[ScheduledRequest]:
-    """The requests of a step, and how far their KV is after it.
+    """The requests of a step, with the number of tokens whose KV exists after it.
 
-    Tokens that speculative decoding only guessed do not count.
+    Speculative tokens do not count.
     """
     guessed = output.scheduled_spec_decode_tokens
     blocks = output.kv_connector_block_state

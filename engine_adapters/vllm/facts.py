@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about its KV: read once, into plain values."""
+"""Reads the facts about an engine's KV from vLLM's configuration."""
 
 import hashlib
 import json
@@ -31,11 +31,11 @@ _SUPPORTED: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 def check_version() -> None:
-    """Warn of a vLLM that nobody has tested this with; its connector interface changes often."""
+    """Warn of an untested version of vLLM; its connector interface changes often."""
     if vllm.__version__ not in TESTED_VERSIONS:
         log.warning(
-            "vLLM %s has not been tested with kvstore (tested: %s); look at the hits and compare"
-            " tokens before you rely on it",
+            "vLLM %s has not been tested with kvstore (tested: %s); compare tokens with and"
+            " without it before you rely on it",
             vllm.__version__, ", ".join(TESTED_VERSIONS),
         )  # fmt: skip
 
@@ -46,10 +46,10 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     Args:
         config: ``VllmConfig``.
         kv: ``KVCacheConfig``.
-        revision: the user's name for the weights; empty = look at the files.
+        revision: the user's revision of the weights; empty = derive it from the files.
 
     Raises:
-        ConfigError: an engine whose KV this connector does not know how to share; says what.
+        ConfigError: the connector does not support the engine's KV; the message says why.
     """
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     if not current_platform.is_cpu():
@@ -95,7 +95,7 @@ def _group(index: int, group: Any) -> Group:
 
 
 def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
-    """Everything that may change KV and is no field of its own."""
+    """Everything else that may change KV."""
     model = config.model_config
     hf = model.hf_config.to_dict()
     hf.pop("transformers_version", None)
@@ -117,7 +117,7 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
 
 
 def _isa(config: Any, spec: Any) -> str:
-    """What vLLM's CPU kernels pack blocks for; machines that differ in it must not share."""
+    """The instruction set for which vLLM's CPU kernels pack blocks; others must not share them."""
     isa = _get_attn_isa(
         config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype
     )
@@ -125,11 +125,11 @@ def _isa(config: Any, spec: Any) -> str:
 
 
 def weights_revision(model: Any) -> str:
-    """A name for the weights.
+    """The revision of the weights.
 
-    Of a folder: its files' names, sizes and times, so that other weights in the same place are
-    other weights; copies of one folder share only when the user names the revision. Of a model
-    from the hub: the commit it was fetched at.
+    For a folder: a hash of its files' names, sizes and modification times, so that replaced weights
+    get another revision; copies of a folder share pages only if the user sets the revision. For a
+    model from the hub: its commit.
     """
     folder = Path(model.model)
     if folder.is_dir():
@@ -138,6 +138,6 @@ def weights_revision(model: Any) -> str:
     if isinstance(found, str):
         return Path(found).parent.name
     if not model.revision:
-        log.warning("kvstore cannot tell which weights %s has: set `revision` in"
-                    " kv_connector_extra_config to whatever names them", model.model)  # fmt: skip
+        log.warning("kvstore cannot identify the weights of %s: set `revision` in"
+                    " kv_connector_extra_config to identify them", model.model)  # fmt: skip
     return model.revision or ""

@@ -1,4 +1,7 @@
-"""What names KV in vLLM, of a model, a request and a chunk. Pure but for an adapter's files."""
+"""The identity of KV in vLLM: of models, requests and chunks.
+
+Pure, except that it reads LoRA files.
+"""
 
 import hashlib
 import json
@@ -12,18 +15,18 @@ from kvstore.page import PrefixKeys
 ENGINE: Final = "vllm"
 """Part of every page's name."""
 TIER_KEY_BYTES: Final = 32 + 4
-"""Of one of vLLM's keys of a chunk: a sha256 hash and the number of a group."""
+"""Length of vLLM's key of a chunk: a sha256 hash and the number of a group."""
 
 
 def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[str, str]:
-    """The longest request that the engine allows, if its model's KV depends on that.
+    """The maximum request length, if the model's KV depends on it.
 
-    With long rope, vLLM turns all positions by the long or the short factors, depending on whether
-    requests may be longer than what the model was first trained for.
+    With long rope, vLLM uses the long or the short factors for all positions, depending on whether
+    requests may be longer than the original context length of the model.
 
     Args:
-        hf_config: the model's configuration, with what users have overridden.
-        request_tokens: tokens of the longest request.
+        hf_config: the model's configuration, including overrides by the user.
+        request_tokens: maximum tokens of a request.
     """
     kinds = json.dumps(hf_config, default=str)
     depends = any(f'"{kind}"' in kinds for kind in ("longrope", "su"))
@@ -31,11 +34,11 @@ def length_settings(hf_config: Mapping[str, Any], request_tokens: int) -> dict[s
 
 
 def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
-    """What, besides tokens, names a request's KV.
+    """The identity of a request's KV besides the tokens.
 
     Args:
-        request: vLLM's.
-        strong_hashes: whether the engine's block hashes can be trusted to tell inputs apart.
+        request: vLLM's request.
+        strong_hashes: whether the engine's block hashes are collision-resistant.
     """
     parts: list[tuple[str, str]] = []
     adapter = request.lora_request
@@ -51,10 +54,10 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
 
 
 def page_key(key: bytes) -> PrefixKeys | None:
-    """The page of one of vLLM's keys: block hash and 4 bytes of group; None for a weak hash.
+    """The page key of vLLM's chunk key (block hash and 4 bytes of group); None for a weak hash.
 
-    Only a 32-byte hash (sha256) is taken. In vLLM 0.32 the others start from a random value in each
-    process unless it is told otherwise, and other inputs may collide with them.
+    Only 32-byte hashes (sha256) are accepted. In vLLM 0.32 the others start from a random value in
+    each process by default, and inputs may collide.
     """
     if len(key) != TIER_KEY_BYTES:
         return None

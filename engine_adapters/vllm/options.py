@@ -1,77 +1,46 @@
-"""What users set of the connector and of the tier, under vLLM's names."""
+"""Options of the connector and the tier, with vLLM's names of the sections."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
-
-import msgspec
+from typing import Any, Final
 
 from kvstore.engine.identity import Group
-from kvstore.engine.options import (
-    ADDRESS,
-    LoadOrder,
-    Milliseconds,
-    Options,
-    Tenant,
-    check_address,
-    read_section,
-)
+from kvstore.engine.options import LoadOrder, Options, TieringOptions, read_section
 from kvstore.errors import ConfigError
 
 _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
 
 
-class TierOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tier's section, an entry of ``secondary_tiers``.
-
-    Attributes:
-        revision: names the weights, their quantisation and all else that vLLM does not tell a tier.
-        address: the node's socket.
-        tenant: isolation domain: memory of one tenant is never mapped by another.
-        lookup_timeout_ms: longest time that vLLM is told to ask again about a chunk; after it the
-            chunk is a miss.
-    """
-
-    revision: Annotated[str, msgspec.Meta(min_length=1)]
-    address: str = ADDRESS
-    tenant: Tenant = "default"
-    lookup_timeout_ms: Milliseconds = 1000.0
-
-    def __post_init__(self) -> None:
-        """Refuse an address that is none."""
-        check_address(self.address)
-
-
 def read_options(values: Mapping[str, Any]) -> Options:
-    """Check what the user gave the connector.
+    """Convert and check the options of the connector.
 
     Raises:
-        ConfigError: an unknown key, or a value that does not fit; names the key.
+        ConfigError: a key is unknown, or a value is not allowed; names the key.
     """
     return read_section(values, Options, _WHERE)
 
 
-def read_tier_options(values: Mapping[str, Any]) -> TierOptions:
-    """Check what the user gave the tier.
+def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
+    """Convert and check the options of the tier.
 
     Raises:
-        ConfigError: an unknown key, one that is missing, or a value that does not fit; names it.
+        ConfigError: a key is unknown or missing, or a value is not allowed; names the key.
     """
-    return read_section(values, TierOptions, _WHERE_TIER)
+    return read_section(values, TieringOptions, _WHERE_TIER)
 
 
 def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:
-    """Tokens in a page of an engine with these KV groups.
+    """Tokens per page for an engine with these KV groups.
 
     Raises:
-        ConfigError: the page size is no multiple of each group's block, or loads are to be
-            layer-wise for several groups: vLLM takes no report of a load that failed for a request
-            that is running there.
+        ConfigError: the page size is not a multiple of each group's block, or layer-wise loads are
+            configured for several groups, for which vLLM cannot handle failed loads of running
+            requests.
     """
     if options.load is LoadOrder.LAYERWISE and len(groups) > 1:
         raise ConfigError(
-            f"{_WHERE}: load: layerwise: the engine has {len(groups)} KV groups, and cannot compute"
-            " again there what did not come; use async"
+            f"{_WHERE}: load: layerwise: the engine has {len(groups)} KV groups; cannot recompute"
+            " KV that was not loaded; use async"
         )
     blocks = [group.block_tokens for group in groups]
     try:

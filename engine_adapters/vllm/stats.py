@@ -1,4 +1,4 @@
-"""The connector's counts in vLLM's logs and in its Prometheus series."""
+"""Exports the connector's counts in vLLM's logs and Prometheus series."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
     """Sums of one interval: series name → value."""
 
     def reset(self) -> None:
-        """Start anew."""
+        """Reset the sums."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another rank, side or step counted."""
+        """Add the counts of another rank, side or step."""
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM writes into its log: the series that moved, under short names."""
+        """The values for vLLM's log: the series that changed, with short names."""
         return {f"kvstore {name}": round(value, 4) for name, value in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether nothing was counted."""
         return not self.data
 
 
@@ -54,7 +54,7 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval."""
+        """Add the sums of one interval."""
         for name, value in Counter(transfer_stats_data).items():
             if name in self._series and value > 0:
                 self._series[name][engine_idx].inc(value)

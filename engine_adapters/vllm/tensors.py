@@ -1,36 +1,32 @@
-"""vLLM's KV tensors as memory that the mover can reach."""
+"""Describes vLLM's KV tensors as memory for the mover."""
 
-import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvstore import mover
 from kvstore.engine.identity import Group
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool
-
-log = logging.getLogger("vllm.kvstore")
 
 
 def pool_of(
     group: Group, layers: Sequence[str], tensors: Mapping[str, torch.Tensor], block_count: int
 ) -> KVPool:
-    """The memory of one KV group; one plane a layer, whole blocks.
+    """The memory of one KV group; one plane per layer, whole blocks.
 
     Args:
-        group: what the scheduler takes it for.
+        group: the group as the scheduler sees it.
         layers: names of its layers, in order.
-        tensors: layer name to a tensor whose first dimension is blocks.
-        block_count: blocks in the engine's tables.
+        tensors: layer name → tensor whose first dimension is blocks.
+        block_count: number of blocks in the engine's tables.
 
     Raises:
-        ConfigError: the tensors are not in host memory, or not laid out as the scheduler thinks.
+        ConfigError: the tensors are not in host memory, or their layout is not as the scheduler
+            assumes.
     """
     found = [tensors[name] for name in layers if name in tensors]
     if len(found) != len(layers):
-        raise ConfigError(f"KV cache: {len(found)} of {len(layers)} layers of a group are there")
+        raise ConfigError(f"KV cache: {len(found)} of {len(layers)} layers of a group exist")
     shapes = {_block_shape(tensor, block_count) for tensor in found}
     if len(shapes) != 1:
         raise ConfigError(f"KV cache: layers of one group differ: {sorted(shapes)}")
@@ -48,30 +44,8 @@ def pool_of(
     )
 
 
-def prefault(pools: Sequence[KVPool]) -> None:
-    """Touch the engine's KV memory in the background, so that no first load pays for it.
-
-    A first touch costs several times a copy, and the engine owns the memory either way. Without the
-    native mover nothing is touched: only that one may do it while the engine writes.
-    """
-    if not mover.is_native:
-        return
-
-    def touch() -> None:
-        for pool in pools:
-            for plane in pool.planes:
-                size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-                try:
-                    mover.populate(plane, size, write=True)
-                except KVStoreError as error:
-                    log.debug("KV memory is not touched ahead: %s", error)
-                    return
-
-    threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
-
-
 def _block_shape(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:
-    """Bytes of a block, and from one block to the next."""
+    """Bytes of a block, and the stride between blocks."""
     if tensor.device.type != "cpu":
         raise ConfigError(f"KV cache: it is on {tensor.device}; only host memory is supported")
     rows, rest = divmod(tensor.shape[0], block_count)
@@ -79,9 +53,9 @@ def _block_shape(tensor: torch.Tensor, block_count: int) -> tuple[int, int]:
         raise ConfigError(f"KV cache: {tuple(tensor.shape)} is not made of {block_count} blocks")
     row = tensor[0]
     if not row.is_contiguous():
-        raise ConfigError(f"KV cache: a block with strides {row.stride()} is not in one piece")
+        raise ConfigError(f"KV cache: a block with strides {row.stride()} is not contiguous")
     row_bytes = row.numel() * tensor.element_size()
     stride_bytes = tensor.stride(0) * tensor.element_size()
     if rows > 1 and stride_bytes != row_bytes:
-        raise ConfigError("KV cache: the pieces of a block do not lie side by side")
+        raise ConfigError("KV cache: the parts of a block are not adjacent")
     return rows * row_bytes, rows * stride_bytes

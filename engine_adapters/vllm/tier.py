@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm.names import page_key
-from engine_adapters.vllm.options import TierOptions, read_tier_options
+from engine_adapters.vllm.options import read_tier_options
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
+from kvstore.engine.options import TieringOptions
 from kvstore.engine.tiering import SERIES, Tiering
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
@@ -39,7 +40,10 @@ _PREFIX: Final = "kvstore:tier_"
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks from and to the node of this machine; vLLM makes one in its scheduler."""
+    """Stores chunks in the node of this machine and loads them.
+
+    VLLM creates one in its scheduler.
+    """
 
     medium = Medium.CPU
     cache_hit_source = CacheHitSource.HOST
@@ -48,7 +52,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
         backpressure_detector: Any = None, **values: Any,
     ) -> None:  # fmt: skip
-        """Connect; a node that is away is no error.
+        """Connect; the node need not run.
 
         Raises:
             ConfigError: an option is wrong or missing; names it.
@@ -97,13 +101,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._tiering.flush()
 
     def drain_jobs(self) -> None:
-        """Wait for every job, and use nothing any more that was stored so far.
+        """Wait for all jobs, and switch to new page names.
 
-        vLLM calls this when it resets its caches, as after an update of the weights in place, and
-        says no more than that.
+        vLLM calls this when it resets its caches, for example after an in-place update of the
+        weights; it does not pass the reason.
 
         Raises:
-            TransferTimeout: one has not ended, so vLLM must not use the chunks for anything else.
+            TransferTimeout: a job has not ended, so vLLM must not reuse the chunks.
         """
         try:
             self._tiering.drain(END_TIMEOUT_S)
@@ -111,7 +115,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._tiering.rename(self._openings(os.urandom(16)))
 
     def shutdown(self) -> None:
-        """Let jobs end, let go of the primary tier's memory and leave the node.
+        """Wait for jobs, release the primary tier's memory and disconnect.
 
         Raises:
             TransferTimeout: a job has not ended; vLLM then keeps the memory.
@@ -128,7 +132,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in SERIES.items()}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counts = self._tiering.counts
         counts.note_troubles(self._store.troubles)
         stats = OffloadingConnectorStats()
@@ -137,7 +141,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return None if stats.is_empty() else stats
 
     def _openings(self, since: bytes = b"") -> tuple[Opening, Opening, Opening]:
-        """For lookups, loads and stores; the first of them complains."""
+        """Openings for lookups, loads and stores; only the first logs warnings."""
         config = self._offloading_spec.config
         identity, shard = names(config, self.block_size_bytes, self._options, since)
         level, quiet = logging.WARNING, logging.DEBUG
@@ -149,11 +153,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def names(
-    config: Any, row_bytes: int, options: TierOptions, since: bytes
+    config: Any, row_bytes: int, options: TieringOptions, since: bytes
 ) -> tuple[SpaceIdentity, ShardSpec]:
-    """Space and shard of an ``OffloadingConfig``: all of it that may change bytes is in them.
+    """Space and shard of an ``OffloadingConfig``; they contain everything that may change bytes.
 
-    ``since`` names the reset of vLLM's caches after which the bytes were made.
+    ``since`` identifies the last reset of vLLM's caches.
     """
     cache, parallel = config.cache, config.parallel
     parts = [

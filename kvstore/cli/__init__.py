@@ -1,4 +1,4 @@
-"""The command ``kvstore``: ask a node what it holds and why, and operate it."""
+"""The command ``kvstore``: inspect and operate a node."""
 
 from kvstore.cli.command import main
 

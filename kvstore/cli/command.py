@@ -1,4 +1,4 @@
-"""The verbs of ``kvstore`` and what each asks of a node."""
+"""The verbs of the command ``kvstore``, and the request that each sends to a node."""
 
 import argparse
 import difflib
@@ -30,7 +30,7 @@ _KEY: Final = f"64 hex digits, or the first {PREFIX_MIN} or more"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the verb that was meant."""
+    """Suggests the nearest verb for an unknown one."""
 
     verbs: Sequence[str] = ()
 
@@ -47,11 +47,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one verb; returns the exit status: 0 done, 1 it failed, 2 it was asked wrongly."""
+    """Run one verb; returns the exit status: 0 done, 1 failed, 2 wrong command line."""
     try:
         status = _carried_out(_parser().parse_args(arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has had enough (kvstore pages … | head)
+    except BrokenPipeError:  # the reader of the pipe has closed it (kvstore pages … | head)
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _carried_out(options: argparse.Namespace) -> int:
-    """Ask, and say what was answered; returns the exit status."""
+    """Send the request and print the answer; returns the exit status."""
     node = Remote(options.url, options.token)
     if options.verb == "doctor":
         return doctor.run(
@@ -86,7 +86,7 @@ def _carried_out(options: argparse.Namespace) -> int:
 
 
 def _spell_out(names: Names, options: argparse.Namespace) -> None:
-    """Put whole names where short ones were given."""
+    """Replace short names in the options by full ones."""
     given = vars(options)
     if given.get("space") is not None:
         options.space = names.space(options.space)
@@ -98,7 +98,7 @@ def _spell_out(names: Names, options: argparse.Namespace) -> None:
 
 
 def _anywhere(**defaults: Any) -> _Parser:
-    """The options that may stand before the verb, where they have defaults, and behind it."""
+    """The options that may be given before the verb (with defaults) or after it."""
     unset = argparse.SUPPRESS
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
@@ -170,44 +170,49 @@ def _add_looks(verb: _Add) -> None:
                            help=f"only pages stored {compared} this long ago")  # fmt: skip
         pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
                            help=f"only pages with {compared} this many hits")  # fmt: skip
-    pages.add_argument("--limit", type=count(1), default=100, help="most pages; default: 100")
-    page = verb("page", "one page", _page, show.page)
+    pages.add_argument("--limit", type=count(1), default=100, help="maximum pages; default: 100")
+    page = verb("page", "details of one page", _page, show.page)
+    tokens = verb("tokens", "the token ids of a page; needs the role operate", _page_tokens,
+                  show.tokens)  # fmt: skip
+    _names_page(tokens)
+    tokens.add_argument("--pages", type=count(1), default=1,
+                        help="number of pages, ending with this one; default: 1")  # fmt: skip
     tree = verb("tree", "the descendants of a page", _tree, show.tree)
     tree.add_argument("space", help=_SPACE)
     tree.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
-    tree.add_argument("--depth", type=count(1), default=8, help="levels; default: 8")
-    tree.add_argument("--limit", type=count(1), default=100, help="most pages; default: 100")
-    explain = verb("explain", "why a key or prompt is a hit or a miss", _explain, show.explanation)
+    tree.add_argument("--depth", type=count(1), default=8, help="number of levels; default: 8")
+    tree.add_argument("--limit", type=count(1), default=100,
+                      help="maximum pages; default: 100")  # fmt: skip
+    explain = verb("explain", "say why a key or prompt is a hit or not", _explain, show.explanation)
     explain.add_argument("key", nargs="?", help=_KEY)
     explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
-    explain.add_argument("--space", help=f"{_SPACE}; default: the space that fits best")
+    explain.add_argument("--space", help=f"{_SPACE}; default: the best match")
     explain.add_argument("--shard", type=count(0), help="number of a shard; default: any")
     _names_page(page)
 
 
 def _add_changes(verb: _Add) -> None:
-    """The verbs that need the role operate and are done at once."""
+    """The verbs that need the operate role and are done at once."""
     pin = verb("pin", "protect a page and all pages before it from eviction", _pin, show.anything)
     _names_page(pin)
     pin.add_argument("--ttl", type=seconds(zero=True), default=3600.0, metavar="SECONDS",
-                     help="how long it lasts; 0 = no end; default: 3600")  # fmt: skip
+                     help="duration of the pin; 0 = until unpin; default: 3600")  # fmt: skip
     pin.add_argument("--tier", choices=["host", "ssd"], default="host",
-                     help="the tier to keep it in; default: host")  # fmt: skip
+                     help="tier in which the pages are kept; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=count(1), help="its number; see kvstore pins")
-    quota = verb("quota", "show the limits of spaces, or limit one", _quota, show.quotas)
-    quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show them all")
+    unpin.add_argument("pin", type=count(1), help="number of the pin; see kvstore pins")
+    quota = verb("quota", "show the limits of all spaces, or set those of one", _quota, show.quotas)
+    quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
-                       help="most bytes it may use; 0 = no quota; default: unchanged")  # fmt: skip
+                       help="maximum bytes; 0 = no quota; default: unchanged")  # fmt: skip
     quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
-                       help="bytes that other spaces cannot take from it; 0 = none;"
-                       " default: unchanged")  # fmt: skip
+                       help="reserved bytes; 0 = none; default: unchanged")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
-                       help="the tier to limit; default: host")  # fmt: skip
+                       help="tier of the limits; default: host")  # fmt: skip
     policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
     policy.add_argument(
-        "name", nargs="?", help="the policy to use until the node stops; default: show it"
+        "name", nargs="?", help="policy to use until the node stops; default: show the policy"
     )
 
 
@@ -222,12 +227,12 @@ def _add_jobs(verb: _Add) -> None:
         made.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
         _waits(made)
         if name == "verify":
-            made.add_argument("--tier", choices=["host", "ssd"], help="default: every tier")
+            made.add_argument("--tier", choices=["host", "ssd"], help="tier to read; default: all")
             made.add_argument(
                 "--deadline", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                 help="stop after this time; default: 3600",
             )  # fmt: skip
-    clear = verb("clear", "empty a space, or all of them", _clear, show.job)
+    clear = verb("clear", "empty a space, or all spaces", _clear, show.job)
     clear.add_argument("space", nargs="?", help=_SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
     clear.add_argument("--yes", action="store_true", help="do not ask before emptying every space")
@@ -243,12 +248,12 @@ def _add_jobs(verb: _Add) -> None:
                           help="stop after this time; default: 60")  # fmt: skip
         if name == "move":
             made.add_argument("--to", choices=["host", "ssd"], default="ssd",
-                              help="default: ssd; descendants of a page move first")  # fmt: skip
+                              help="target tier; default: ssd; descendants move first")  # fmt: skip
         _waits(made)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=count(1), nargs="?", help="its number; default: all")
+    jobs.add_argument("job", type=count(1), nargs="?", help="number of the job; default: all")
     jobs.add_argument(
-        "--cancel", action="store_true", help="stop the job; what it has done is not undone"
+        "--cancel", action="store_true", help="cancel the job; its changes are not undone"
     )
 
 
@@ -261,7 +266,7 @@ def _waits(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--no-wait", action="store_true", help="start the job and do not wait for it")
 
 
-# What each verb asks
+# The request of each verb
 
 
 def _nothing(_node: Remote, _options: argparse.Namespace) -> Any:
@@ -280,6 +285,10 @@ def _page(node: Remote, at: argparse.Namespace) -> Any:
     return node.get(path_of("pages", at.space, at.key))
 
 
+def _page_tokens(node: Remote, at: argparse.Namespace) -> Any:
+    return node.get(path_of("pages", at.space, at.key, "tokens"), pages=at.pages)
+
+
 def _tree(node: Remote, at: argparse.Namespace) -> Any:
     query = {"space": at.space, "key": at.key, "depth": at.depth}
     return node.listed("pages", "/v1/tree", query, at.limit)
@@ -293,7 +302,7 @@ def _explain(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _tokens(text: str) -> list[int]:
-    """Token ids as they were given, or from a file."""
+    """Token ids from the option, or from a file."""
     if not text.startswith("@"):
         try:
             return [int(part) for part in text.split(",")]
@@ -321,7 +330,7 @@ def _quota(node: Remote, at: argparse.Namespace) -> Any:
     asked = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
     limits = {name: size for name, size in asked.items() if size is not None}
     if bool(limits) != (at.space is not None):
-        message = "to limit a space name it, and give --quota-bytes or --reserved-bytes"
+        message = "to set limits give a space and --quota-bytes or --reserved-bytes"
         raise InvalidArgument("space", message)
     shown = node.get("/v1/quotas")
     if at.space is None:
@@ -355,17 +364,17 @@ def _clear(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _confirm(node: Remote) -> None:
-    """Ask whether all pages of a node shall go.
+    """Ask for confirmation before all pages of a node are removed.
 
     Raises:
-        InvalidArgument: there is nobody to ask.
+        InvalidArgument: this is not a terminal.
         KVStoreError: the answer is no.
     """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InvalidArgument("--all", "add --yes to empty every space of the node")
     stats = node.get("/v1/stats")
     sys.stderr.write(
-        f"Take all {stats['pages']:,} pages of {len(stats['spaces'])} spaces out of node"
+        f"Remove all {stats['pages']:,} pages of {len(stats['spaces'])} spaces from node"
         f" {show.cell(stats['node'])}? [y/N] "
     )
     sys.stderr.flush()
@@ -384,7 +393,9 @@ def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
         return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
     except KeyboardInterrupt:
         number = job["job"]
-        sys.stderr.write(f"kvstore: job {number} goes on; kvstore jobs {number} --cancel ends it\n")
+        sys.stderr.write(
+            f"kvstore: job {number} goes on; stop it: kvstore jobs {number} --cancel\n"
+        )
         raise
 
 

@@ -1,7 +1,7 @@
-"""``kvstore doctor``: is this machine fit for a node? Needs none, and asks one when it is there.
+"""``kvstore doctor``: checks this machine, with or without a running node.
 
-Each check says what was found and what to do. It reads ``/proc`` and ``/sys``, makes one small
-memfd, and writes one file of 64 MiB in the directory it is pointed at, which it removes again.
+Each check reports what it found and what to do. The checks read ``/proc`` and ``/sys``, create one
+small memfd, and write one file of 64 MiB to each tested directory, which they delete again.
 """
 
 import errno
@@ -39,11 +39,11 @@ _PYTHON_MIN: Final = (3, 11)
 _KERNEL_MIN: Final = (5, 14)
 _DESCRIPTORS_MIN: Final = 4096
 LAG_S_MAX: Final = 0.1
-"""A loop that was later than this in the last half minute kept engines waiting."""
+"""An event loop with a larger lag in the last half minute delayed engines."""
 TOKEN_BYTES_ASSUMED: Final = 131_072
 """KV of one token of a Llama-3-8B in 16 bits: 32 layers x 8 heads x 128 x K and V x 2 bytes."""
 PREFILL_TOKENS_PER_S_ASSUMED: Final = 8_000.0
-"""Of one 8B model on one current GPU; what engines report to a node is used instead."""
+"""Of one 8B model on one current GPU; used if engines have not reported their speed."""
 _NOT_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _COARSE_CLOCKS: Final = ("jiffies", "acpi_pm", "hpet", "refined-jiffies")
 
@@ -52,23 +52,23 @@ def run(
     url: str, token: str, directory: Path | None, config: Path | None, console: Console,
     *, as_json: bool,
 ) -> int:  # fmt: skip
-    """Make all checks and print them.
+    """Run all checks and print the results.
 
     Args:
-        url: where a node may be; nobody there is fine.
-        token: shown to it; may be empty.
-        directory: where an SSD tier would be; None = where the configuration says, else where the
-            node has one, else here.
-        config: a node's configuration file; what it or the environment says counts, not what a node
-            that answers has.
-        console: where they are printed.
+        url: address of a node; the node need not run.
+        token: token for the node; may be empty.
+        directory: directory for an SSD tier; None = those of the configuration, else those of the
+            node, else the working directory.
+        config: configuration file of a node; the file and the environment override the settings of
+            a running node.
+        console: where the results are printed.
         as_json: print them as JSON.
 
     Returns:
-        1 when one of them failed, else 0.
+        1 if a check failed, else 0.
 
     Raises:
-        ConfigError: the configuration cannot be used.
+        ConfigError: the configuration is invalid.
     """
     loaded = load(ServerConfig, config)
     wanted = loaded.config if config is not None or loaded.sources else None
@@ -87,7 +87,7 @@ def run(
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}
         table = Table(title="kvstore doctor")
         for name in ("check", "", "found", "what to do"):
-            table.add_column(name, overflow="fold")  # a path that is cut helps nobody
+            table.add_column(name, overflow="fold")  # never cut a path
         for one in checks:
             table.add_row(one.name, Text(one.status, colours[one.status]), one.found, one.advice)
         console.print(table)
@@ -98,12 +98,12 @@ def examine(
     directories: Sequence[Path], stats: dict[str, Any] | None, wanted: ServerConfig | None = None,
     proc: Path = Path("/proc"), system: Path = Path("/sys"),
 ) -> list[Check]:  # fmt: skip
-    """All checks.
+    """Run all checks.
 
     Args:
-        directories: where an SSD tier would be; at least one.
-        stats: what a node of this machine says of itself; None = there is none.
-        wanted: how a node is configured; None = as the one that answers.
+        directories: directories for an SSD tier; at least one.
+        stats: statistics of the node of this machine; None = no node answers.
+        wanted: configuration of a node; None = that of the running node.
         proc: where the process file system is.
         system: where sysfs is.
     """
@@ -132,7 +132,7 @@ def examine(
 
 
 def _existing(path: Path) -> Path:
-    """A directory, or the one that it would be made in."""
+    """A directory, or the nearest existing parent."""
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
@@ -149,21 +149,21 @@ def _stats(url: str, token: str) -> dict[str, Any] | None:
 
 def _node(stats: dict[str, Any] | None) -> Check:
     if stats is None:
-        return Check("node", "ok", "none answers (or it wants a token); the machine is checked")
+        return Check("node", "ok", "no answer, or a token is needed; only the machine is checked")
     lag = stats["loop_lag_s"]
     found = f"{stats['node']}: {rounded(stats['host']['capacity_bytes'])}, loop lag"
     found += f" {lag * 1e3:.1f} ms"
     troubles: list[tuple[str, str]] = []
     if why := stats.get("unready"):
-        troubles.append((f"not ready: {why}", "restart the engines of its previous boot"))
+        troubles.append((f"not ready: {why}", "restart the engines of its previous run"))
     if lag > LAG_S_MAX:
-        troubles.append(("", "its loop is late: give it a core of its own"))
+        troubles.append(("", "its event loop is delayed: give the node a core of its own"))
     if (ssd := stats.get("ssd")) and ssd["degraded"]:
-        advice = "look at its log and at kvstore tiers; it serves on from memory"
+        advice = "see its log and kvstore tiers; it serves from memory only"
         troubles.append(("SSD tier degraded", advice))
     if unwatched := stats.get("unwatched_processes", 0):
         advice = "share the PID namespace with engines, or use Linux 6.5 (docs/containers.md)"
-        troubles.append((f"{unwatched} processes whose end it cannot see", advice))
+        troubles.append((f"{unwatched} processes whose exit it cannot detect", advice))
     if not troubles:
         return Check("node", "ok", found)
     found = ", ".join([found, *(what for what, _ in troubles if what)])
@@ -195,7 +195,7 @@ def _core(stats: dict[str, Any] | None) -> Check:
 def _mover() -> Check:
     if "fallback" in mover.description or "numpy" in mover.description:
         return Check("mover", "warn", mover.description,
-                     "copies are slow: install a C compiler and build again")  # fmt: skip
+                     "copies are slow: install a C compiler and reinstall kvstore")  # fmt: skip
     return Check("mover", "ok", mover.description)
 
 
@@ -212,14 +212,14 @@ def _memfd() -> Check:
         return Check("memfd", "fail", str(error), "shared memory cannot be mapped")
     finally:
         os.close(descriptor)
-    return Check("memfd", "ok", "made and mapped")
+    return Check("memfd", "ok", "created and mapped")
 
 
 def _shared_memory(path: Path, capacity: int) -> Check:
     try:
         found = os.statvfs(path)
     except OSError as error:
-        return Check("tmpfs", "warn", f"{path}: {error}", "engines themselves often need it")
+        return Check("tmpfs", "warn", f"{path}: {error}", "engines often need it")
     free = found.f_bavail * found.f_frsize
     text = f"{path}: {rounded(free)} free"
     if free < 1 << 30:
@@ -242,7 +242,7 @@ def _descriptors(needs: Needs, connections: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} (at most {hard})"
     extents = needs.capacity_bytes // needs.extent_bytes if needs.extent_bytes else 0
-    # A connection takes one, and one more for its process.
+    # One for the connection, and one for its process.
     wanted = max(_DESCRIPTORS_MIN, extents + 2 * connections)
     if soft < wanted:
         advice = f"ulimit -n {wanted} or more: each extent and connection takes one"
@@ -266,7 +266,7 @@ def _clock(system: Path) -> Check:
         return Check("clock", "warn", "unknown", "the kernel does not say which clock it uses")
     if source in _COARSE_CLOCKS:
         return Check(
-            "clock", "warn", source, "reading the time is slow; tsc or kvm-clock is better"
+            "clock", "warn", source, "reading the clock is slow; tsc or kvm-clock is faster"
         )
     return Check("clock", "ok", source)
 
@@ -278,13 +278,13 @@ def _direct_io(directory: Path) -> Check:
     except OSError as error:
         if error.errno in _NOT_DIRECT:
             return Check("direct I/O", "warn", f"{directory}: not supported",
-                         "an SSD tier goes through the page cache; use ext4 or xfs")  # fmt: skip
+                         "an SSD tier would use the page cache; use ext4 or xfs")  # fmt: skip
         return _not_writable("direct I/O", directory, error)
     return Check("direct I/O", "ok", f"{directory}: {_DIRECT_BYTES}-byte writes")
 
 
 def _not_writable(name: str, directory: Path, error: OSError) -> Check:
-    advice = "let the node's user write there, or name another one with --directory"
+    advice = "give the node's user write access, or choose another directory with --directory"
     return Check(name, "warn", f"{directory}: {error.strerror or error}", advice)
 
 
@@ -303,17 +303,17 @@ def _disk_speed(directories: Sequence[Path], prefill: float) -> Check:
     )
     if speed < needed:
         return Check("disk speed", "warn", found,
-                     "for such a model recomputing is faster: use more disks")  # fmt: skip
+                     "recomputing is faster than this disk: use more disks")  # fmt: skip
     return Check("disk speed", "ok", found)
 
 
 def disk_speed(directory: Path) -> tuple[float, str]:
-    """Bytes a second that :data:`PROBE_BYTES` are read at, past the page cache.
+    """Measure the read speed without the page cache, in bytes per second.
 
-    Where that is not possible they are those of a write with a sync; the second value says which.
+    Without direct I/O, measure a synced write instead. The second value says which.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the directory is not writable.
     """
     with _probe(directory) as path:
         start = perf_counter()
@@ -331,7 +331,7 @@ def disk_speed(directory: Path) -> tuple[float, str]:
 
 @contextmanager
 def _probe(directory: Path) -> Iterator[Path]:
-    """An empty file that is gone afterwards."""
+    """A temporary file, deleted at the end."""
     descriptor, name = tempfile.mkstemp(prefix="kvstore-doctor-", dir=directory)
     os.close(descriptor)
     try:
@@ -343,7 +343,7 @@ def _probe(directory: Path) -> Iterator[Path]:
 def _write(path: Path, flags: int, size: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | flags)
     try:
-        with mmap.mmap(-1, min(size, _STEP_BYTES)) as buffer:  # aligned, as direct I/O wants
+        with mmap.mmap(-1, min(size, _STEP_BYTES)) as buffer:  # aligned for direct I/O
             buffer.write(os.urandom(4096) * (len(buffer) // 4096))
             for offset in range(0, size, len(buffer)):
                 if os.pwrite(descriptor, buffer, offset) != len(buffer):

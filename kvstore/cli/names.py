@@ -1,4 +1,4 @@
-"""What short names stand for at a node: the first digits of a key or a space, and models."""
+"""Resolves short names of a node: prefixes of keys and spaces, and model names."""
 
 import re
 from typing import Any, Final
@@ -8,20 +8,20 @@ from kvstore.cli.show import cell, identity
 from kvstore.errors import InvalidArgument, NotFound
 
 PREFIX_MIN: Final = 6
-"""Digits that name a key or a space, if only one begins with them."""
+"""Minimum length of a prefix of a key or space."""
 SPACES_MAX: Final = 1 << 20
 PAGES_MAX: Final = 100_000
-"""Pages that are looked through for a key; it takes seconds."""
+"""Pages that are searched for a key; this takes seconds."""
 _SHOWN_MAX: Final = 10
 _FULL: Final = re.compile("[0-9a-f]{64}")
 _PREFIX: Final = re.compile(rf"[0-9a-f]{{{PREFIX_MIN},63}}")
 
 
 class Names:
-    """The spaces and keys of one node, asked for when one is named shortly.
+    """The spaces and keys of one node, requested when a short name is used.
 
     Args:
-        node: is asked.
+        node: the node to ask.
     """
 
     def __init__(self, node: Remote) -> None:
@@ -30,11 +30,11 @@ class Names:
         self._keys: dict[str, list[str]] = {}
 
     def space(self, name: str) -> str:
-        """The label of a space that is named by label, by its first digits, or by its model.
+        """The label of a space, given its label, a prefix of it, or its model.
 
         Raises:
-            NotFound: there is none of that name.
-            InvalidArgument: there are several; lists them.
+            NotFound: no space matches.
+            InvalidArgument: several match; the message lists them.
         """
         if _FULL.fullmatch(name.lower()):
             return name.lower()
@@ -52,15 +52,15 @@ class Names:
         return str(found[0]["space"])
 
     def key(self, space: str | None, name: str) -> str:
-        """A key that is named by all its digits or the first ones.
+        """A full key, given all its digits or a prefix.
 
         Args:
-            space: label of the space it is in; None = of any.
-            name: what was given.
+            space: label of the space of the key; None = any.
+            name: the key, or a prefix of it.
 
         Raises:
-            NotFound: no page that is stored has such a key.
-            InvalidArgument: it is none, or there are several; lists them.
+            NotFound: no stored page has such a key.
+            InvalidArgument: this is not a key, or several match; the message lists them.
         """
         name = name.lower()
         if _FULL.fullmatch(name):
@@ -101,5 +101,5 @@ class Names:
 
 def _several(name: str, listed: list[str]) -> str:
     more = len(listed) - _SHOWN_MAX
-    lines = [f"{name!r} may be any of {len(listed)}:", *listed[:_SHOWN_MAX]]
+    lines = [f"{name!r} matches {len(listed)}: give more of it", *listed[:_SHOWN_MAX]]
     return "\n  ".join([*lines, f"and {more} more"] if more > 0 else lines)

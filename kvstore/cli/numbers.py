@@ -1,4 +1,4 @@
-"""Numbers as people type them behind options, and what is said of wrong ones."""
+"""Parsers for numbers in command-line options."""
 
 import math
 from argparse import ArgumentTypeError
@@ -8,7 +8,7 @@ from kvstore.config.sizes import size_of
 
 
 def count(least: int) -> Callable[[str], int]:
-    """What reads a whole number of ``least`` or more."""
+    """A parser for whole numbers of ``least`` or more."""
 
     def read(text: str) -> int:
         try:
@@ -23,7 +23,7 @@ def count(least: int) -> Callable[[str], int]:
 
 
 def seconds(*, zero: bool, most: float = math.inf) -> Callable[[str], float]:
-    """What reads a number of seconds of at most ``most``; 0 only where ``zero`` allows it."""
+    """A parser for seconds up to ``most``; 0 only if ``zero`` is true."""
 
     def read(text: str) -> float:
         try:
@@ -42,7 +42,7 @@ def seconds(*, zero: bool, most: float = math.inf) -> Callable[[str], float]:
 
 
 def size(text: str) -> int:
-    """A size as the configuration takes it."""
+    """A parser for sizes, as in the configuration."""
     try:
         return size_of(text)
     except ValueError as error:

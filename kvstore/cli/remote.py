@@ -1,4 +1,4 @@
-"""A node's HTTP API as the command uses it."""
+"""A client for a node's HTTP API."""
 
 import http.client
 import json
@@ -13,32 +13,23 @@ from kvstore.server import client
 _TIMEOUT_S: Final = 30.0
 _STRETCH_MAX: Final = 1000
 _PAUSE: Final = threading.Event()
-"""Never set: waiting for it is a pause."""
-
-
-class RemoteError(KVStoreError):
-    """The node refused; the message is its own."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.remote_code = code
+"""Never set; waiting for it is a pause."""
 
 
 class Remote:
     """One node.
 
     Args:
-        url: its address: HTTP, or ``unix://`` and the path of its admin socket. When nobody listens
-            on the socket of a node that was told no paths, its HTTP port is asked.
-        token: a bearer token; empty = none. A Unix socket wants none.
+        url: its address: HTTP, or ``unix://`` and the path of its admin socket. If nothing listens
+            on the default socket, the node's default HTTP port is used.
+        token: a bearer token; empty = none. A Unix socket needs none.
     """
 
     def __init__(self, url: str, token: str = "") -> None:
-        """Ask nothing yet.
+        """Check the arguments; send nothing yet.
 
         Raises:
-            InvalidArgument: the address or the token cannot be one.
+            InvalidArgument: the address or the token is invalid.
         """
         if not client.is_address(url):
             message = (
@@ -58,8 +49,8 @@ class Remote:
         """The answer to any request.
 
         Raises:
-            RemoteError: the node refused.
-            PeerUnreachable: nobody answers there, or somebody who is no node.
+            KVStoreError: the node refused the request; the message is the node's.
+            PeerUnreachable: nothing answers there, or not a node.
         """
         data = json.dumps(body).encode() if body is not None else None
         try:
@@ -73,20 +64,20 @@ class Remote:
             raise PeerUnreachable(_stranger(self.url)) from error
         except OSError as error:
             why = error.strerror or error
-            message = f"no node answers at {self.url} ({why}); is it running? --url names another"
+            message = f"no node answers at {self.url} ({why}); is it running? --url selects another"
             raise PeerUnreachable(message) from error
 
     def listed(self, name: str, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
-        """Up to ``limit`` entries of a listing, over as many stretches as it takes.
+        """Up to ``limit`` entries of a listing, in as many requests as needed.
 
         Args:
-            name: what the answer calls them.
-            path: of the listing.
-            query: what is asked for beside ``cursor`` and ``limit``.
+            name: name of the list in the answer.
+            path: path of the listing.
+            query: query parameters besides ``cursor`` and ``limit``.
             limit: 1 or more.
 
         Returns:
-            ``name``: the entries, and ``next``: the cursor of the next one, None when that was all.
+            ``name``: the entries; ``next``: the cursor of the next entry, None at the end.
         """
         found: list[Any] = []
         cursor: str | None = None
@@ -100,10 +91,10 @@ class Remote:
         return {name: found, "next": cursor}
 
     def finished(self, job: dict[str, Any], wait_s: float) -> dict[str, Any]:
-        """A job once it has ended.
+        """Wait for a job; returns it when it has ended.
 
         Raises:
-            TransferTimeout: it has not ended after ``wait_s`` seconds; it goes on.
+            TransferTimeout: it has not ended after ``wait_s`` seconds; it continues.
         """
         deadline = monotonic() + wait_s
         pause = 0.02
@@ -120,25 +111,24 @@ class Remote:
 
 
 def path_of(*parts: str) -> str:
-    """The path of a thing whose names may hold any characters."""
+    """A path made of quoted parts."""
     return "/v1/" + "/".join(urllib.parse.quote(part, safe="") for part in parts)
 
 
 def _stranger(url: str) -> str:
-    """What to say of an address at which somebody answers who does not speak a node's HTTP."""
+    """The message for an address where something else than a node answers."""
     message = f"what answers at {url} is not the HTTP API of a node"
     if url.startswith("unix://") and not url.endswith(".admin"):
         message += f": engines use that socket; give --url {url}.admin"
     return message
 
 
-def _refusal(status: int, body: bytes) -> RemoteError:
+def _refusal(status: int, body: bytes) -> KVStoreError:
     try:
         error = json.loads(body)["error"]
-        code, message = str(error["code"]), str(error["message"])
-        field = str(error["field"])
+        message, field = str(error["message"]), str(error["field"])
     except (ValueError, KeyError, TypeError):
-        code, message, field = "http", body[:200].decode(errors="replace"), ""
+        message, field = body[:200].decode(errors="replace"), ""
     if status == 401:
         message += "; give --token, KVSTORE_TOKEN or KVSTORE_TOKEN_FILE, or leave --url out"
-    return RemoteError(status, code, f"{field}: {message}" if field else message)
+    return KVStoreError(f"{field}: {message}" if field else message)

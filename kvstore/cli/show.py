@@ -1,4 +1,4 @@
-"""Answers of a node as tables."""
+"""Prints answers of a node as tables."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,32 +13,32 @@ from rich.tree import Tree
 from kvstore.config.sizes import exact, rounded
 
 _PIPED_COLUMNS: Final = 240
-"""Where nobody reads, keys must not be cut."""
+"""In a pipe keys must not be cut."""
 LABEL_DIGITS: Final = 12
-"""Of a space's label: enough to name it."""
+"""Digits of a space's label that are shown."""
 _REVISION_CHARACTERS: Final = 12
 _KEY_DIGITS: Final = 16
-"""Of a key in a tree: enough to name a page that is stored."""
+"""Digits of a key that are shown in a tree."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the command, which ends the same way for JSON."""
+        """Raise, so that the command ends in the same way as for JSON."""
         raise BrokenPipeError
 
 
 def console() -> Console:
-    """Where answers go."""
-    if isinstance(sys.stdout, TextIOWrapper):  # names may have what the terminal's set has not
+    """The console for answers."""
+    if isinstance(sys.stdout, TextIOWrapper):  # it may not have all characters of names
         sys.stdout.reconfigure(errors="backslashreplace")
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
     return _Console(
         width=width, markup=False, emoji=False
-    )  # engines choose names: they are no code
+    )  # names are chosen by engines: no markup
 
 
 def stats(answer: Any, console: Console) -> None:
-    """What a node is and how it does; its capacity, spaces and sessions."""
+    """Version, hit rate, sizes, spaces and sessions of a node."""
     counts = answer["counts"]
     table = Table(title=f"node {answer['node']}", show_header=False)
     for name, value in (
@@ -61,7 +61,7 @@ def stats(answer: Any, console: Console) -> None:
 
 
 def hit_rate(counts: dict[str, int]) -> str:
-    """The part of the pages that lookups asked for which were there."""
+    """The fraction of looked-up pages that were hits."""
     asked = counts.get("lookup_pages", 0)
     if not asked:
         return "no lookups"
@@ -69,7 +69,7 @@ def hit_rate(counts: dict[str, int]) -> str:
 
 
 def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
-    """What was done since the start, as far as anything was."""
+    """Pages stored, loaded, dropped and requests refused since the start, if any."""
 
     def by_cause(prefix: str) -> str:
         named = sorted(name for name in counts if name.startswith(prefix) and counts[name])
@@ -82,14 +82,14 @@ def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
     if loaded := counts.get("loaded_bytes", 0):
         rows.append(("loaded", f"{rounded(loaded)} since the start"))
     if left := by_cause("removed_"):
-        rows.append(("pages left", left))
+        rows.append(("pages dropped", left))
     if refused := by_cause("refused_"):
         rows.append(("refused", refused))
     return rows
 
 
 def _lookup_rows(answer: Any) -> list[tuple[str, str]]:
-    """Where lookups found pages, and how long things took; an older node does not tell."""
+    """Tiers of hits, and latencies; missing in answers of older nodes."""
     rows: list[tuple[str, str]] = []
     found = answer.get("lookups", [])
     tiers = {
@@ -110,7 +110,7 @@ def _lookup_rows(answer: Any) -> list[tuple[str, str]]:
 
 
 def _quantile(answer: Any, latency: Any, share: float) -> str:
-    """The bound below which so many of all were, at least."""
+    """The bucket bound of a quantile."""
     left = share * latency["count"]
     for bound, count in zip(answer["latency_bounds_s"], latency["buckets"], strict=False):
         left -= count
@@ -142,7 +142,7 @@ def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def spaces(answer: Any, console: Console) -> None:
-    """Spaces, two lines each: what they are of, then what they have."""
+    """Spaces, two lines each: identity, then sizes."""
     every = answer["spaces"]
     console.print(f"{len(every)} space{'' if len(every) == 1 else 's'}",
                   style="italic", highlight=False)  # fmt: skip
@@ -174,7 +174,7 @@ def spaces(answer: Any, console: Console) -> None:
 
 
 def identity(space: dict[str, Any]) -> str:
-    """What a space is of, for people: its model, and what else sets it apart."""
+    """The identity of a space as text: its model, and other fields that are not default."""
     apart = [
         f"{name} {space[name][:_REVISION_CHARACTERS] if name == 'revision' else space[name]}"
         for name, usual in (("tenant", "default"), ("revision", ""), ("scope", ""))
@@ -225,8 +225,15 @@ def page(answer: Any, console: Console) -> None:
     _table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
 
 
+def tokens(answer: Any, console: Console) -> None:
+    """The token ids of some pages, ready for ``kvstore explain --tokens``."""
+    for one in answer["prompt"]:
+        ids = "not known" if one["tokens"] is None else ",".join(map(str, one["tokens"]))
+        console.print(f"page {one['depth']}  {one['key'][:_KEY_DIGITS]}  {ids}", soft_wrap=True)
+
+
 def tree(answer: Any, console: Console) -> None:
-    """A part of the prefix tree; keys are cut to what the command takes where space is short."""
+    """A part of the prefix tree; keys are shortened if the terminal is narrow."""
     root = Tree("pages")
     branches: dict[str, Tree] = {}
     depths = {"": 0}
@@ -241,7 +248,7 @@ def tree(answer: Any, console: Console) -> None:
         branches[one["key"]] = above.add(key + said)
     console.print(root)
     if answer["next"] is not None:
-        console.print("there is more: raise --limit, or name a key to begin at")
+        console.print("there is more: raise --limit, or give a key to begin at")
 
 
 def tiers(answer: Any, console: Console) -> None:
@@ -263,7 +270,7 @@ def config(answer: Any, console: Console) -> None:
 
 
 def _configured(key: str, value: object) -> str:
-    """A value as it may be written in a configuration."""
+    """A value in the syntax of the configuration."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and "bytes" in key.rpartition(".")[2].split("_"):
@@ -334,7 +341,7 @@ def explanation(answer: Any, console: Console) -> None:
 
 
 def anything(answer: Any, console: Console) -> None:
-    """Names and values."""
+    """A table of names and values."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -344,12 +351,12 @@ def anything(answer: Any, console: Console) -> None:
 
 
 def seconds(value: float | None) -> str:
-    """A time span for people; empty when there is none."""
+    """A time span as text; empty for None."""
     return "" if value is None else f"{value:,.1f} s"
 
 
 def duration(value: float) -> str:
-    """A long time for people, in its two largest units: ``3 d 4 h``."""
+    """A duration as text, in its two largest units: ``3 d 4 h``."""
     left, parts = int(value), list[str]()
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
@@ -361,7 +368,7 @@ def duration(value: float) -> str:
 
 
 def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values for people, those of nested objects under dotted names."""
+    """Names and values as text; nested objects get dotted names."""
     for name, value in values.items():
         label = f"{within}{name}"
         parts = value if isinstance(value, list) else [value]
@@ -381,7 +388,7 @@ def _flat(values: dict[str, Any], within: str = "") -> Iterator[tuple[str, str]]
 
 
 def cell(value: object) -> str:
-    """A value for people; what would move a terminal's cursor is shown as its code."""
+    """A value as text; unprintable characters are escaped."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
@@ -395,7 +402,7 @@ def _table(
 ) -> None:
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, overflow="fold")  # a key that is cut is none
+        table.add_column(column, overflow="fold")  # never cut a key
     for row in rows:
         table.add_row(*map(cell, row))
     console.print(table)

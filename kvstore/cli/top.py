@@ -1,4 +1,4 @@
-"""``kvstore top``: a node's rates and fill, live."""
+"""``kvstore top``: live rates and sizes of a node."""
 
 import json
 import sys
@@ -17,18 +17,18 @@ from kvstore.config.sizes import rounded
 from kvstore.errors import PeerUnreachable
 
 _PAUSE: Final = threading.Event()
-"""Never set: waiting for it is a pause."""
+"""Never set; waiting for it is a pause."""
 _INTERVAL_MIN_S: Final = 0.1
 
 
 def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
-    """Show frames until interrupted, or one.
+    """Print one frame, or frames until interrupted.
 
     Args:
-        node: asked for its statistics twice a frame.
+        node: the node to ask.
         once: print one frame and end.
         as_json: print that frame as JSON.
-        seconds: between frames.
+        seconds: time between frames.
     """
     seconds = max(_INTERVAL_MIN_S, seconds)
     before, since = node.get("/v1/stats"), monotonic()
@@ -41,7 +41,7 @@ def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
             console().print(_drawn(rates))
         return 0
     screen = console()
-    if not screen.is_terminal:  # one frame below the other: a file or a pipe has no screen
+    if not screen.is_terminal:  # a file or a pipe: print one frame after the other
         while True:
             _PAUSE.wait(seconds)
             after, now = node.get("/v1/stats"), monotonic()
@@ -52,7 +52,7 @@ def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
             _PAUSE.wait(seconds)
             try:
                 after, now = node.get("/v1/stats"), monotonic()
-            except PeerUnreachable as error:  # it may come back: whoever watches wants to see it
+            except PeerUnreachable as error:  # it may come back: keep watching
                 live.update(Text(f"{error}"), refresh=True)
                 continue
             live.update(_drawn(frame(before, after, now - since)), refresh=True)
@@ -60,12 +60,12 @@ def run(node: Remote, *, once: bool, as_json: bool, seconds: float) -> int:
 
 
 def frame(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What happened between two statistics of one node.
+    """Rates between two statistics of one node.
 
     Args:
-        before: the earlier one; of another boot, everything counts as new.
+        before: the earlier one; if it is of another boot, all counts start at 0.
         after: the later one.
-        seconds: between them.
+        seconds: time between them.
     """
     same = before["boot"] == after["boot"]
     old = before["counts"] if same else {}

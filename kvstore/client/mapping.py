@@ -114,13 +114,6 @@ class Mapping:
         """What a move locates here stays mapped until it ends it."""
         return Use(self)
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes mapped, read-only and writable mappings counted apart."""
-        with self._lock:
-            regions = [*self._read.values(), *self._write.values()]
-            return sum(region.size for region in regions + self._dropped)
-
     def known(self) -> list[int]:
         """Extents that are mapped and not known to be gone."""
         with self._lock:
@@ -251,11 +244,6 @@ class Use:
     def boot(self) -> bytes:
         """See :class:`Mapping`."""
         return self._mapping.boot
-
-    @property
-    def mapped_bytes(self) -> int:
-        """See :class:`Mapping`."""
-        return self._mapping.mapped_bytes
 
     def locate(self, addresses: bytes, size: int, *, write: bool) -> npt.NDArray[np.uint64]:
         """Where the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` es are.

@@ -1,6 +1,5 @@
 """A space as one engine uses it: lookups, puts, gets, and moves between pages and its KV pool."""
 
-import logging
 from collections.abc import Sequence
 from time import monotonic, perf_counter
 from typing import Final, NamedTuple, overload
@@ -27,8 +26,6 @@ from kvstore.page import (
 )
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
-
-log = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 256 << 20
 """Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""

@@ -1,9 +1,9 @@
 """Configuration: one frozen tree, read once at start-up and passed down in sections.
 
-Sources, later ones win: the built-in default, a TOML file, environment variables
-(``KVSTORE__HOST__CAPACITY_BYTES``), ``--set host.capacity_bytes=8GiB``. An unknown key or a value
-that does not fit is refused with the key and the source that named it, and so is a variable that
-is spelt so nearly like one of these that it must be meant.
+A value comes from the built-in default, a TOML file, an environment variable
+(``KVSTORE__HOST__CAPACITY_BYTES``) or ``--set host.capacity_bytes=8GiB``; a later source overrides
+an earlier one. An unknown key or a value that is not allowed is refused; the message names the key
+and the source. An environment variable that looks like a misspelt one of ours is refused too.
 """
 
 import difflib
@@ -28,28 +28,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 _NEAR: Final = 0.8
-"""So alike (:mod:`difflib`) are two names of which one is taken for the other misspelt."""
+"""Similarity (:mod:`difflib`) from which on a name counts as a misspelling of another."""
 _ELSEWHERE: Final = re.compile(r"KVSTORE_(URL|TOKEN(_FILE)?|CONDUCTOR_.*)")
 """Variables of the command ``kvstore`` and of the Conductor."""
 _SERVICE_LINK: Final = re.compile(
     r".*_(SERVICE_(HOST|PORT(_.*)?)|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)=.*|.*_PORT=(tcp|udp|sctp)://.*"
 )
-"""Variables that Kubernetes sets for a service: ``KVSTORE_PORT=tcp://10.0.0.1:80`` and more."""
+"""Variables that Kubernetes sets for a service, such as ``KVSTORE_PORT=tcp://10.0.0.1:80``."""
 
 EXTENTS_MAX: Final = 1 << 20
-"""Descriptors that Linux lets a process have unless it is told otherwise (fs.nr_open)."""
+"""The most descriptors that Linux allows for a process by default (fs.nr_open)."""
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: frozen, keyword-only, unknown keys refused."""
+    """Base of every section: frozen, keyword-only, without unknown keys."""
 
 
 class NodeConfig(Section, frozen=True):
-    """Who this node is.
+    """The identity of this node.
 
     Attributes:
-        name: names the node in events, metrics and routing decisions.
+        name: name of the node in events, metrics and routing decisions.
     """
 
     name: Annotated[
@@ -62,12 +62,13 @@ class SocketConfig(Section, frozen=True):
     """The Unix socket that engines on this machine connect to.
 
     Attributes:
-        path: where the socket is; its directory is made if need be.
-        group_access: mode 0660 instead of 0600, and peers of the socket's group are let in.
-        connections_max: further connections are refused.
-        tenants: who may use which tenant's pages: ``TENANT=USER`` or ``TENANT=@GROUP`` each, by
-            name or number. Empty = who may connect may use any. With entries any user may connect,
-            and is refused unless an entry is for it; root and the node's own user may use any.
+        path: path of the socket; its directory is created if it does not exist.
+        group_access: mode 0660 instead of 0600; members of the socket's group may connect.
+        connections_max: maximum number of connections; further ones are refused.
+        tenants: which users may use which tenant's pages: entries ``TENANT=USER`` or
+            ``TENANT=@GROUP``, by name or number. Empty = every user who may connect may use any
+            tenant. With entries the socket is open to every user, and users without an entry are
+            refused; root and the node's own user may use any tenant.
     """
 
     path: str = "/run/kvstore/kvstore.sock"
@@ -80,16 +81,15 @@ class HostConfig(Section, frozen=True):
     """L2: host memory that engines map.
 
     Attributes:
-        capacity_bytes: all of it; rounded down to whole extents.
-        extent_bytes: memory is shared, moved between models and mapped by clients in these pieces;
-            no page may be larger.
-        session_quota_bytes: what one engine may have pinned, reserved or left behind at a time;
-            0 = half of the capacity.
-        lease_s_max: the longest lease a client may ask for.
-        policy: which pages leave memory first: ``kvstore``, ``lru``, ``lfu``, ``tinylfu`` or
-            ``s3-fifo``.
-        prefault: touch all memory in the background at start (a first touch is 5-40 times as slow
-            as a copy).
+        capacity_bytes: size of the host-memory tier; rounded down to whole extents.
+        extent_bytes: unit in which memory is shared, mapped by clients and assigned to models; also
+            the maximum size of a page.
+        session_quota_bytes: the most bytes that one engine may have pinned, reserved or left in
+            LIMBO at a time; 0 = half of the capacity.
+        lease_s_max: maximum duration of a lease, in seconds.
+        policy: the eviction policy: ``kvstore``, ``lru``, ``lfu``, ``tinylfu`` or ``s3-fifo``.
+        prefault: touch all memory in the background at the start (a first touch is 5-40 times as
+            slow as a copy).
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 4 << 30
@@ -100,7 +100,7 @@ class HostConfig(Section, frozen=True):
     prefault: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a capacity that holds no extent, or more than a process can have open."""
+        """Refuse a capacity of no extent, or of more extents than a process can have open."""
         if self.capacity_bytes < self.extent_bytes:
             raise ValueError(
                 f"host.capacity_bytes={exact(self.capacity_bytes)} is smaller than"
@@ -117,19 +117,19 @@ class SSDConfig(Section, frozen=True):
     """L3: an append-only log of pages on SSDs.
 
     Attributes:
-        directories: where, best one a disk; empty = no SSD tier.
-        capacity_bytes: of each directory, never exceeded; rounded down to whole segments.
-        segment_bytes: of a segment's file; room is given back in these pieces.
-        write: when an ordinary page is written: ``back`` when its memory is needed, ``through`` as
-            soon as it is stored, ``selective`` when it is used again.
-        sync: when what is written survives a power cut: ``always`` at once, ``interval``, ``none``
-            (no put can be durable then).
-        sync_interval_s: between two syncs of ``interval``.
-        admission: which ordinary pages are worth writing: ``all``, ``none``, by the ``evidence``
-            that they will be used again (which only the eviction policy ``kvstore`` gathers), or if
-            it was ``learned`` that pages of their kind return.
-        bytes_per_day_max: most bytes of ordinary pages written a day, for the disk's endurance;
-            0 = no limit, and ``learned`` then writes a quarter of what leaves memory.
+        directories: directories of the log, ideally one per disk; empty = no SSD tier.
+        capacity_bytes: maximum size of each directory; rounded down to whole segments.
+        segment_bytes: size of a segment file; disk space is reclaimed in this unit.
+        write: when an ordinary page is written: ``back`` when it is evicted from memory,
+            ``through`` as soon as it is stored, ``selective`` when it is used again.
+        sync: when written pages survive a power cut: ``always`` at once, ``interval`` after the
+            next sync, ``none`` at no defined time (durable puts are refused).
+        sync_interval_s: seconds between two syncs with ``interval``.
+        admission: which ordinary pages are written: ``all``, ``none``, ``evidence`` (pages that
+            were used again; works best with the eviction policy ``kvstore``, which counts turns),
+            or ``learned`` (pages of a kind that was used again).
+        bytes_per_day_max: endurance budget: maximum bytes of ordinary pages written per day; 0 = no
+            limit, with ``learned`` a quarter of the bytes evicted from memory.
     """
 
     directories: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class SSDConfig(Section, frozen=True):
     bytes_per_day_max: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse a capacity that holds too few segments, and a directory given twice."""
+        """Refuse a capacity of fewer than four segments, and duplicate directories."""
         if self.capacity_bytes < 4 * self.segment_bytes:
             raise ValueError(
                 f"ssd.capacity_bytes={exact(self.capacity_bytes)} is less than four segments of"
@@ -155,11 +155,11 @@ class SSDConfig(Section, frozen=True):
 
 
 class DeviceSlabConfig(Section, frozen=True):
-    """L1: a cache of whole pages that belongs to one client, on the device of its engine.
+    """L1: a cache of pages on the device of an engine, which belongs to one client.
 
     Attributes:
         capacity_bytes: size of the slab, at least 4096; allocated at once.
-        device: ``cpu``, or ``cuda:N``.
+        device: ``cpu`` or ``cuda:N``.
     """
 
     capacity_bytes: Annotated[int, msgspec.Meta(ge=4096)]
@@ -170,15 +170,16 @@ class HttpConfig(Section, frozen=True):
     """Health, metrics and the admin API over HTTP.
 
     Attributes:
-        host: address to listen on; anything but loopback needs a token of the operator's choice.
-        port: 0 = any free port; the ready line says which.
-        socket_path: the Unix socket on which the node's user operates it without a token; empty =
-            beside ``socket.path``. Elsewhere, engines can be given the one directory without it.
-        read_token: who shows it may read; empty = see the file.
-        read_token_file: a file that holds that token; empty = none.
-        operate_token: who shows it may also change things; empty = see the file.
-        operate_token_file: a file that holds that token; empty = none. With no token at all the
-            node makes one at each start, in a file beside ``socket_path``.
+        host: address to listen on; an address other than loopback needs a configured token.
+        port: TCP port; 0 = any free port, which the ready line shows.
+        socket_path: the Unix socket on which the node's user needs no token; empty =
+            ``socket.path`` plus ``.admin``. Use another directory if containers of engines mount
+            the directory of ``socket.path``.
+        read_token: bearer token that allows reading; empty = taken from the file.
+        read_token_file: file with that token; empty = none.
+        operate_token: bearer token that also allows changes; empty = taken from the file.
+        operate_token_file: file with that token; empty = none. If no token is configured at all,
+            the node generates one at each start, in a file next to ``socket_path``.
     """
 
     host: str = "127.0.0.1"
@@ -190,7 +191,7 @@ class HttpConfig(Section, frozen=True):
     operate_token_file: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse to listen for strangers without a token."""
+        """Refuse an address other than loopback without a token."""
         tokens = (
             self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
         )  # fmt: skip
@@ -202,7 +203,7 @@ class HttpConfig(Section, frozen=True):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can connect."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a name, whatever it begins with
@@ -210,13 +211,12 @@ class HttpConfig(Section, frozen=True):
 
 
 class AdminConfig(Section, frozen=True):
-    """What operators may hold, and what is remembered for them.
+    """Limits of pins, and the memory for ``explain``.
 
     Attributes:
-        pin_budget_bytes: what operator pins in memory may cover together; 0 = a quarter of the
-            host tier.
-        pin_ssd_budget_bytes: the same of pins on the SSDs; 0 = a quarter of the SSD tier.
-        ghosts_max: pages that left the index and that ``explain`` still knows.
+        pin_budget_bytes: budget for all operator pins in memory; 0 = a quarter of the host tier.
+        pin_ssd_budget_bytes: the same for pins on the SSDs; 0 = a quarter of the SSD tier.
+        ghosts_max: number of dropped pages that ``explain`` can still report.
     """
 
     pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -228,17 +228,17 @@ class EventsConfig(Section, frozen=True):
     """KV events, in the frames of ZeroMQ.
 
     Attributes:
-        endpoint: where to publish: ``ipc`` = a Unix socket beside the node's, for its user and,
-            with ``socket.group_access`` and no ``socket.tenants``, its group; ``ipc:///path``, for
-            the same; ``tcp://address:port``, which needs a token (port ``*`` is any free one);
-            empty = no events.
-        replay_endpoint: where missed events are asked for again, in the same forms; empty =
-            nowhere.
-        tokens: publish the token ids of pages too, for readers that cannot go by prefix keys;
-            whoever follows can read the prompts of every tenant then.
-        follow_token: who shows it may follow over TCP; empty = see the file.
-        follow_token_file: a file that holds that token; empty = none.
-        queue_max: event batches that may wait for the publisher before they are dropped.
+        endpoint: where to publish: ``ipc`` = a Unix socket next to the node's, for its user and,
+            with ``socket.group_access`` and no ``socket.tenants``, its group; ``ipc:///path``, with
+            the same access; ``tcp://address:port``, which needs a token (port ``*`` = any free
+            one); empty = no events.
+        replay_endpoint: where followers request missed events, in the same forms; empty = no
+            replay.
+        tokens: also publish the token ids of pages, for followers that cannot use prefix keys.
+            Every follower can then read the prompts of all tenants.
+        follow_token: token that followers over TCP must send; empty = taken from the file.
+        follow_token_file: file with that token; empty = none.
+        queue_max: event batches that may wait for the publisher; further ones are dropped.
         replay_max: event batches kept for replay.
     """
 
@@ -251,7 +251,7 @@ class EventsConfig(Section, frozen=True):
     replay_max: Annotated[int, msgspec.Meta(ge=1)] = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse to publish for everybody who can open a TCP connection."""
+        """Refuse a TCP endpoint without a token."""
         for name in ("endpoint", "replay_endpoint"):
             where = getattr(self, name)
             if where.startswith("tcp:") and not (self.follow_token or self.follow_token_file):
@@ -262,7 +262,7 @@ class EventsConfig(Section, frozen=True):
 
 
 class ServerConfig(Section, frozen=True):
-    """Everything that ``kvstore-server`` can be told."""
+    """All settings of ``kvstore-server``."""
 
     node: NodeConfig = NodeConfig()
     socket: SocketConfig = SocketConfig()
@@ -274,7 +274,7 @@ class ServerConfig(Section, frozen=True):
 
     @property
     def needs(self) -> Needs:
-        """What a node of this configuration takes of its machine."""
+        """The resources that a node with this configuration needs."""
         host = self.host
         capacity = host.capacity_bytes // host.extent_bytes * host.extent_bytes
         mapped = capacity if self.ssd.directories else host.extent_bytes
@@ -282,7 +282,7 @@ class ServerConfig(Section, frozen=True):
 
 
 class Loaded(msgspec.Struct, Generic[T], frozen=True):
-    """A configuration and where each value that is no default came from (dotted key → source)."""
+    """A configuration, and the source of each value that is not a default (dotted key → source)."""
 
     config: T
     sources: dict[str, str]
@@ -295,17 +295,18 @@ def load(
     overrides: Iterable[str] = (),
     env_prefix: str = "KVSTORE__",
 ) -> Loaded[T]:
-    """Read the tree once, at start-up.
+    """Read the configuration, once at the start.
 
     Args:
         kind: the tree's root type.
         path: a TOML file, or None.
-        environ: environment; keys that start with ``env_prefix`` count.
-        overrides: ``section.key=value`` each.
-        env_prefix: what distinguishes this program's environment variables.
+        environ: the environment; only keys that start with ``env_prefix`` are used.
+        overrides: strings ``section.key=value``.
+        env_prefix: prefix of this program's environment variables.
 
     Raises:
-        ConfigError: a key is unknown, or a value does not fit; names the key and its source.
+        ConfigError: a key is unknown, or a value is not allowed; the message names the key and its
+            source.
     """
     _refuse_near_misses(kind, environ, env_prefix)
     tree: dict[str, Any] = {}
@@ -324,7 +325,7 @@ def load(
 def _refusal(
     kind: type[Any], tree: dict[str, Any], sources: dict[str, str], error: msgspec.ValidationError
 ) -> str:
-    """Which source's value of which key does not fit, and what would."""
+    """The message for a wrong value: its source, its key, and the allowed values."""
     what, _, path = str(error).partition(" - at `$.")
     path = path.rstrip("`")
     key = path.partition("[")[0]
@@ -338,8 +339,8 @@ def _refusal(
             at, value = types[step], value[step]
     name = path.rpartition(".")[2]
     if words := allowed(at, size=_is_size(name)):
-        what = f"{_masked(name, value)!r} does not fit: it must be {words}"
-    # A section refuses values that do not go together, and names them.
+        what = f"{_masked(name, value)!r} is not allowed: it must be {words}"
+    # A section refuses inconsistent values, and names them.
     said = {s: None for k, s in sources.items() if k == key or f"{k}=" in what} or {
         s: None for k, s in sources.items() if k.startswith(f"{key}.")
     }
@@ -347,7 +348,7 @@ def _refusal(
 
 
 def show(loaded: Loaded[T]) -> str:
-    """The effective tree as TOML, each value that is no default followed by its source."""
+    """The effective settings as TOML, with the source of each value that is not a default."""
     lines: list[str] = []
     for section, values in msgspec.to_builtins(loaded.config).items():
         if not isinstance(values, dict):
@@ -360,7 +361,7 @@ def show(loaded: Loaded[T]) -> str:
 
 
 def values(loaded: Loaded[T]) -> list[dict[str, Any]]:
-    """Every value of the tree with its dotted key and its source; secrets are masked."""
+    """Every value with its dotted key and its source; secrets are masked."""
     return [
         {
             "key": f"{section}.{name}",
@@ -416,7 +417,7 @@ def _known(kind: type[Any], key: list[str], source: str) -> Any:
     """The type of a key's value.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: the key does not exist.
     """
     at: Any = kind
     for depth, name in enumerate(key):
@@ -446,7 +447,7 @@ def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
 
 
 def _listed(value: str, key: list[str], source: str) -> Any:
-    """A list may be written as ``a,b`` or as in TOML: ``["a", "b"]``."""
+    """Parse a list written as ``a,b`` or as in TOML: ``["a", "b"]``."""
     if not value.lstrip().startswith("["):
         return [part.strip() for part in value.split(",") if part.strip()]
     try:
@@ -456,7 +457,7 @@ def _listed(value: str, key: list[str], source: str) -> Any:
 
 
 def _bytes(value: Any, source: str, key: list[str]) -> Any:
-    """Sizes may be written with a unit: ``8GiB``."""
+    """Convert a size with a unit, such as ``8GiB``, to bytes."""
     try:
         return size_of(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -468,9 +469,10 @@ def _is_size(name: str) -> bool:
 
 
 def _refuse_near_misses(kind: type[Any], environ: Mapping[str, str], env_prefix: str) -> None:
-    """Refuse a variable that is meant for this program and spelt so that nobody reads it.
+    """Refuse a misspelt variable of this program.
 
-    What other programs set, as Kubernetes does for a service called kvstore, is warned of.
+    For other variables with our prefix, such as those that Kubernetes sets for a service named
+    kvstore, log a warning.
 
     Raises:
         ConfigError: names the variable and the right one.
@@ -489,9 +491,7 @@ def _refuse_near_misses(kind: type[Any], environ: Mapping[str, str], env_prefix:
             continue
         near = difflib.get_close_matches(plain.removeprefix(stem), known, 1, _NEAR)
         if near and not _SERVICE_LINK.fullmatch(f"{plain}={text}"):
-            raise ConfigError(
-                f"{name}: nothing reads this variable; did you mean {known[near[0]]}?"
-            )
+            raise ConfigError(f"{name}: this variable is not used; did you mean {known[near[0]]}?")
         ignored.append(name)
     if ignored:
-        log.warning("these environment variables are no settings: %s", ", ".join(ignored))
+        log.warning("these environment variables are not settings: %s", ", ".join(ignored))

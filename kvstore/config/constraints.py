@@ -1,4 +1,4 @@
-"""What a field of the configuration takes, in words for messages."""
+"""The allowed values of a configuration field, in words for messages."""
 
 import enum
 from types import UnionType
@@ -14,10 +14,10 @@ _PLAIN: Final = {
 
 
 def allowed(kind: Any, *, size: bool = False) -> str:
-    """What values a type admits, such as ``one of lru, lfu``; empty when there are no words for it.
+    """The values that a type allows, such as ``one of lru, lfu``; empty if there is no description.
 
     Args:
-        kind: the type of a field; a pattern is put in words by the ``description`` of its ``Meta``.
+        kind: the type of a field; the ``description`` of its ``Meta`` describes a pattern.
         size: numbers are sizes in bytes.
     """
     if get_origin(kind) is Annotated:

@@ -1,7 +1,7 @@
-"""What this machine leaves a process: memory, as control groups, limits and the machine have it.
+"""Checks whether the memory of a node fits the machine, its control group and its limits.
 
-``kvstore doctor`` shows these checks, and ``kvstore-server`` does not start when one of them fails:
-a node that takes more memory than there is would be killed in the middle of its work.
+``kvstore doctor`` shows these checks, and ``kvstore-server`` does not start if one of them fails:
+the kernel would kill a node that uses more memory than there is.
 """
 
 import resource
@@ -15,26 +15,26 @@ from kvstore.config.sizes import rounded
 Status = Literal["ok", "warn", "fail"]
 
 DISTRIBUTION: Final = "kvstore-server"
-"""What pip knows this package as; ``kvstore`` on PyPI is somebody else's."""
+"""Name of the distribution; ``kvstore`` on PyPI is another project."""
 OVERHEAD_BYTES: Final = 128 << 20
-"""Besides pages, at least: 75 MiB of an idle node, and its HTTP side and index."""
+"""Minimum memory besides pages: 75 MiB for an idle node, plus its HTTP process and its index."""
 _TIGHT: Final = 0.9
-_LEAVE: Final = "leave a tenth for everything besides pages"
+_LEAVE: Final = "leave a tenth for memory besides pages"
 _UNLIMITED: Final = 1 << 60
-"""Version 1 of control groups says 2^63 rounded to pages for no limit."""
+"""Values above this mean no limit: cgroup v1 reports 2^63, rounded to pages."""
 _ADDRESSES_BYTES: Final = 1 << 30
-"""Address space of an idle node: 512 MiB, and stacks of threads."""
+"""Address space of an idle node: 512 MiB, plus the stacks of threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        name: of the check; stable.
-        status: ``warn`` = it works, but worse than it could; ``fail`` = a node will not work.
-        found: what there is.
-        advice: what to do; empty when nothing is to be done.
+        name: name of the check; stable.
+        status: ``warn`` = a node works, but not as well as it could; ``fail`` = it will not work.
+        found: the value found.
+        advice: what to do; empty if nothing.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a node will take of the machine.
+    """The resources that a node needs.
 
     Attributes:
-        capacity_bytes: of its host tier; 0 = not known, and nothing is compared.
-        extent_bytes: of the pieces that it is made of, each a file in memory.
-        mapped_bytes: what of it the node maps itself at a time.
-        running: it runs, so that what it has is no longer available.
+        capacity_bytes: size of its host tier; 0 = unknown, nothing is compared.
+        extent_bytes: size of an extent; each extent is a memory file.
+        mapped_bytes: bytes of it that the node maps itself at a time.
+        running: the node already runs, so its memory is no longer counted as available.
     """
 
     capacity_bytes: int
@@ -61,17 +61,17 @@ class Needs:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory that it takes when it is full."""
+        """All memory that it uses when it is full."""
         return self.capacity_bytes + OVERHEAD_BYTES if self.capacity_bytes else 0
 
 
 def memory_checks(
     needs: Needs, proc: Path = Path("/proc"), system: Path = Path("/sys")
 ) -> list[Check]:
-    """Whether a node fits; what can never fit fails, what fits only just is warned of.
+    """Check whether a node fits: fail if it never can, warn if it barely does.
 
     Args:
-        needs: what it will take.
+        needs: the resources it needs.
         proc: where the process file system is.
         system: where sysfs is.
     """
@@ -86,7 +86,7 @@ def _cgroup(proc: Path, system: Path, needs: Needs) -> Check:
     if hard is not None and wanted > hard[0]:
         return Check("cgroup", "fail", _limited(hard, needs), f"it would be killed: {advice}")
     if soft is not None and wanted > soft[0]:
-        return Check("cgroup", "warn", _limited(soft, needs), f"it would be held up: {advice}")
+        return Check("cgroup", "warn", _limited(soft, needs), f"it would be throttled: {advice}")
     if hard is None:
         return Check("cgroup", "ok", "no memory limit")
     if wanted > hard[0] * _TIGHT:
@@ -99,12 +99,13 @@ def _limited(limit: tuple[int, Path], needs: Needs) -> str:
 
 
 def cgroup_limits(proc: Path, system: Path, *, high: bool = False) -> list[tuple[int, Path]]:
-    """The memory limits of this process's control groups and of those above, version 1 or 2.
+    """The memory limits of this process's control group and of those above it, version 1 or 2.
 
     Args:
         proc: where the process file system is.
         system: where sysfs is.
-        high: those from which on a process is slowed down, not those where it is killed.
+        high: return the limits at which a process is throttled, instead of those at which it is
+            killed.
     """
     limits: list[tuple[int, Path]] = []
     for line in read(proc / "self/cgroup").splitlines():
@@ -115,7 +116,8 @@ def cgroup_limits(proc: Path, system: Path, *, high: bool = False) -> list[tuple
             root, name = system / "fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be that outside, while the root is the container's own group.
+        # In a container the path may be the one outside, while the root is the container's own
+        # group.
         at = root / path.lstrip("/")
         for folder in (at, *at.parents):
             if folder == root.parent:
@@ -135,7 +137,7 @@ def _memory(proc: Path, needs: Needs) -> Check:
     found = f"{rounded(total)} in this machine"
     if read(proc / "sys/vm/overcommit_memory") == "2" and sizes.get("CommitLimit", total) < total:
         total = sizes["CommitLimit"]
-        found += f", {rounded(total)} of it may be promised (vm.overcommit_memory=2)"
+        found += f", {rounded(total)} of it may be committed (vm.overcommit_memory=2)"
     if free and not needs.running:
         found += f", {rounded(free)} available now"
     found += _wanted(needs)
@@ -144,13 +146,13 @@ def _memory(proc: Path, needs: Needs) -> Check:
     if needs.memory_bytes > total * _TIGHT:
         return Check("memory", "warn", found, _LEAVE)
     if free and not needs.running and needs.memory_bytes > free:
-        advice = "others use what it will need: end them, or lower host.capacity_bytes"
+        advice = "other processes use memory that it needs: stop them, or lower host.capacity_bytes"
         return Check("memory", "warn", found, advice)
     return Check("memory", "ok", found)
 
 
 def _limits(needs: Needs) -> Check:
-    """The limits of the process itself (``ulimit``)."""
+    """Check the limits of the process itself (``ulimit``)."""
     for name, limit, wanted, advice in (
         ("address space (ulimit -v)", resource.RLIMIT_AS,
          needs.mapped_bytes + _ADDRESSES_BYTES, "ulimit -v unlimited"),
@@ -169,12 +171,12 @@ def _wanted(needs: Needs) -> str:
         return ""
     return (
         f"; the node wants {rounded(needs.memory_bytes)}: {rounded(needs.capacity_bytes)} for pages"
-        f" and {rounded(OVERHEAD_BYTES)} besides"
+        f" and {rounded(OVERHEAD_BYTES)} for the rest"
     )
 
 
 def read(path: Path) -> str:
-    """What a file of ``/proc`` or ``/sys`` says; empty when it cannot be read."""
+    """The text of a file in ``/proc`` or ``/sys``; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
 """Sizes in bytes as people write and read them.
 
 ``8G`` and ``8GB`` are 8 x 10^9 bytes, ``8Gi`` and ``8GiB`` are 8 x 2^30, as in Kubernetes and the
-SI; large and small letters mean the same. Where somebody means the other one, the node takes less
-memory than it was given, never more.
+SI; case does not matter. A user who confuses ``8G`` with ``8Gi`` gets a node with less memory than
+intended, not more.
 """
 
 import re
@@ -17,10 +17,10 @@ _NAMES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_of(text: str) -> int:
-    """The bytes that a text means.
+    """Parse a size; returns bytes.
 
     Raises:
-        ValueError: it is no size, or no whole number of bytes.
+        ValueError: the text is not a size, or not a whole number of bytes.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -37,7 +37,7 @@ def size_of(text: str) -> int:
 
 
 def exact(size: int) -> str:
-    """A size that loses nothing: ``64KiB``, ``1000``."""
+    """A size as text, without rounding: ``64KiB``, ``1000``."""
     power = 0
     while size and not size % 1024 and power < len(_NAMES) - 1:
         size //= 1024
@@ -46,6 +46,6 @@ def exact(size: int) -> str:
 
 
 def rounded(size: float) -> str:
-    """A size for people: ``3.1 GiB``."""
+    """A size as text, rounded: ``3.1 GiB``."""
     power = max(0, min((int(size).bit_length() - 1) // 10, len(_NAMES) - 1))
     return f"{size / 1024**power:,.1f} {_NAMES[power]}" if power else f"{size:,.0f} B"

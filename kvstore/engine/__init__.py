@@ -1,1 +1,1 @@
-"""What every engine adapter needs: what to load, what to store, when; no engine is named here."""
+"""The engine-independent part of adapters: decides what to load and store, and when."""

@@ -1,4 +1,4 @@
-"""The prefix keys of one request, hashed once and as it grows. Pure."""
+"""The prefix keys of one request, extended as the request grows. Pure."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from kvstore.page import KEY_BYTES, PrefixKeys, extend_keys
 
 
 class Chain:
-    """Keys of the full pages of a request whose tokens name its KV."""
+    """Keys of the full pages of a request, made from its tokens."""
 
     def __init__(self, page_tokens: int, seed: bytes = b"") -> None:
         empty = np.empty(0, dtype=np.uint32)
         self.keys = PrefixKeys(b"", b"", empty, page_tokens, seed)
 
     def extend(self, tokens: Sequence[int]) -> PrefixKeys:
-        """Hash what is new.
+        """Hash new pages.
 
         Args:
-            tokens: all of the request's, those of earlier calls first and unchanged.
+            tokens: all tokens of the request; those of earlier calls come first, unchanged.
 
         Returns:
-            keys of all full pages.
+            Keys of all full pages.
         """
         page_tokens = self.keys.page_tokens
         known, full = len(self.keys), len(tokens) // page_tokens
@@ -33,20 +33,20 @@ class Chain:
 
 
 class ForeignChain:
-    """Keys of a request with other inputs than tokens, made of the engine's own block hashes.
+    """Keys of a request with inputs other than tokens, made from the engine's own block hashes.
 
-    For engines that mix images, audio and embeddings into the hashes of their blocks; these must
-    come from sha256, so that nobody can make two inputs that share one.
+    For engines whose block hashes cover images, audio and embeddings. The hashes must be sha256, so
+    that nobody can construct two inputs with the same hash.
     """
 
     def __init__(self, engine: str, page_blocks: int, seed: bytes) -> None:
-        """Pages span ``page_blocks`` of the blocks that ``engine`` hashes."""
+        """Start a chain of pages of ``page_blocks`` blocks of ``engine``."""
         self._page_blocks = page_blocks
         self._start = hashlib.sha256(b"kvstore %b block hash\0" % engine.encode() + seed)
         self.keys = PrefixKeys(b"")
 
     def extend(self, block_hashes: Sequence[bytes]) -> PrefixKeys:
-        """As :meth:`Chain.extend`, from the hashes of all full blocks."""
+        """Like :meth:`Chain.extend`, from the hashes of all full blocks."""
         known, full = len(self.keys), len(block_hashes) // self._page_blocks
         if full > known:
             packed = bytearray(self.keys.packed)

@@ -1,8 +1,8 @@
-"""What must be equal for two engines to share KV, and the names that follow from it. Pure.
+"""The identity of an engine's KV: space, shards and chain seeds. Pure.
 
-Everything that decides what bytes a token's KV has, besides the tokens before it, ends up in one of
-three names: the space (model, weights, dtype, page size, and a digest of all further settings), the
-shard (rank, layers, layout of a block) or the seed of the chain (LoRA adapter, cache salt).
+Everything that determines the bytes of a token's KV, besides the tokens before it, is part of one
+of three names: the space (model, weights, dtype, page size, and a digest of all other settings),
+the shard (rank, layers, layout of a block) or the seed of the chain (LoRA adapter, cache salt).
 """
 
 import hashlib
@@ -24,12 +24,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's KV cache groups: layers that share a block table.
 
     Attributes:
-        index: its place in the engine's block tables.
-        layers: how many layers it has.
-        block_tokens: tokens in one of its blocks.
+        index: its index in the engine's block tables.
+        layers: number of its layers.
+        block_tokens: tokens per block.
         block_bytes: bytes of one block of one layer.
         kv_heads: KV heads of one rank.
-        window_tokens: sliding window; 0 = every token before is needed.
+        window_tokens: sliding window; 0 = all tokens before are needed.
     """
 
     index: int
@@ -41,19 +41,19 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, as far as it decides what its KV is.
+    """The facts about an engine that determine its KV.
 
     Attributes:
-        engine: its name; no other engine shares its blocks.
+        engine: its name; engines with other names do not share its blocks.
         model: name or path of the model.
-        revision: names the weights.
+        revision: identifies the weights.
         kv_dtype: torch's name of the element type in the KV tensors.
         settings: everything else that changes KV (quantisation, overrides of the model's
-            configuration, …), name to value.
-        version: the engine's version; blocks of another one are not shared.
-        isa: what instruction set its blocks are packed for; empty when it does not matter.
+            configuration, …), name → value.
+        version: the engine's version; blocks are not shared between versions.
+        isa: instruction set for which its blocks are packed; empty if it does not matter.
         ranks: size of tensor parallelism.
-        groups: what is stored of the engine's KV.
+        groups: the KV groups that are stored.
     """
 
     engine: str
@@ -71,7 +71,7 @@ def space_identity(facts: EngineFacts, tenant: str, page_tokens: int) -> SpaceId
     """The space of an engine's pages.
 
     Raises:
-        InvalidArgument: the KV dtype is none that the store knows.
+        InvalidArgument: the store does not support the KV dtype.
     """
     if facts.kv_dtype not in KV_DTYPES:
         raise InvalidArgument("kv_dtype", f"{facts.kv_dtype!r} is not supported")
@@ -86,7 +86,7 @@ def space_identity(facts: EngineFacts, tenant: str, page_tokens: int) -> SpaceId
 
 
 def shard_specs(facts: EngineFacts, page_tokens: int) -> list[ShardSpec]:
-    """Every shard of the engine, rank by rank, in each rank group by group."""
+    """All shards of the engine, ordered by rank, then by group."""
     return [
         _shard_spec(facts, group, rank, page_tokens)
         for rank in range(facts.ranks)
@@ -95,12 +95,12 @@ def shard_specs(facts: EngineFacts, page_tokens: int) -> list[ShardSpec]:
 
 
 def shard_index(facts: EngineFacts, rank: int, group: int) -> int:
-    """Where the ``group``-th group of a rank is in :func:`shard_specs`."""
+    """Index of a rank's group in :func:`shard_specs`."""
     return rank * len(facts.groups) + group
 
 
 def window_pages(group: Group, page_tokens: int) -> int:
-    """What a hit needs of a group: the last so many pages; 0 = all."""
+    """Number of last pages of a group that a hit needs; 0 = all."""
     return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens > 1 else 0
 
 
@@ -122,9 +122,9 @@ def _shard_spec(facts: EngineFacts, group: Group, rank: int, page_tokens: int) -
 
 
 def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:
-    """The seed of a request's chain: empty when nothing but tokens names its KV.
+    """The seed of a request's chain; empty if only tokens determine its KV.
 
     Args:
-        parts: kind and value of what else does: the LoRA adapter, the salt.
+        parts: (kind, value) pairs of other inputs: the LoRA adapter, the salt.
     """
     return msgspec.msgpack.encode(list(parts)) if parts else b""

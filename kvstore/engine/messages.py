@@ -1,6 +1,6 @@
-"""What the scheduler side tells the workers in each step, and what they tell back. Plain values.
+"""Messages between the scheduler side and the workers in each step. Plain values.
 
-Jobs are numbered by the scheduler. Block tables are given by group, blocks in page order.
+The scheduler numbers jobs. Block tables are given by group, blocks in page order.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from kvstore.page import PrefixKeys
 
 
 class Blocks(NamedTuple):
-    """Where some pages of a job lie in one group.
+    """The blocks of some pages of a job in one group.
 
     Attributes:
-        group: place of the group in ``EngineFacts.groups``.
+        group: index of the group in ``EngineFacts.groups``.
         first: index of the first of these pages in the job's keys.
-        blocks: block numbers, those of a page together; 0 is the engine's null block, of which
-            nobody reads: bytes that are not wanted go there.
+        blocks: block numbers, those of a page together. 0 is the engine's null block, which is
+            never read: it takes bytes that are not needed.
     """
 
     group: int
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Pages to store from blocks that this step, or one before it, completes."""
+    """Pages to store from blocks that are complete after this step."""
 
     job: int
     keys: PrefixKeys
@@ -46,7 +46,7 @@ class Store(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What the workers are to start in one step.
+    """The jobs that the workers start in one step.
 
     Attributes:
         idle: the step computes nothing.
@@ -58,12 +58,12 @@ class Step:
 
 
 class End(NamedTuple):
-    """How a job ended, on the ranks that have reported.
+    """The end of a job on the ranks that have reported.
 
     Attributes:
-        ranks: on how many.
-        pages: leading pages that are there on all of those.
-        seconds: the longest that moving them took there; 0.0 = not measured.
+        ranks: number of these ranks.
+        pages: leading pages that succeeded on all of them.
+        seconds: the longest duration of the copy on one of them; 0.0 = not measured.
     """
 
     ranks: int
@@ -73,11 +73,11 @@ class End(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What one or several workers have to say after a step.
+    """The report of one or more workers after a step.
 
     Attributes:
-        ended: job to its end: it touches no blocks any more.
-        late: jobs that a request waits for no longer, although they have not ended.
+        ended: job → its end; it does not touch blocks any more.
+        late: jobs whose request has stopped waiting, although they have not ended.
     """
 
     ended: dict[int, End] = field(default_factory=dict)
@@ -88,10 +88,15 @@ class Report:
 
     def end(self, job: int, pages: int, seconds: float = 0.0) -> None:
         """One rank's job has ended."""
-        self.add({job: End(1, pages, seconds)}.items())
+        self._add({job: End(1, pages, seconds)}.items())
 
-    def add(self, ends: Iterable[tuple[int, End]]) -> None:
-        """Take over what other ranks report."""
+    def joined(self, other: "Report") -> "Report":
+        """What two ranks, or groups of ranks, have to say in one."""
+        both = Report(dict(self.ended), self.late | other.late)
+        both._add(other.ended.items())
+        return both
+
+    def _add(self, ends: Iterable[tuple[int, End]]) -> None:
         for job, end in ends:
             known = self.ended.get(job, End(0, end.pages))
             self.ended[job] = End(

@@ -3,27 +3,15 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.client.space import Space
+from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.page import ShardSpec, SpaceIdentity
 
 _LOG: Final = logging.getLogger(__name__)
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-class SpaceSource(Protocol):
-    """What gives spaces: a :class:`~kvstore.client.store.KVStore`."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether the node answers, as far as is known."""
-        ...
-
-    def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Space:
-        """See :meth:`kvstore.client.store.KVStore.space`."""
-        ...
 
 
 class Opening:
@@ -36,7 +24,7 @@ class Opening:
 
     def __init__(
         self,
-        store: SpaceSource,
+        store: KVStore,
         identity: SpaceIdentity,
         shards: Sequence[ShardSpec],
         clock: Callable[[], float],

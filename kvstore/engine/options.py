@@ -1,4 +1,4 @@
-"""What an adapter's users set: small typed sections, unknown keys refused."""
+"""Options of adapters: typed sections without unknown keys."""
 
 import difflib
 import enum
@@ -19,31 +19,31 @@ _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 class LoadOrder(enum.StrEnum):
-    """How a hit gets into the engine's blocks."""
+    """How a hit is loaded into the engine's blocks."""
 
     ASYNC = "async"
     LAYERWISE = "layerwise"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section of an adapter; every key has a default.
+    """The options of an adapter; every key has a default.
 
     Attributes:
         address: the node's socket.
-        page_tokens: tokens in a page, a multiple of the engine's block; 0 = the smallest one that
-            is at least 64.
-        tenant: isolation domain: memory of one tenant is never mapped by another.
-        revision: names the weights, in place of what is read from the model's files.
-        lookup_timeout_ms: longest wait of the engine's scheduler for an answer; a missed one means
-            misses until the node answers again.
-        load_timeout_ms: longest wait of a request for its pages. Less when computing them would
-            take less.
-        load_timeout_ms_min: what the wait is never shortened below.
-        load: ``async``: requests wait outside of the engine's step; ``layerwise``: inside, each
-            layer until its own pages are there.
-        store_output: whether pages with output tokens are stored too.
+        page_tokens: tokens per page, a multiple of the engine's block; 0 = the smallest multiple
+            that is at least 64.
+        tenant: isolation domain; memory of one tenant is never mapped by engines of another.
+        revision: identifies the weights, instead of the model's files.
+        lookup_timeout_ms: maximum time that the engine's scheduler waits for an answer; after a
+            timeout all lookups are misses until the node answers again.
+        load_timeout_ms: maximum time that a request waits for its pages; less if computing them
+            would take less.
+        load_timeout_ms_min: lower limit of that time.
+        load: ``async``: requests wait outside of the engine's step; ``layerwise``: the step waits
+            before each layer for the KV of that layer.
+        store_output: also store pages with output tokens.
         device_slab_bytes: memory of each worker for copies of pages it has loaded, so that the next
-            load of them reads nothing of the node; 0 = none.
+            load of them does not use the node; 0 = none.
     """
 
     address: str = ADDRESS
@@ -58,7 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device_slab_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse an address that is none, and a slab that holds nothing."""
+        """Refuse an invalid address, and a slab that is too small."""
         check_address(self.address)
         if 0 < self.device_slab_bytes < SLAB_BYTES_MIN:
             raise ValueError(
@@ -67,37 +67,60 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def device_slab(self) -> DeviceSlabConfig | None:
-        """A worker's slab: where its KV tensors are, which is host memory."""
+        """The configuration of a worker's slab, in host memory like its KV tensors."""
         if not self.device_slab_bytes:
             return None
         return DeviceSlabConfig(device="cpu", capacity_bytes=self.device_slab_bytes)
 
     def page_tokens_for(self, block_tokens: int) -> int:
-        """Tokens in a page for an engine whose blocks have ``block_tokens``.
+        """Tokens per page for an engine with blocks of ``block_tokens``.
 
         Raises:
-            ConfigError: the page size that was set is no multiple of the block.
+            ConfigError: the configured page size is not a multiple of the block.
         """
         if not self.page_tokens:
             return -(-PAGE_TOKENS_MIN_DEFAULT // block_tokens) * block_tokens
         if self.page_tokens % block_tokens:
             raise ConfigError(
-                f"page_tokens: {self.page_tokens} is no multiple of the engine's block of"
+                f"page_tokens: {self.page_tokens} is not a multiple of the engine's block of"
                 f" {block_tokens} tokens"
             )
         return self.page_tokens
 
 
+class TieringOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section of an adapter to an engine that keeps a tier in host memory itself.
+
+    Attributes:
+        revision: names the weights, their quantisation and all else that the engine does
+            not tell a tier.
+        address: the node's socket.
+        tenant: isolation domain: memory of one tenant is never mapped by another.
+        lookup_timeout_ms: longest time that the engine is told to ask again about a chunk; after it
+            the chunk is a miss.
+    """
+
+    revision: Annotated[str, msgspec.Meta(min_length=1)]
+    address: str = ADDRESS
+    tenant: Tenant = "default"
+    lookup_timeout_ms: Milliseconds = 1000.0
+
+    def __post_init__(self) -> None:
+        """Refuse an address that is none."""
+        check_address(self.address)
+
+
 def read_section(values: Mapping[str, Any], section: type[_Section], where: str) -> _Section:
-    """Check what the user gave an adapter.
+    """Convert and check the options of an adapter.
 
     Args:
-        values: the keys and their values.
-        section: what they must be.
-        where: what users call the section, for messages.
+        values: keys and values.
+        section: type of the section.
+        where: name of the section, for messages.
 
     Raises:
-        ConfigError: an unknown key, one that is missing, or a value that does not fit; names it.
+        ConfigError: a key is unknown or missing, or a value is not allowed; the message names the
+            key.
     """
     known = section.__struct_fields__
     for key in values:
@@ -114,10 +137,10 @@ def read_section(values: Mapping[str, Any], section: type[_Section], where: str)
 
 
 def check_address(address: str) -> None:
-    """Refuse what is not a node's socket.
+    """Refuse an address that is not a node's socket.
 
     Raises:
-        ValueError: as ``__post_init__`` of a section needs it.
+        ValueError: the type of error that ``__post_init__`` of a section must raise.
     """
     scheme, _, path = address.partition("://")
     if scheme != "unix" or not path.startswith("/"):

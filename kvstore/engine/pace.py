@@ -1,23 +1,23 @@
-"""How fast this engine computes and loads, learned from its own steps and loads. Pure."""
+"""Measures how fast an engine computes and loads. Pure."""
 
 from typing import Final
 
 from kvstore.client.results import Hit
 
 MEASURED_TOKENS_MIN: Final = 32
-"""Steps with fewer tokens say little about prefill."""
+"""Steps with fewer tokens are ignored."""
 REPORT_S: Final = 1.0
-"""Between reports of the measured seconds per token to the node."""
+"""Seconds between reports of the measured seconds per token to the node."""
 _WEIGHT: Final = 0.3
 _FADE: Final = 0.9
 
 
 class Pace:
-    """Moving averages.
+    """Moving averages of the speed of prefill and loads.
 
     Attributes:
-        seconds_per_token: of prefill; 0.0 while unknown.
-        seconds_per_page: of loads, on the slowest rank; 0.0 while unknown.
+        seconds_per_token: seconds per token of prefill; 0.0 while unknown.
+        seconds_per_page: seconds per page of loads, on the slowest rank; 0.0 while unknown.
     """
 
     def __init__(self) -> None:
@@ -26,30 +26,30 @@ class Pace:
         self._report_at = 0.0
 
     def note_step(self, tokens: int, seconds: float) -> bool:
-        """Learn from a step that computed ``tokens``; False when it says too little."""
+        """Measure a step that computed ``tokens``; returns False if it was ignored."""
         if tokens < MEASURED_TOKENS_MIN:
             return False
         self.seconds_per_token = _towards(self.seconds_per_token, seconds / tokens)
         return True
 
     def note_load(self, pages: int, seconds: float) -> None:
-        """Learn from a load that ended with ``pages``."""
+        """Measure a load of ``pages``."""
         if pages and seconds > 0:
             self.seconds_per_page = _towards(self.seconds_per_page, seconds / pages)
 
     def recompute_s(self, tokens: int) -> float:
-        """How long computing ``tokens`` would take; infinite while unknown."""
+        """Estimated seconds to compute ``tokens``; infinite while unknown."""
         return tokens * self.seconds_per_token if self.seconds_per_token else float("inf")
 
     def load_s(self, hit: Hit, pages: float) -> float:
-        """How long loading ``pages`` of a hit would take.
+        """Estimated seconds to load ``pages`` of a hit.
 
-        The node's guess counts before the first load, and as the least for pages on disk: most
-        loads are from memory.
+        The node's estimate is used before the first load, and as a minimum for pages on disk,
+        because most measured loads are from memory.
 
         Args:
-            hit: at least one page.
-            pages: of them, perhaps with a part of one.
+            hit: a hit of at least one page.
+            pages: number of its pages; may be a fraction.
         """
         guess = hit.load_seconds / hit.pages
         least = guess if hit.tiers.get("ssd") or not self.seconds_per_page else 0.0
@@ -60,18 +60,18 @@ class Pace:
         return self.load_s(hit, tokens / page_tokens) > self.recompute_s(tokens)
 
     def wait_s(self, tokens: int, shortest_s: float, longest_s: float) -> float:
-        """How long waiting for ``tokens`` is worth it: while computing them would take as long."""
+        """Maximum seconds to wait for ``tokens``: the time to compute them, within the limits."""
         return min(longest_s, max(shortest_s, self.recompute_s(tokens)))
 
     def report_due(self, now: float) -> bool:
-        """Whether to tell the node of ``seconds_per_token`` now: once in a while."""
+        """Whether to report ``seconds_per_token`` to the node now."""
         if now < self._report_at:
             return False
         self._report_at = now + REPORT_S
         return True
 
     def doubt_loads(self) -> None:
-        """A load seemed too slow to be worth it: believe that a little less each time."""
+        """Lower the estimate after a load was skipped as too slow, so that loads are retried."""
         self.seconds_per_page *= _FADE
 
 

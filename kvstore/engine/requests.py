@@ -14,7 +14,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 class Request(Protocol):
-    """What is read of an engine's request."""
+    """What is read of an engine's request: each adapter hands in its engine's own."""
 
     request_id: str
     num_tokens: int
@@ -43,7 +43,7 @@ class PromptScope(NamedTuple):
 
 
 class BlockHolder(Protocol):
-    """Holds references to the engine's blocks."""
+    """References to the engine's blocks, in its own counts: each adapter brings one."""
 
     def hold(self, blocks: Sequence[int]) -> None:
         """One more reference each."""

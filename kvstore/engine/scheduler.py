@@ -1,15 +1,15 @@
-"""The scheduler's half: what to load for a request, and what to store of it.
+"""The scheduler's half of an adapter: decides which pages of a request to load and store.
 
-One call of the engine's step after the other, on one thread:
+The calls in each step of the engine, on one thread:
 
-* :meth:`SchedulerSide.match` when a request is about to get blocks: how far the store has it;
-* :meth:`SchedulerSide.allocated` when it got them: the load is put down for the workers;
-* :meth:`SchedulerSide.build` at the end of scheduling: loads and stores of this step;
-* :meth:`SchedulerSide.reported` after the step: which jobs have ended.
+* :meth:`SchedulerSide.match` before a request gets blocks: how many of its tokens to load;
+* :meth:`SchedulerSide.allocated` after it got them: the load is queued for the workers;
+* :meth:`SchedulerSide.build` at the end of scheduling: the loads and stores of this step;
+* :meth:`SchedulerSide.reported` after the step: the jobs that have ended.
 
-Every job holds its own references to the blocks it reads or writes until all ranks have said that
-it has ended, whatever becomes of its request: preempted, aborted, no longer waiting. So no late
-byte lands in a block of somebody else, and nobody has to wait for a job to get rid of a request.
+Every job holds its own references to its blocks until all ranks have reported its end, even if its
+request is preempted, aborted, or no longer waiting. So no late write reaches a block of another
+request, and a request can be removed without waiting for its jobs.
 """
 
 import secrets
@@ -32,9 +32,9 @@ from kvstore.page import PrefixKeys
 
 STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
-"""Stores hold at most this share of the engine's blocks; further pages are offered later."""
+"""Maximum fraction of the engine's blocks that stores hold; further pages are stored later."""
 FREES_SOON_S: Final = 0.1
-"""For so long the engine rather waits for the end of a job than take a running request's blocks."""
+"""Seconds for which the engine should wait for a job instead of preempting a running request."""
 
 
 @dataclass(slots=True)
@@ -42,11 +42,11 @@ class _State:
     """One request.
 
     Attributes:
-        stored: leading pages that the store has, or that were given to it.
-        hit: pages that the last answer of :meth:`SchedulerSide.match` went up to.
-        wait: for pages that are being written.
-        loads_over: nothing more is loaded for it.
-        slower: loading was slower than computing when it was first asked about.
+        stored: leading pages that are in the store, or that were submitted to it.
+        hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
+        wait: its wait for pages that are being written.
+        loads_over: no more pages are loaded for it.
+        slower: at the first lookup, loading was estimated slower than computing.
     """
 
     request: Request
@@ -66,11 +66,11 @@ class _Job:
     Attributes:
         first: index of its first page in the request's chain.
         wanted: its pages.
-        pages: leading ones that are there on all ranks that have reported.
-        seconds: the longest that one of these ranks took.
-        began: the end of the first step after which it may have begun; infinite until then.
+        pages: leading pages that succeeded on all ranks that have reported.
+        seconds: the longest duration on one of these ranks.
+        began: end of the step that started it; infinite until then.
         held: blocks it holds references to.
-        late: its request does not wait for it any longer.
+        late: its request has stopped waiting for it.
     """
 
     request_id: str
@@ -86,7 +86,7 @@ class _Job:
 
 
 class SchedulerSide:
-    """Decides; all calls from the engine's scheduler thread."""
+    """Decides which pages to load and store; called only by the engine's scheduler thread."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class SchedulerSide:
         """Prepare.
 
         Args:
-            opening: gives the space.
+            opening: source of the space.
             setup: the engine.
-            options: the user's.
+            options: the user's options.
             clock: monotonic seconds.
-            report_prefill: told the measured seconds per token, once a second at most.
+            report_prefill: called with the measured seconds per token, at most once a second.
         """
         self.counts = AdapterCounts()
         self.pace = Pace()
@@ -120,8 +120,8 @@ class SchedulerSide:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._loads: list[Load] = []
-        #: Of the step under way: layer-wise loads that have not come whole, to their blocks; what
-        #: it computed on them; and its stores, which begin when they have come.
+        #: Of the current step: incomplete layer-wise loads → their blocks; block tables of requests
+        #: computed on them; stores that wait for these loads.
         self._layered: dict[int, list[int]] = {}
         self._tables: list[Sequence[int]] = []
         self._withheld: list[Store] = []
@@ -131,34 +131,34 @@ class SchedulerSide:
         self._step_tokens = 0
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
-        """The engine's blocks exist now, ``blocks`` of them."""
+        """Set the holder of the engine's ``blocks`` blocks."""
         self._holder = holder
         self._held_max = max(1, int(blocks * HELD_SHARE_MAX))
 
     @property
     def busy(self) -> bool:
-        """Whether jobs are in flight whose end is to be heard of."""
+        """Whether jobs are in flight."""
         return bool(self._jobs)
 
     def frees_soon(self) -> bool:
-        """Whether young jobs are all that keeps some block from being free."""
+        """Whether some block is held only by jobs that started recently."""
         assert self._holder is not None
         since = self._clock() - FREES_SOON_S
         young = (job for job in self._jobs.values() if job.began > since)
         return any(self._holder.free_soon(job.held) for job in young)
 
     def forget_all(self) -> None:
-        """The engine's KV is not what it was (new weights): nothing stored so far may be used."""
+        """The engine's weights changed: pages stored so far must not be used."""
         self._epoch = (("epoch", secrets.token_hex(16)),)
         self._states.clear()
 
     # ---- loading ----------------------------------------------------------------------------
 
     def match(self, request: Request, names: PromptScope, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``computed`` to load.
+        """Decide how many tokens beyond ``computed`` to load.
 
         Returns:
-            their count (None: ask again later), and whether the load is asynchronous.
+            The number of tokens (None = call again later), and whether the load is asynchronous.
         """
         if not (self._setup.role.loads and names.usable):
             return 0, False
@@ -181,7 +181,7 @@ class SchedulerSide:
         return tokens, self._options.load is LoadOrder.ASYNC
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
-        """A request got blocks; ``tokens`` of them are to be loaded."""
+        """A request got blocks; queue the load of ``tokens`` tokens."""
         state = self._states.get(request.request_id)
         if not tokens or state is None:
             return
@@ -207,7 +207,7 @@ class SchedulerSide:
         self._loads.append(load)
 
     def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
-        """Whether computing the last ``tokens`` of a hit takes less than loading them."""
+        """Whether computing the last ``tokens`` of a hit is faster than loading them."""
         if not self.pace.is_slower(hit, tokens, self._page_tokens):
             return False
         if not state.slower:
@@ -232,13 +232,13 @@ class SchedulerSide:
         return hit
 
     def _promised_pages(self, request: Request) -> int:
-        """Pages that the engine which computed the prompt says it has given to the store."""
+        """Number of pages that the prefill engine says it has stored."""
         if not (request.kv_transfer_params and self._opening.connected):
             return 0
         return read_transfer(request.kv_transfer_params).promised_pages(self._page_tokens)
 
     def _waits(self, state: _State, missing: int, now: float) -> bool:
-        """Whether the request shall wait for pages that somebody is writing."""
+        """Whether the request should wait for pages that are being written."""
         if not state.wait.begun:
             self.counts.add("waits")
         return state.wait.goes_on(now, self._wait_s(missing))
@@ -246,11 +246,11 @@ class SchedulerSide:
     def _target(
         self, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
     ) -> Blocks:
-        """Where the pages first to end go in one group.
+        """Target blocks of the pages from ``first`` to ``end`` in one group.
 
-        Blocks that hold computed tokens may be shared with others: what a page has for them goes
-        to the null block. So does what lies before a sliding window, where the engine has put the
-        null block itself; pages of which nothing else is left are not loaded.
+        Blocks with computed tokens may be shared with other requests, so the data for them goes to
+        the null block. The same applies to blocks before a sliding window, where the engine itself
+        has the null block. Pages without any other block are not loaded.
         """
         group = self._setup.groups[place]
         each = self._page_tokens // group.block_tokens
@@ -265,17 +265,17 @@ class SchedulerSide:
     # ---- storing ----------------------------------------------------------------------------
 
     def build(self, scheduled: Iterable[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
-        """Everything the workers are to start in this step.
+        """Return the jobs that the workers start in this step.
 
         Args:
             scheduled: its requests.
-            tokens: computed in it, in all.
-            decoded: those among them that follow from the token before, with what was guessed.
+            tokens: total number of tokens computed in it.
+            decoded: those of them that are decoded, including speculative ones.
         """
         loads, self._loads = self._loads, []
         self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
-        # A step that waits for layers says nothing about computing, one that decodes nothing about
-        # prefill, of which a token takes far less.
+        # Steps that wait for layers do not measure computing, and steps that decode do not measure
+        # prefill, which takes far less per token.
         tells = not self._layered and 2 * decoded <= tokens
         self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
         step = Step(loads, self._stores, idle=not tokens)
@@ -289,15 +289,15 @@ class SchedulerSide:
         return step
 
     def see(self, request: Request, names: PromptScope) -> None:
-        """A request exists; what is stored of it needs its tokens."""
+        """Register a request, so that its pages can be stored."""
         if names.usable:
             self._state(request, names)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """A request is over.
+        """A request has ended.
 
         Returns:
-            what its answer carries for the engine that goes on with it; None for an ordinary one.
+            The transfer parameters for the engine that continues; None for an ordinary request.
         """
         state = self._states.pop(request_id, None)
         if state is None:
@@ -339,7 +339,7 @@ class SchedulerSide:
         return store
 
     def _room_pages(self) -> int:
-        """How many pages a store may have now."""
+        """Maximum number of pages for a store now."""
         if len(self._jobs) >= STORES_MAX:
             return 0
         blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
@@ -348,9 +348,9 @@ class SchedulerSide:
     def _source(
         self, place: int, blocks: Sequence[Sequence[int]], first: int, end: int
     ) -> Blocks | None:
-        """Where the pages first to end lie in one group; only their last run without null blocks.
+        """Source blocks of the pages from ``first`` to ``end`` in one group.
 
-        Pages that a sliding window has passed are in no block any more.
+        Only the last run without null blocks; pages before a sliding window are not in any block.
         """
         group = self._setup.groups[place]
         each = self._page_tokens // group.block_tokens
@@ -364,7 +364,7 @@ class SchedulerSide:
     # ---- jobs -------------------------------------------------------------------------------
 
     def reported(self, report: Report | None) -> None:
-        """The workers have done a step."""
+        """The workers have finished a step."""
         now = self._clock()
         measured = self.pace.note_step(self._step_tokens, now - self._step_began)
         if measured and self.pace.report_due(now):
@@ -376,7 +376,7 @@ class SchedulerSide:
             job.began = min(job.began, now)
 
     def _take(self, report: Report) -> None:
-        """Jobs have ended, or are not waited for any longer."""
+        """Handle ended jobs, and jobs whose request stopped waiting."""
         for number in report.late:
             job = self._jobs.get(number)
             if job is None:
@@ -399,7 +399,7 @@ class SchedulerSide:
                     self._layered.pop(number, None)
 
     def _judge_layers(self) -> None:
-        """The step is done: what it computed on layer-wise loads counts if all ranks had them."""
+        """The step is done: accept its results on layer-wise loads if all ranks had the pages."""
         assert self._holder is not None
         spoilt = {block for held in self._layered.values() for block in held}
         stores, tables = self._withheld, self._tables
@@ -408,7 +408,7 @@ class SchedulerSide:
             self._stores += stores
             return
         for table in tables:
-            # The engine finds such blocks in its own cache before it has computed them again.
+            # Else the engine would find such blocks in its own cache before they are recomputed.
             first = next((at for at, block in enumerate(table) if block in spoilt), len(table))
             self._holder.forget(table[first:])
         for store in stores:
@@ -424,7 +424,7 @@ class SchedulerSide:
         self._held -= len(job.held)
 
     def _end(self, job: _Job) -> None:
-        """Nobody touches its blocks any more."""
+        """A job has ended on all ranks: release its blocks."""
         self._let_go(job)
         state = self._states.get(job.request_id)
         if not job.is_load:
@@ -433,7 +433,7 @@ class SchedulerSide:
         used = 0 if job.late else job.pages
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
         if job.pages < job.wanted and state is not None:
-            # What is missing is computed, and then stored again.
+            # Missing pages are computed, and then stored again.
             state.stored = min(state.stored, job.first + job.pages)
             state.loads_over = True
 

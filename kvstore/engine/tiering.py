@@ -1,7 +1,7 @@
-"""Chunks of an engine's own tier of host memory to and from the store, in the background.
+"""Moves chunks between an engine's own tier of host memory and the store, in the background.
 
-Every chunk is a page of its own, under the root: the engine's keys tell nothing of what precedes
-them.
+Every chunk is a separate page at the root of the prefix tree, because the engine's keys do not
+identify predecessors.
 """
 
 import threading
@@ -22,26 +22,26 @@ from kvstore.page import PrefixKeys
 LOOKUPS_MAX: Final = 65_536
 _BATCH_MAX: Final = 64
 SERIES: Final = {
-    "weak_keys": "Lookups of chunks whose block hash is not sha256: misses, and never stored.",
-    "lookup_timeouts": "Lookups that were not answered in time, and so were misses.",
-    "lookups_refused": "Lookups that were misses because too many were unanswered.",
-    "load_failed_chunks": "Chunks that were found, could not be loaded, and so were misses.",
-    "store_failed_chunks": "Chunks that were offered to the node and not stored.",
-    "corrupt_pages": "Chunks that failed their digest, and so were misses.",
-    "troubles": "Reads that became misses because the node was away, slow or refused.",
+    "weak_keys": "Lookups of chunks whose block hash is not sha256; misses, never stored.",
+    "lookup_timeouts": "Lookups that were not answered in time; misses.",
+    "lookups_refused": "Lookups refused because too many were unanswered; misses.",
+    "load_failed_chunks": "Chunks that were found but could not be loaded; misses.",
+    "store_failed_chunks": "Chunks that could not be stored.",
+    "corrupt_pages": "Chunks that failed their digest; misses.",
+    "troubles": "Reads that missed because the node was down, slow, or refused them.",
 }
-"""Series name → what it counts."""
+"""Name → help text of each series."""
 
 
 class Moved(NamedTuple):
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        number: the engine's number of it.
-        good: the keys that were moved, and for loads verified.
+        number: the engine's number of the job.
+        good: keys that were copied, and for loads verified.
         whole: whether these are all of its keys.
-        size_bytes: bytes of the good ones.
-        seconds: how long moving them took.
+        size_bytes: bytes of the good keys.
+        seconds: duration of the copies.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Moved(NamedTuple):
 
 
 class _Answer:
-    """To one lookup. ``found`` is None until the node has answered or the deadline has passed."""
+    """The answer to one lookup; ``found`` is None until the node answers or the deadline passes."""
 
     __slots__ = ("deadline", "found")
 
@@ -62,7 +62,7 @@ class _Answer:
 
 
 class _Moving:
-    """A job: its rows are named, not held, so that nothing but the tier holds their memory."""
+    """A job; it has indexes of rows, so that only the tier references the memory."""
 
     job: StoreJob[bool]
 
@@ -76,9 +76,9 @@ class _Moving:
 
 
 class Tiering:
-    """Lookups, loads and stores; every method returns at once, except :meth:`drain`, :meth:`close`.
+    """Lookups, loads and stores; only :meth:`drain` and :meth:`close` block.
 
-    All calls come from one thread. ``rows`` is held until :meth:`close`.
+    All calls must come from one thread. ``rows`` is referenced until :meth:`close`.
 
     Attributes:
         counts: sums of :data:`SERIES`.
@@ -93,10 +93,10 @@ class Tiering:
 
         Args:
             openings: one each for lookups, loads and stores.
-            rows: uint8 (chunks, bytes).
+            rows: the memory of the chunks, shape (chunks, bytes), dtype uint8.
             clock: monotonic seconds.
-            lookup_timeout_s: a lookup that was not answered by then is a miss.
-            page_key: the page of one of the engine's keys; None = a key that may stand for two
+            lookup_timeout_s: a lookup that is not answered by then is a miss.
+            page_key: returns the page key of an engine's key; None if the key may stand for two
                 contents. Pure.
         """
         self._asking, self._loading, self._storing = openings
@@ -107,15 +107,16 @@ class Tiering:
         self._workers = [Worker(f"kvstore-tier-{name}") for name in ("lookup", "load", "store")]
         self._moving: dict[int, _Moving] = {}
         self._cancelled = threading.Event()
-        #: In the order of their deadlines.
+        #: In order of their deadlines.
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._new: list[tuple[bytes, _Answer]] = []
         self.counts = AdapterCounts(SERIES)
 
     def lookup(self, key: bytes) -> bool | None:
-        """Whether a page is there; None while the node is being asked.
+        """Whether a page is stored; None until the node has answered.
 
-        An answer stays for a while: several requests may want it, each in several steps.
+        Answers are kept for some time, because several requests may need them, each in several
+        steps.
         """
         if self._page_key(key) is None:
             self.counts.add("weak_keys")
@@ -133,7 +134,7 @@ class Tiering:
         return answer.found
 
     def flush(self) -> None:
-        """Ask for what was looked up since; forget old answers."""
+        """Send new lookups to the node; discard old answers."""
         now = self._clock()
         while self._answers:
             key, oldest = next(iter(self._answers.items()))
@@ -148,15 +149,15 @@ class Tiering:
                 self._answer(batch, found=False)
 
     def load(self, number: int, keys: Iterable[bytes], chunks: Sequence[int]) -> None:
-        """Copy pages into chunks; those of keys that are not good in the end hold nothing valid."""
+        """Copy pages into chunks; chunks of keys that are not ``good`` at the end are invalid."""
         self._begin(number, _Moving(list(keys), list(chunks), load=True))
 
     def store(self, number: int, keys: Iterable[bytes], chunks: Sequence[int]) -> None:
-        """Store chunks, which do not change until the job has ended."""
+        """Store chunks; they must not change until the job has ended."""
         self._begin(number, _Moving(list(keys), list(chunks), load=False))
 
     def finished(self) -> list[Moved]:
-        """The jobs that have ended since the last call: nothing touches their chunks any more."""
+        """Jobs that have ended since the last call; their chunks are not touched any more."""
         assert self._rows is not None, "closed"
         ended = [(number, moving) for number, moving in self._moving.items() if moving.job.done]
         moved = []
@@ -175,10 +176,10 @@ class Tiering:
         return moved
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until no job touches a chunk; after ``timeout_s``, jobs end at their next chunk.
+        """Wait until no job touches a chunk; after ``timeout_s``, jobs stop at their next chunk.
 
         Raises:
-            TransferTimeout: one still has not ended as long again after that.
+            TransferTimeout: a job has not ended after another ``timeout_s``.
         """
         if self._wait(timeout_s):
             return
@@ -190,19 +191,19 @@ class Tiering:
             self._cancelled.clear()
 
     def rename(self, openings: tuple[Opening, Opening, Opening]) -> None:
-        """Look for, load and store under other names; what was answered so far is void.
+        """Switch to other page names; answers so far are discarded.
 
-        Jobs that have begun go on under the names they began with.
+        Jobs in progress continue with the old names.
         """
         self._asking, self._loading, self._storing = openings
         self._answers.clear()
         self._new.clear()
 
     def close(self, timeout_s: float) -> None:
-        """Let jobs end and let go of the rows.
+        """Wait for jobs and release the rows.
 
         Raises:
-            TransferTimeout: a job still touches them; they are kept.
+            TransferTimeout: a job still touches the rows; they are kept.
         """
         self.drain(timeout_s)
         for worker in self._workers:
@@ -211,7 +212,7 @@ class Tiering:
         self._answers.clear()
         self._rows = None
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _wait(self, timeout_s: float) -> bool:
         deadline = self._clock() + timeout_s
@@ -219,7 +220,7 @@ class Tiering:
         return all(one.job.wait(max(0.0, deadline - self._clock())) for one in moving)
 
     def _lose(self, keys: Iterable[bytes]) -> None:
-        """These were found and did not come: misses for a while, or they would be tried forever."""
+        """Found but not loaded: make them misses for some time, or they would be tried forever."""
         deadline = self._clock() + self._timeout_s
         for key in keys:
             self._answers.pop(key, None)
@@ -233,13 +234,13 @@ class Tiering:
             answer.found = found
 
     def _ask(self, batch: list[tuple[bytes, _Answer]]) -> bool:
-        """Answer lookups: first whether any of the batch is there, which most often none is."""
+        """Answer lookups: first check whether any of the batch is stored; usually none is."""
         if self._clock() >= batch[0][1].deadline:
-            return False  # nobody waits any more
+            return False  # no lookup waits any more
         pages = [page for key, _ in batch if (page := self._page_key(key)) is not None]
         space, last = self._asking.get(), 0
         if space is not None:
-            # Of pages with a window of one, the longest prefix ends with the last that is there.
+            # For pages with a window of one, the longest prefix ends with the last stored page.
             last = space.lookup(PrefixKeys(b"".join(page.packed for page in pages))).pages
         self._answer(batch[last:], found=False)
         for page, (_, answer) in zip(pages[:last], batch, strict=False):
@@ -266,7 +267,7 @@ class Tiering:
                 if page is not None and self._move(space, page, chunk, load=moving.load):
                     moving.good.append(key)
             except KVStoreError as error:
-                # Kept nowhere: its frames hold the rows.
+                # Do not keep the error: its frames reference the rows.
                 opening.log.debug("a chunk was not stored: %s", error)
         moving.seconds = self._clock() - start
         return True

@@ -1,9 +1,9 @@
-"""What a prefill and a decode engine tell each other: ``kv_transfer_params`` of a request.
+"""The parameters between a prefill and a decode engine: ``kv_transfer_params`` of a request.
 
-A front sends the request to the prefill engine with ``do_remote_decode``, takes the parameters of
-its answer, and sends them with the same request to the decode engine. One format for every adapter:
-each says what it knows, and reads what it can use. An engine whose sampling does not travel says
-nothing of tokens, one of an earlier version nothing of pages.
+A router sends the request to the prefill engine with ``do_remote_decode``, and sends the parameters
+of its answer with the same request to the decode engine. All adapters use one format: each writes
+the fields it knows and reads those it can use. An engine whose sampling cannot be continued leaves
+out the tokens; an earlier version leaves out the pages.
 """
 
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ import msgspec
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The parameters; what is not said is left out on the wire.
+    """The parameters; fields with default values are left out.
 
     Attributes:
-        do_remote_decode: another engine goes on: the answer is to carry what it needs.
-        do_remote_prefill: another engine has computed the prompt; the rest is what it says.
-        kvstore_pages: leading pages of the prompt that it has given to the store; -1 = not said.
-        kvstore_page_tokens: tokens in one of them.
-        prompt_tokens: tokens of the prompt, -1 = not said; both engines must agree.
-        handoff_id: random name of this hand-off.
-        first_token: what was sampled for ``position``; -1 = not said.
-        position: absolute position of ``first_token``; the next draw is for the one after.
-        tail_key: hex key of the prompt's unfilled last page; None when the store has none.
+        do_remote_decode: another engine will continue; the answer must have the other fields.
+        do_remote_prefill: another engine has computed the prompt and wrote the other fields.
+        kvstore_pages: leading pages of the prompt that it has stored; -1 = unknown.
+        kvstore_page_tokens: tokens per page.
+        prompt_tokens: tokens of the prompt, -1 = unknown; must be equal on both engines.
+        handoff_id: random id of this handoff.
+        first_token: token sampled for ``position``; -1 = unknown.
+        position: absolute position of ``first_token``; the next sample is for the one after.
+        tail_key: hex key of the prompt's unfilled last page; None if it is not stored.
         tail_tokens: tokens in it, 0..page_tokens-1.
-        seed: of the sampling; None when greedy.
+        seed: seed of the sampling; None if greedy.
     """
 
     do_remote_decode: bool = False
@@ -42,15 +42,15 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
 
     def promised_pages(self, page_tokens: int) -> int:
-        """Leading pages of ``page_tokens`` that the prefill engine says it has given to the store.
+        """Number of leading pages of ``page_tokens`` that the prefill engine says it has stored.
 
-        They may not be ready yet, nor ever come: they are worth a wait with a deadline, no more.
+        They may not be ready yet, or never become ready: wait for them only with a deadline.
         """
         same_size = self.kvstore_page_tokens == page_tokens
         return max(0, self.kvstore_pages) if self.do_remote_prefill and same_size else 0
 
     def as_parameters(self) -> dict[str, Any]:
-        """As engines hand it on, that carry plain values."""
+        """Convert to plain values for an answer."""
         told = msgspec.to_builtins(self)
         assert isinstance(told, dict)
         return told
@@ -60,7 +60,7 @@ NOTHING: Final = Transfer()
 
 
 def read_transfer(parameters: Mapping[str, Any] | None) -> Transfer:
-    """What a request's parameters say: nothing, where a field is not what it should be."""
+    """Parse a request's parameters; the default values if a field is invalid."""
     if not parameters:
         return NOTHING
     try:

@@ -1,8 +1,8 @@
-"""A worker's half: moves pages between the engine's KV memory and the store.
+"""The worker's half of an adapter: moves pages between the engine's KV memory and the store.
 
-Moves run in the store's background threads; the engine's step only starts them and asks which have
-ended. A load that a request should not wait for any longer is given up: the request goes on without
-it, and the blocks stay held (by the scheduler) until the job has really ended.
+Copies run in the store's background threads; the engine's step only starts them and polls. When a
+load is late, its request continues without it, and the scheduler holds the blocks until the job has
+really ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 
 IDLE_WAIT_S: Final = 0.005
-"""Longest wait for the oldest load in a step that computes nothing. The engine repeats such steps
-as fast as it can, and its two busy processes take the cores from the load; a request that comes
-meanwhile waits no longer than this."""
+"""Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats
+such steps as fast as it can, and its two busy processes take CPU time from the load. A request that
+arrives meanwhile waits at most this long."""
 _END_TIMEOUT_S: Final = 60.0
-"""Longest wait, in a step, for the end of a layer-wise load that was given up."""
+"""Maximum wait, in a step, for the end of a cancelled layer-wise load."""
 
 
 class GroupMemory(NamedTuple):
@@ -31,9 +31,9 @@ class GroupMemory(NamedTuple):
 
     Attributes:
         pool: its memory.
-        shard: its index among the space's shards.
-        page_tokens: tokens in a page.
-        block_tokens: tokens in a block.
+        shard: its index in the space's shards.
+        page_tokens: tokens per page.
+        block_tokens: tokens per block.
     """
 
     pool: KVPool
@@ -43,18 +43,18 @@ class GroupMemory(NamedTuple):
 
     @property
     def page_blocks(self) -> int:
-        """Blocks in a page."""
+        """Blocks per page."""
         return self.page_tokens // self.block_tokens
 
 
 class StepOutcome(NamedTuple):
-    """What the engine must be told after a step.
+    """The results of a step for the engine.
 
     Attributes:
-        received: requests whose loads are over, for good or not.
-        failed: those among them that must be computed from the start.
-        invalid_blocks: blocks that were to be loaded and hold nothing valid.
-        report: for the scheduler side.
+        received: requests whose loads have ended, successfully or not.
+        failed: those of them that must be computed from the start.
+        invalid_blocks: target blocks of loads that contain nothing valid.
+        report: report for the scheduler side.
     """
 
     received: set[str]
@@ -68,10 +68,9 @@ class _Loading:
     """A load in flight.
 
     Attributes:
-        parts: what is restored in each group.
-        refused: something of it could not be begun, or was computed on before it was there: no page
-            of it counts.
-        late: its request does not wait any more.
+        parts: the restore of each group.
+        refused: a part could not be started, or was used before it was loaded: no page counts.
+        late: its request has stopped waiting.
     """
 
     load: Load
@@ -95,10 +94,10 @@ class _Storing:
 
 @dataclass(slots=True)
 class WorkerSide:
-    """Starts and watches moves; all calls from the worker's step thread.
+    """Starts and polls jobs; called only by the worker's step thread.
 
     Attributes:
-        opening: gives the space.
+        opening: source of the space.
         groups: the worker's KV memory, in the order of ``EngineFacts.groups``.
         clock: monotonic seconds.
     """
@@ -111,7 +110,7 @@ class WorkerSide:
     _stores: list[_Storing] = field(default_factory=list)
 
     def start_loads(self, loads: Sequence[Load]) -> None:
-        """Begin to restore."""
+        """Start restores."""
         for load in loads:
             loading = _Loading(load, [], self.clock())
             self._loads.append(loading)
@@ -125,14 +124,14 @@ class WorkerSide:
                     loading.parts.append((blocks, job))
 
     def wait_layer(self, place: int, layer: int) -> None:
-        """Wait until a layer of all layer-wise loads is there, or is known not to come.
+        """Wait until a layer of all layer-wise loads is loaded, or has failed.
 
-        A load whose layer the engine computes on before it is there counts for nothing, also if it
-        ends well after that.
+        If the engine uses a layer before it is loaded, the whole load is invalid, even if it ends
+        successfully later.
 
         Args:
-            place: the layer's group.
-            layer: its index in the group.
+            place: index of the layer's group.
+            layer: index of the layer in the group.
         """
         for loading in self._loads:
             if not loading.load.layerwise:
@@ -146,7 +145,7 @@ class WorkerSide:
                     self.counts.add("load_timeouts")
 
     def start_stores(self, stores: Sequence[Store]) -> None:
-        """Begin to store; the blocks do not change until the scheduler hears of the end."""
+        """Start stores; the blocks must not change until the scheduler has their report."""
         space = self.opening.get()
         for store in stores:
             storing = _Storing(store, [], [], self.clock())
@@ -168,10 +167,10 @@ class WorkerSide:
                 storing.sizes.append(space.page_bytes[memory.shard])
 
     def poll(self, *, idle: bool = False) -> StepOutcome:
-        """What has ended. Layer-wise loads are waited for: they end with their step.
+        """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
-            idle: the step computes nothing, so that a short wait holds up nobody.
+            idle: the step computes nothing, so a short wait delays no request.
         """
         outcome = StepOutcome(set(), set(), set(), Report())
         if idle:
@@ -209,14 +208,14 @@ class WorkerSide:
     def _poll_load(self, loading: _Loading, outcome: StepOutcome) -> None:
         load = loading.load
         left_s = loading.deadline - self.clock()
-        # A layer-wise load ends with the step it was for: its last layer is there by now.
+        # A layer-wise load ends with its step: its last layer is loaded by now.
         wait_s = max(0.0, left_s) if load.layerwise else 0.0
         ended = all(job.wait(wait_s) for _, job in loading.parts)
         if not ended and not loading.late and (load.layerwise or left_s <= 0):
             for _, job in loading.parts:
                 job.cancel()
             if load.layerwise:
-                # The engine has computed on these blocks: no byte may come after this.
+                # The engine has used these blocks: nothing may be written to them after this.
                 ended = all(job.wait(_END_TIMEOUT_S) for _, job in loading.parts)
                 if not ended:
                     self.opening.log.error(
@@ -239,7 +238,7 @@ class WorkerSide:
             self._finish(load, pages, outcome)
 
     def _finish(self, load: Load, pages: int, outcome: StepOutcome) -> None:
-        """A load that a request waited for is over."""
+        """A load for which a request waited has ended."""
         if not load.layerwise:
             outcome.received.add(load.request)
         if pages == len(load.keys):
@@ -252,14 +251,14 @@ class WorkerSide:
         outcome.invalid_blocks.update(b for b in blocks.blocks[pages * each :] if b)
 
     def _loaded(self, loading: _Loading) -> tuple[int, float]:
-        """Leading pages that are valid in every group, and what moving took; accounts for them."""
+        """Number of leading pages valid in all groups, and seconds; updates the counts."""
         load = loading.load
         pages, seconds = 0 if loading.refused else len(load.keys), 0.0
         for blocks, job in loading.parts:
             result = job.result(0.0)
             count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
             if result.pages < count:
-                # Of a window, what comes after the gap is of no use: a hit needs all of it.
+                # Pages of a window after a gap are useless: a hit needs the whole window.
                 whole = len(self.groups) == 1
                 pages = min(pages, result.pages if whole else 0)
             self.counts.add("loaded_bytes", result.size_bytes)
@@ -271,7 +270,7 @@ class WorkerSide:
         return pages, seconds
 
     def _stored(self, storing: _Storing) -> int:
-        """Pages that are in the store now; accounts for them."""
+        """Number of pages that are in the store now; updates the counts."""
         pages = 0
         for job, size in zip(storing.jobs, storing.sizes, strict=True):
             try:
@@ -289,5 +288,5 @@ class WorkerSide:
         return pages
 
     def _note(self, what: str, error: KVStoreError) -> None:
-        """The client has warned of a node that is away; the rest is counted."""
+        """Log an error at debug level; the client itself warns if the node is down."""
         self.opening.log.debug("a %s failed: %s", what, error)

@@ -1,1 +1,1 @@
-"""KV events: published, served to followers, and read."""
+"""KV events: the publisher, the server for followers, and the ZMTP protocol."""

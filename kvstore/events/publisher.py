@@ -1,23 +1,22 @@
-"""KV events: what appeared in and disappeared from this node's or engine's cache.
+"""KV events: pages stored in and removed from the cache of a node or an engine.
 
-The frames are the ones vLLM and SGLang publish, so that whoever understands an engine's events
-understands a node's::
+The frames are those of vLLM and SGLang, so that followers of engines can also follow a node::
 
-    PUB      topic | sequence, 8 bytes big-endian | msgpack [ts, [event, ...], data_parallel_rank]
-    request  "" | first sequence wanted, 8 bytes big-endian          (DEALER or REQ to our ROUTER)
-    replay   "" | topic | sequence | payload    for each batch that is still kept,
-             "" | topic | -1       | ""         and then the end
+    PUB topic | sequence, 8 bytes big-endian | msgpack [ts, [event, ...], data_parallel_rank]
+    request "" | first sequence wanted, 8 bytes big-endian (DEALER or REQ to our ROUTER) replay "" |
+    topic | sequence | payload for each kept batch,
+             "" | topic | -1 | "" at the end
 
-An event is a map whose ``type`` is ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``.
-What engines call a block is a page here, and its hash is the 32 bytes of our prefix key.
+An event is a map whose ``type`` is ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``. A
+block of an engine is a page here, and its hash is the 32-byte prefix key.
 
-One :class:`EventPublisher` is one sequence that starts at 0 with the process (the boot id belongs
-in the topic). A batch that finds the queue full is lost *visibly*: its number is used up, so every
-subscriber sees the gap, and replay cannot fill it. The publisher never makes its caller wait.
+One :class:`EventPublisher` has one sequence that starts at 0 with the process (put the boot id into
+the topic). If the queue is full, a batch is dropped *visibly*: its number is used, so every
+subscriber sees the gap, and replay cannot fill it. The publisher never blocks its caller.
 
-Threads: :meth:`EventPublisher.publish` may be called from any; one thread owns the sockets and the
+Threads: any thread may call :meth:`EventPublisher.publish`; one thread owns the sockets and the
 replay buffer (:mod:`kvstore.events.server`). ``_lock`` protects the queue, the sequence and the
-counters, and is never held while anything is sent or encoded.
+counters, and is never held while sending or encoding.
 """
 
 import logging
@@ -43,36 +42,38 @@ BlockHash = bytes | int
 """32 bytes (ours, and vLLM's long form) or the low 64 bits of them (vLLM's default)."""
 
 _BATCH_BYTES: Final = 512 << 10
-"""About as long as a batch may get; longer ones are published as several."""
+"""Approximate maximum size of a batch; longer ones are split."""
 _HASH_BYTES: Final = 34
 _TOKEN_BYTES: Final = 5
 _SEND_BURST: Final = 256
-"""Batches sent before followers are looked at again."""
+"""Batches sent before followers are served again."""
 _POLL_S: Final = 1.0
-"""Every wait has a deadline; the wake-up descriptor normally ends this one at once."""
+"""Maximum wait; normally the wake-up descriptor ends it at once."""
 _GATHER_S: Final = 0.002
-"""How long a first batch waits for others: one turn at the interpreter lock sends them all, so that
-a node under load does not share the lock with this thread after every put."""
+"""How long a first batch waits for others, so that they are sent together: otherwise this thread
+would take the GIL from a busy node after every put."""
 _CLOSE_GRACE_S: Final = 1.0
-"""What the thread gets beyond the timeout of ``close`` to give its sockets back."""
+"""Extra time for the thread to close its sockets, after the timeout of ``close``."""
 
 _log = logging.getLogger(__name__)
 
 
 class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockStored"):
-    """Pages became readable.
+    """Pages were stored.
 
     Attributes:
         block_hashes: their keys, in chain order.
-        parent_block_hash: key of the page before the first; None when the first starts its chain.
-        token_ids: the tokens of exactly these pages; empty when the writer gave none.
+        parent_block_hash: key of the page before the first; None if the first starts its chain.
+        token_ids: the tokens of these pages; empty if unknown.
         block_size: tokens in a page.
-        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they are in, perhaps besides others.
-        lora_id: always None: a LoRA seeds the chain instead. Engines' readers require the field.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they were stored in; other tiers may have
+            them too.
+        lora_id: always None, because a LoRA is part of the chain's seed. Followers of engines
+            require the field.
         lora_name: as ``lora_id``.
-        space: hex digest of the space; ours, left out by engines.
-        shard: index of the shard in its space; ours.
-        boot: hex id of this life of the publisher; ours.
+        space: hex digest of the space; our extension, not used by engines.
+        shard: index of the shard in its space; our extension.
+        boot: hex boot id of the publisher; our extension.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -88,14 +89,15 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockRemoved"):
-    """Pages are gone from ``medium``; published before their memory is used again.
+    """Pages were removed from ``medium``; published before their memory is reused.
 
     Attributes:
         block_hashes: their keys, in any order.
-        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; they may be in another one.
-        space: hex digest of the space; ours, left out by engines.
-        shard: index of the shard in its space; ours.
-        boot: hex id of this life of the publisher; ours.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; other tiers may still have
+            them.
+        space: hex digest of the space; our extension, not used by engines.
+        shard: index of the shard in its space; our extension.
+        boot: hex boot id of the publisher; our extension.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -108,11 +110,11 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 class ClearedEvent(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="AllBlocksCleared"
 ):
-    """Nothing of what this publisher announced is there any more.
+    """Everything that this publisher announced was removed.
 
     Attributes:
-        space: hex digest when only one space was cleared; ours.
-        boot: hex id of this life of the publisher; ours.
+        space: hex digest if only one space was cleared; our extension.
+        boot: hex boot id of the publisher; our extension.
     """
 
     space: str | UnsetType = UNSET
@@ -126,8 +128,8 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """The payload of one message.
 
     Attributes:
-        ts: seconds since the epoch when the batch was published.
-        events: in the order in which they happened.
+        ts: time of publication, seconds since the epoch.
+        events: the events, in order.
         data_parallel_rank: an engine's rank; None from a node.
     """
 
@@ -140,15 +142,15 @@ class PublisherStats(msgspec.Struct, frozen=True):
     """One snapshot of a publisher.
 
     Attributes:
-        sequence_next: number of the next batch; so many were published or dropped.
-        batches_sent: given to whoever follows.
-        batches_dropped: lost to a full queue, to ``close`` or because they could not be encoded.
-        batches_queued: waiting for the thread.
-        batches_lost: that a follower did not get because it does not read, for each follower.
-        followers: connections now, those of replays included.
-        followers_cut: connections that were closed for what they did, or refused.
-        replays_served: requests answered to the end.
-        replays_cut: answers broken off because the client does not read, and malformed requests.
+        sequence_next: number of the next batch = number of batches published or dropped.
+        batches_sent: batches sent to followers.
+        batches_dropped: lost because of a full queue, ``close``, or an encoding error.
+        batches_queued: batches waiting for the thread.
+        batches_lost: batches not sent to a slow follower, counted per follower.
+        followers: open connections, including replays.
+        followers_cut: connections closed because of a fault, or refused.
+        replays_served: replay requests answered completely.
+        replays_cut: answers aborted because the client does not read, and malformed requests.
     """
 
     sequence_next: int
@@ -171,8 +173,8 @@ class FollowerAccess(NamedTuple):
     """Who may follow a publisher.
 
     Attributes:
-        token: password (ZMTP's mechanism PLAIN) that followers over TCP must show; empty for none.
-        mode: of the files of ``ipc`` endpoints.
+        token: password (ZMTP's mechanism PLAIN) that followers over TCP must send; empty = none.
+        mode: mode of the files of ``ipc`` endpoints.
     """
 
     token: bytes = b""
@@ -180,7 +182,7 @@ class FollowerAccess(NamedTuple):
 
 
 OWNER: Final = FollowerAccess()
-"""The user of this process over Unix sockets, everybody over TCP."""
+"""Only the user of this process over Unix sockets; every client over TCP."""
 
 
 def wall_clock() -> float:
@@ -189,9 +191,9 @@ def wall_clock() -> float:
 
 
 class EventPublisher:
-    """Publishes batches of events from a thread of its own.
+    """Publishes batches of events from a separate thread.
 
-    Whoever makes one closes it: its thread keeps the process alive.
+    The creator must close it, because its thread keeps the process alive.
     """
 
     def __init__(
@@ -209,20 +211,20 @@ class EventPublisher:
         """Bind the sockets and start the thread.
 
         Args:
-            endpoint: where batches are published: ``ipc:///path`` or ``tcp://127.0.0.1:*``; a
-                wildcard or port 0 is resolved, see :attr:`bound_endpoint`. The socket of a dead
-                process is replaced.
-            replay_endpoint: where missed batches are asked for again; None for nowhere.
+            endpoint: where batches are published: ``ipc:///path`` or ``tcp://127.0.0.1:*``;
+                :attr:`bound_endpoint` has the actual port. The socket of a dead process is
+                replaced.
+            replay_endpoint: where followers request missed batches; None = no replay.
             topic: first frame of every message.
             access: who may follow.
-            queue_max: batches that may wait for the thread, at least 1; and batches that may wait
+            queue_max: maximum batches waiting for the thread, at least 1; also the maximum waiting
                 for one slow subscriber.
             replay_max: batches kept for replay.
-            replay_bytes_max: bytes of payload kept for replay; the oldest batches go first.
-            clock: seconds since the epoch, stamped on every batch.
+            replay_bytes_max: payload bytes kept for replay; the oldest batches are removed first.
+            clock: seconds since the epoch, for ``ts``.
 
         Raises:
-            InvalidArgument: an endpoint cannot be bound or a bound is not positive; names it.
+            InvalidArgument: an endpoint cannot be bound, or a limit is not positive; names it.
         """
         bounds = {"queue_max": queue_max, "replay_max": replay_max}
         for field, bound in (bounds | {"replay_bytes_max": replay_bytes_max}).items():
@@ -264,13 +266,14 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Queue what happened; never blocks, never fails.
+        """Queue events; never blocks, never fails.
 
-        Much at once becomes several batches. A full queue, or a publisher that is closed, costs a
-        batch and its sequence number.
+        Long lists are split into several batches. If the queue is full or the publisher is closed,
+        a batch and its sequence number are lost.
 
         Args:
-            events: in the order in which they happened; not changed afterwards. None: no batch.
+            events: the events, in order; must not be changed afterwards. An empty list makes no
+                batch.
         """
         for batch in _batches(events):
             self._enqueue(EventBatch(self._clock(), batch))
@@ -302,10 +305,10 @@ class EventPublisher:
             )
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is queued, close the sockets, end the thread; a second call only waits.
+        """Send queued batches, close the sockets, end the thread; a second call only waits.
 
         Args:
-            timeout_s: bound for all of it; what a slow subscriber has not taken by then is lost.
+            timeout_s: maximum time; batches that a slow subscriber has not read by then are lost.
 
         Raises:
             TransferTimeout: the thread has not ended in time.
@@ -349,7 +352,7 @@ class EventPublisher:
             self._release()
 
     def _release(self) -> None:
-        """Give everything back; ``_closing`` is set first so that nobody writes to the wake-up."""
+        """Release everything; set ``_closing`` first, so that no thread uses the wake-up."""
         with self._lock:
             self._closing = True
             self._counts["dropped"] += len(self._queue)
@@ -358,7 +361,7 @@ class EventPublisher:
         self._server.close()
 
     def _send_burst(self) -> bool:
-        """Send up to ``_SEND_BURST`` batches; True when there are more."""
+        """Send up to ``_SEND_BURST`` batches; returns True if there are more."""
         for _ in range(_SEND_BURST):
             with self._lock:
                 if not self._queue:
@@ -373,7 +376,7 @@ class EventPublisher:
 
 
 def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
-    """The events in pieces of which none is much longer than it should be."""
+    """Split events into batches of limited size."""
     batch: list[Event] = []
     size = 0
     for event in events:
@@ -388,7 +391,7 @@ def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
 
 
 def _size(event: Event) -> int:
-    """About how many bytes an event takes."""
+    """Approximate size of an event in bytes."""
     if isinstance(event, ClearedEvent):
         return _HASH_BYTES
     tokens = len(event.token_ids) if isinstance(event, StoredEvent) else 0
@@ -396,7 +399,7 @@ def _size(event: Event) -> int:
 
 
 def _pieces(event: Event) -> Iterator[Event]:
-    """One event as several, when it is long."""
+    """Split a long event."""
     if isinstance(event, ClearedEvent) or _size(event) <= _BATCH_BYTES:
         yield event
         return
@@ -420,7 +423,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def _encode(batch: EventBatch) -> bytes | None:
-    """The payload; None (a gap, and a log line) when a publisher put in what msgpack cannot say."""
+    """The payload; None (a gap, and a log line) if an event cannot be encoded."""
     try:
         return _ENCODER.encode(batch)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError):

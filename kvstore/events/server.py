@@ -1,9 +1,9 @@
-"""Serves a publisher's batches to whoever follows them: live, and again from the last ones kept.
+"""Serves a publisher's batches to followers: live, and as replays of kept batches.
 
-One thread owns all of it and never waits longer than it is told. What one follower does costs that
-follower alone: a message that is none of the protocol, or one that nobody should send, ends its
-connection; a follower that does not read loses batches (and sees the gap), and is cut off after a
-while. Connections, what waits for each of them, and what is kept are bounded.
+One thread owns everything and never waits longer than its caller allows. Faults of one follower do
+not affect others: an invalid message closes its connection; a follower that does not read loses
+batches (and sees the gap), and is disconnected after some time. The number of connections, the
+bytes that wait for each, and the kept batches are bounded.
 """
 
 import contextlib
@@ -26,34 +26,34 @@ END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence frame that ends a replay."""
 
 PEERS_MAX: Final = 128
-"""Connections of followers at a time, replays included."""
+"""Maximum connections of followers, including replays."""
 _HANDSHAKE_S: Final = 5.0
 _DEAF_S: Final = 120.0
-"""A connection that takes nothing for so long while something waits for it is closed."""
+"""A connection that reads nothing for so long while data waits for it is closed."""
 _CHECK_S: Final = 0.5
-"""Between two looks at the deadlines."""
+"""Seconds between checks of the deadlines."""
 _ACCEPT_PAUSE_S: Final = 0.1
-"""Without descriptors nobody is let in for so long."""
+"""Seconds without accepting connections after descriptors ran out."""
 _ACCEPTS: Final = 16
-"""Connections taken in one turn."""
+"""Connections accepted in one turn."""
 _READ_BYTES: Final = 4 << 10
 _HEARD_MAX: Final = 64 << 10
-"""What a follower may say in a burst: bytes, and so many more for each message. Followers say
-little; serving one that does not would take the interpreter lock from the node."""
+"""Bytes that a follower may send in a burst; each message counts as this many more. Followers send
+little; serving one that floods us would take the GIL from the node."""
 _HEARD_PER_MESSAGE: Final = 256
 _HEARD_PER_CHECK: Final = 4 << 10
-"""What it may say more at each look at the deadlines."""
+"""Bytes that it may send in addition per check of the deadlines."""
 _WRITE_BYTES: Final = 1 << 20
-"""Written to one follower before the others get their turn."""
+"""Bytes written to one follower before the next one is served."""
 _BUFFERS: Final = 64
 _LIVE_BYTES_MAX: Final = 4 << 20
-"""Live batches that wait for one slow follower."""
+"""Maximum bytes of live batches that wait for one slow follower."""
 _REPLAY_BYTES: Final = 256 << 10
-"""Of a replay that wait for one follower; the rest stays where it is kept."""
+"""Maximum bytes of replays that wait for one follower; the rest is read later."""
 _REQUESTS_MAX: Final = 8
-"""Replays that one follower may ask for before it has read the first."""
+"""Replays that one follower may request before it has read the first."""
 _LIMITS: Final = zmtp.MessageLimits(message_bytes=1_024, frames=8)
-"""Followers say nothing long."""
+"""Limits of messages from followers."""
 _TOPICS_MAX: Final = 16
 _FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -61,18 +61,18 @@ _log = logging.getLogger(__name__)
 
 
 class Kept(NamedTuple):
-    """One batch that can be asked for again."""
+    """One batch kept for replay."""
 
     sequence: int
     payload: bytes
 
 
 class Bounds(NamedTuple):
-    """Of what is kept.
+    """Limits of the kept batches.
 
     Attributes:
-        batches: at most; the oldest go first.
-        payload_bytes: of all of them together.
+        batches: maximum number; the oldest are removed first.
+        payload_bytes: maximum bytes of all of them together.
     """
 
     batches: int
@@ -90,9 +90,9 @@ class _Follower:
         self.waiting_bytes = 0
         self.sent_of_first = 0
         self.topics: set[bytes] = set()
-        self.replays: deque[int] = deque()  # where each replay asked for goes on
+        self.replays: deque[int] = deque()  # next batch of each replay
         self.came = now
-        self.since = now  # when something began to wait, or was taken last
+        self.since = now  # time of the last read, or since data waits
         self.mask = 0
         self.heard = 0  # see _HEARD_MAX
 
@@ -103,16 +103,16 @@ class _Follower:
         self.waiting_bytes += len(data)
 
     def overdue(self, now: float) -> str:
-        """Why it must go; empty when it may stay."""
+        """Why its connection must be closed; empty if not."""
         if not self.peer.ready:
             return "handshake" if now - self.came > _HANDSHAKE_S else ""
         return "deaf" if self.waiting and now - self.since > _DEAF_S else ""
 
     def write(self, now: float) -> None:
-        """Send what the connection takes.
+        """Write as much as the socket accepts.
 
         Raises:
-            OSError: it is broken.
+            OSError: the connection is broken.
         """
         left = _WRITE_BYTES
         while self.waiting and left > 0:
@@ -134,9 +134,8 @@ class EventServer:
     """Listens for followers, and serves them.
 
     Attributes:
-        counts: replays ``served`` to the end and ``cut``, and batches ``lost`` by followers that
-            did not read.
-        faults: connections that were closed, by what they did.
+        counts: replays ``served`` completely and ``cut``, and batches ``lost`` by slow followers.
+        faults: closed connections, by cause.
     """
 
     def __init__(
@@ -149,32 +148,32 @@ class EventServer:
         waiting_max: int,
         kept: Bounds,
     ) -> None:
-        """Take the listeners over.
+        """Take over the listeners.
 
         Args:
-            live: where batches are sent as they come.
-            replay: where they can be asked for again, or None.
+            live: for live batches.
+            replay: for replays, or None.
             topic: first frame of every batch.
-            token: what followers over TCP must show; empty for nothing.
-            waiting_max: batches that may wait for one slow follower.
-            kept: bounds of what can be asked for again.
+            token: token that followers over TCP must send; empty = none.
+            waiting_max: maximum batches that wait for one slow follower.
+            kept: limits of the batches kept for replay.
         """
         self.counts: Counter[str] = Counter()
-        self.faults = Faults(_log, "a follower of events is cut off")
+        self.faults = Faults(_log, "a follower of events was disconnected")
         self._topic = topic
         self._token = token
         self._waiting_max = waiting_max
         self._bounds = kept
         self._kept: deque[Kept] = deque()
         self._kept_bytes = 0
-        self._dropped_kept = 0  # batches that were kept before the first one that still is
+        self._dropped_kept = 0  # batches removed from the kept ones so far
         self._listeners = {live.socket: (live, zmtp.PUB)}
         if replay is not None:
             self._listeners[replay.socket] = (replay, zmtp.ROUTER)
         self._keeps = replay is not None
         self._followers: dict[socket.socket, _Follower] = {}
         self._selector = selectors.DefaultSelector()
-        self._accept_at: float | None = None  # while nobody is let in
+        self._accept_at: float | None = None  # while no connection is accepted
         self._checked_at = time.monotonic()
         self._listen()
 
@@ -182,14 +181,14 @@ class EventServer:
         return len(self._followers)
 
     def watch(self, descriptor: int) -> None:
-        """Let :meth:`turn` end when this descriptor can be read."""
+        """Make :meth:`turn` return when this descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def turn(self, timeout_s: float) -> bool:
-        """Serve whoever has something to say or can take something, or wait for it.
+        """Serve all followers that are readable or writable, or wait for one.
 
         Returns:
-            whether the descriptor of :meth:`watch` can be read.
+            Whether the descriptor of :meth:`watch` is readable.
         """
         woken = False
         due_s = self._checked_at + _CHECK_S - time.monotonic()
@@ -206,7 +205,7 @@ class EventServer:
         return woken
 
     def send(self, sequence: int, payload: bytes) -> None:
-        """Send a batch to every follower that listens, and keep it; see :meth:`flush`."""
+        """Queue a batch for every live follower, and keep it for replay; see :meth:`flush`."""
         data = b""
         for follower in self._followers.values():
             if not any(self._topic.startswith(topic) for topic in follower.topics):
@@ -226,13 +225,13 @@ class EventServer:
                 self._dropped_kept += 1
 
     def flush(self) -> bool:
-        """Write as much as followers take; True when live batches still wait."""
+        """Write as much as sockets accept; returns True if live batches still wait."""
         for follower in [f for f in self._followers.values() if f.waiting]:
             self._push(follower)
         return any(f.waiting for f in self._followers.values() if f.side is zmtp.PUB)
 
     def close(self) -> None:
-        """Cut everybody off and listen no longer."""
+        """Close all connections and listeners."""
         for follower in list(self._followers.values()):
             self._drop(follower, "")
         for listener, _ in self._listeners.values():
@@ -258,14 +257,14 @@ class EventServer:
                     self._pause(str(error))
                 return
             if len(self._followers) >= PEERS_MAX and not self._make_room():
-                self.faults.note("full", f"{PEERS_MAX} are here already")
+                self.faults.note("full", f"{PEERS_MAX} are connected already")
                 raw.close()
                 continue
             raw.setblocking(False)  # noqa: FBT003
             token = b""
             if raw.family != socket.AF_UNIX:
                 token = self._token
-                with contextlib.suppress(OSError):  # it has gone already
+                with contextlib.suppress(OSError):  # already closed
                     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             follower = self._followers[raw] = _Follower(raw, side, token, time.monotonic())
@@ -275,27 +274,27 @@ class EventServer:
             self._push(follower)
 
     def _pause(self, why: str) -> None:
-        """Let nobody in for a while."""
+        """Accept no connections for a while."""
         self.faults.note("no_descriptor", why)
         for listening in self._listeners:
             self._selector.unregister(listening)
         self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
 
     def _make_room(self) -> bool:
-        """Send away the one that has been longest at its handshake; False without such a one."""
+        """Close the oldest connection in its handshake; returns False if there is none."""
         for follower in self._followers.values():
             if not follower.peer.ready:
-                self._drop(follower, "full", "others want its place, and its handshake is not over")
+                self._drop(follower, "full", "its place was needed during its handshake")
                 return True
         return False
 
     def _check(self) -> None:
-        """Look at the deadlines."""
+        """Check the deadlines."""
         now = self._checked_at = time.monotonic()
         for follower in list(self._followers.values()):
             follower.heard = max(0, follower.heard - _HEARD_PER_CHECK)
             if cause := follower.overdue(now):
-                self._drop(follower, cause, "it was silent, or took nothing, for too long")
+                self._drop(follower, cause, "it sent or read nothing for too long")
         if self._accept_at is not None and now >= self._accept_at:
             self._listen()
 
@@ -319,7 +318,7 @@ class EventServer:
             self._say(follower)
             follower.heard += len(data) + _HEARD_PER_MESSAGE * len(messages)
             if follower.heard > _HEARD_MAX:
-                self._drop(follower, "flood", "it says more than a follower has to say")
+                self._drop(follower, "flood", "it sends more than a follower should")
                 return
             for message in messages:
                 if not self._hear(follower, message):
@@ -327,17 +326,17 @@ class EventServer:
         self._push(follower)
 
     def _say(self, follower: _Follower) -> None:
-        """What the protocol itself wants to be said, the reason of an end included."""
+        """Send pending protocol commands, including an error before closing."""
         said = follower.peer.outgoing()
         if said:
             follower.queue(said)
         try:
             follower.write(time.monotonic())
-        except OSError:  # it is gone; the next turn finds that out
+        except OSError:  # closed; the next turn notices it
             return
 
     def _hear(self, follower: _Follower, message: zmtp.Message) -> bool:
-        """One message; False when it was the last one of this connection."""
+        """Handle one message; returns False if the connection was closed."""
         if follower.side is zmtp.PUB:
             topic = message[0][1:]
             if message[0][:1] == b"\x01" and len(message) == 1:
@@ -357,7 +356,7 @@ class EventServer:
             follower.queue(self._replayed(END_OF_REPLAY, b""))
         elif len(follower.replays) >= _REQUESTS_MAX:
             self.counts["cut"] += len(follower.replays)
-            self._drop(follower, "request", "it asks for replays without reading them")
+            self._drop(follower, "request", "it requests replays without reading them")
             return False
         else:
             first = int.from_bytes(message[1], "big")
@@ -366,14 +365,14 @@ class EventServer:
         return self._bounded(follower)
 
     def _bounded(self, follower: _Follower) -> bool:
-        """Whether what waits for a follower is within bounds; one that goes beyond is cut off."""
+        """Whether the waiting bytes of a follower are within the limit; else close it."""
         if follower.waiting_bytes <= _LIVE_BYTES_MAX:
             return True
-        self._drop(follower, "deaf", "it asks without reading the answers")
+        self._drop(follower, "deaf", "it sends requests without reading the answers")
         return False
 
     def _push(self, follower: _Follower) -> None:
-        """Write what the connection takes, and see to it that the rest follows."""
+        """Write as much as the socket accepts, and wait for it if data is left."""
         try:
             for data in self._replay(follower):
                 follower.queue(data)
@@ -391,7 +390,7 @@ class EventServer:
             follower.mask = mask
 
     def _replay(self, follower: _Follower) -> Iterator[bytes]:
-        """The next messages of the replays it asked for, as long as not much waits for it."""
+        """The next messages of its replays, as long as few bytes wait for it."""
         while follower.replays and follower.waiting_bytes < _REPLAY_BYTES:
             at = max(follower.replays[0], self._dropped_kept)
             if at - self._dropped_kept < len(self._kept):
@@ -407,7 +406,7 @@ class EventServer:
         return zmtp.encode((b"", self._topic, sequence, payload))
 
     def _drop(self, follower: _Follower, cause: str, said: str = "") -> None:
-        """End a connection; without a cause it ended itself."""
+        """Close a connection; no cause = the follower closed it."""
         if cause:
             self.faults.note(cause, said)
         self.counts["cut"] += len(follower.replays)

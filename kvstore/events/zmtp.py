@@ -1,4 +1,4 @@
-"""ZMTP 3.1, the wire protocol of ZeroMQ, as far as KV events need it. Pure: bytes in, messages out.
+"""ZMTP 3.1, the wire protocol of ZeroMQ, as far as KV events need it; pure state machine.
 
 ::
 
@@ -6,8 +6,8 @@
     commands   handshake, then PING, PONG, SUBSCRIBE, CANCEL
     messages   one or more frames each; a frame is flags | size | body
 
-Every size is bounded before anything is kept. Why this is not left to libzmq is told in
-``docs/decisions/0013-events-are-private.md``.
+Every size is checked before data is kept. ``docs/decisions/0013-events-are-private.md`` says why
+libzmq is not used.
 """
 
 import hmac
@@ -20,7 +20,7 @@ Message = list[bytes]
 """The frames of one message."""
 
 USER: Final = b"kvstore"
-"""User name that goes with a token; servers look at the token alone."""
+"""User name sent with a token; servers check only the token."""
 TOKEN_BYTES_MAX: Final = 255
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -29,16 +29,16 @@ _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
 _VERSION: Final = b"\x03\x01"
 _MECHANISM_BYTES: Final = 20
 _COMMAND_BYTES_MAX: Final = 1_024
-"""A longer command is none of those that we understand."""
+"""Maximum length of a command."""
 _PING_CONTEXT_BYTES_MAX: Final = 16
 
 
 class PeerError(ProtocolError):
-    """What the other side sent ends this connection.
+    """The peer sent something that ends this connection.
 
     Attributes:
-        cause: one of a few words, for counters: ``greeting``, ``mechanism``, ``handshake``,
-            ``refused``, ``frame``, ``too_long``, ``command``.
+        cause: a fixed word for counters: ``greeting``, ``mechanism``, ``handshake``, ``refused``,
+            ``frame``, ``too_long``, ``command``.
     """
 
     def __init__(self, cause: str, message: str) -> None:
@@ -47,11 +47,11 @@ class PeerError(ProtocolError):
 
 
 class Side(NamedTuple):
-    """What a socket is, and what it talks to.
+    """The type of a socket, and the types of its peers.
 
     Attributes:
-        socket_type: as ZeroMQ calls it.
-        peers: socket types it talks to.
+        socket_type: ZeroMQ's name of the type.
+        peers: allowed types of peers.
     """
 
     socket_type: bytes
@@ -65,11 +65,11 @@ DEALER: Final = Side(b"DEALER", frozenset({b"ROUTER", b"REP", b"DEALER"}))
 
 
 class MessageLimits(NamedTuple):
-    """What one message may be.
+    """Limits of one message.
 
     Attributes:
-        message_bytes: of all frames together.
-        frames: in one message.
+        message_bytes: maximum bytes of all frames together.
+        frames: maximum number of frames.
     """
 
     message_bytes: int
@@ -77,11 +77,11 @@ class MessageLimits(NamedTuple):
 
 
 class ZmtpPeer:
-    """The other side of one connection.
+    """One connection to a peer.
 
     Attributes:
         ready: the handshake is over; messages may be sent.
-        beats: it answers :data:`PING`.
+        beats: the peer answers :data:`PING`.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ZmtpPeer:
         """Begin the handshake: :meth:`outgoing` has its first bytes.
 
         Args:
-            side: what we are.
-            limits: of messages from the other side.
-            token: that both sides must know; empty for none.
-            server: whether we are the side that checks the token.
+            side: type of our socket.
+            limits: limits of received messages.
+            token: token that both sides must know; empty = none.
+            server: True if we check the token.
         """
         self.ready = False
         self.beats = False
@@ -102,26 +102,26 @@ class ZmtpPeer:
         self._token = token
         self._server = server
         self._mechanism = b"PLAIN" if token else b"NULL"
-        self._awaited = b""  # the command that the handshake goes on with; empty: the greeting
+        self._awaited = b""  # next command of the handshake; empty: the greeting
         self._out = bytearray(_greeting(self._mechanism, server=server and bool(token)))
         self._in = bytearray()
         self._frames: Message = []
         self._message_bytes = 0
 
     def outgoing(self) -> bytes:
-        """What must be sent to the other side now; each byte is given once."""
+        """Bytes to send to the peer now; each byte is returned once."""
         data = bytes(self._out)
         self._out.clear()
         return data
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take received bytes; give the messages that are complete now.
+        """Add received bytes; return all complete messages.
 
-        A subscription is given as a message of one frame, a byte 1 and the topic; its end with a
-        byte 0.
+        A subscription is returned as a message of one frame: a byte 1 and the topic; its
+        cancellation with a byte 0.
 
         Raises:
-            PeerError: these are not bytes that this connection can go on after.
+            PeerError: the bytes are invalid; the connection must be closed.
         """
         self._in += data
         messages: list[Message] = []
@@ -144,7 +144,7 @@ class ZmtpPeer:
         return messages
 
     def _greeted(self) -> int:
-        """Look at the greeting; the number of its bytes once it is whole and right, else 0."""
+        """Check the greeting; returns its length if it is complete and valid, else 0."""
         seen = self._in
         if not seen:
             return 0
@@ -159,7 +159,7 @@ class ZmtpPeer:
             raise PeerError(
                 "mechanism",
                 f"its mechanism is {its!r}, ours is {self._mechanism.decode()}"
-                " (PLAIN goes with a token, NULL goes without)",
+                " (PLAIN is used with a token, NULL without)",
             )
         self.beats = seen[10] > _VERSION[0] or seen[11] >= _VERSION[1]
         if not self._token:
@@ -173,10 +173,10 @@ class ZmtpPeer:
         return _GREETING_BYTES
 
     def _frame(self, at: int) -> tuple[int, int, int] | None:
-        """Flags, start and end of the frame at ``at``; None while it is not complete.
+        """Flags, start and end of the frame at ``at``; None if it is incomplete.
 
         Raises:
-            PeerError: it is none, or too long.
+            PeerError: the frame is invalid or too long.
         """
         seen = self._in
         left = len(seen) - at
@@ -185,7 +185,7 @@ class ZmtpPeer:
         flags = seen[at]
         long = bool(flags & _LONG)
         if flags & ~(_MORE | _LONG | _COMMAND) or flags & (_MORE | _COMMAND) == _MORE | _COMMAND:
-            raise PeerError("frame", f"{flags:#x} are no flags of a frame")
+            raise PeerError("frame", f"{flags:#x} are not valid flags of a frame")
         if long and left < 9:
             return None
         start = at + (9 if long else 2)
@@ -209,7 +209,7 @@ class ZmtpPeer:
             case b"HELLO":
                 if not hmac.compare_digest(_password(said), self._token):
                     self._say(b"ERROR", _short(b"400"))
-                    raise PeerError("refused", "its token is not the one")
+                    raise PeerError("refused", "its token is wrong")
                 self._say(b"WELCOME", b"")
                 self._awaited = b"INITIATE"
                 return
@@ -225,7 +225,7 @@ class ZmtpPeer:
         self.ready = True
 
     def _obey(self, flags: int, body: bytes, messages: list[Message]) -> None:
-        """A command after the handshake; one that is not known is read over."""
+        """Handle a command after the handshake; unknown ones are ignored."""
         name, said = _command(flags, body)
         match name:
             case b"PING":
@@ -256,11 +256,11 @@ class ZmtpPeer:
 
 
 PING: Final = b"\x04\x07\x04PING\x00\x00"
-"""Asks for a sign of life; goes out as it is."""
+"""The encoded PING command."""
 
 
 def encode(frames: Sequence[bytes]) -> bytes:
-    """One message as bytes."""
+    """Encode one message."""
     last = len(frames) - 1
     return b"".join(_framed(_MORE if at < last else 0, frame) for at, frame in enumerate(frames))
 
@@ -282,14 +282,14 @@ def _short(text: bytes) -> bytes:
 
 
 def _command(flags: int, body: bytes) -> tuple[bytes, bytes]:
-    """Its name and what it says."""
+    """Name and body of a command."""
     if not flags & _COMMAND or not body or len(body) <= body[0]:
-        raise PeerError("command", "that is no command")
+        raise PeerError("command", "this is not a command")
     return body[1 : 1 + body[0]], body[1 + body[0] :]
 
 
 def _password(said: bytes) -> bytes:
-    """What a HELLO says after the user name."""
+    """The password in a HELLO."""
     user_end = 1 + said[0] if said else 0
     if not said or len(said) <= user_end or len(said) != user_end + 1 + said[user_end]:
         raise PeerError("handshake", "its HELLO has no user name and password")
@@ -297,7 +297,7 @@ def _password(said: bytes) -> bytes:
 
 
 def _properties(said: bytes) -> dict[bytes, bytes]:
-    """Metadata, with the names in small letters."""
+    """Parse metadata; names are converted to lower case."""
     found: dict[bytes, bytes] = {}
     at = 0
     while at < len(said):
@@ -305,7 +305,7 @@ def _properties(said: bytes) -> dict[bytes, bytes]:
         start = name_end + 4
         end = start + int.from_bytes(said[name_end:start], "big")
         if start > len(said) or end > len(said):
-            raise PeerError("handshake", "its metadata are cut off")
+            raise PeerError("handshake", "its metadata are truncated")
         found[said[at + 1 : name_end].lower()] = said[start:end]
         at = end
     return found

@@ -1,1 +1,1 @@
-"""Which engine or node has which prefix, and the followers that feed it."""
+"""The prefix index (which engine or node has which pages), and the followers that update it."""

@@ -1,7 +1,8 @@
-"""One connection to a publisher of KV events: ZMTP over a stream, every wait with a deadline.
+"""One connection to a publisher of KV events: ZMTP over a stream; every wait has a deadline.
 
-Nothing is read before it is wanted: what a publisher sends faster than we take it stays with it,
-and is lost there, visibly. So no publisher can make us hold more than one message.
+Data is read only when the caller asks for it. If a publisher sends faster than we read, batches
+wait at the publisher, and are lost there, visibly. So a publisher cannot make us buffer more than
+one message.
 """
 
 import asyncio
@@ -13,18 +14,18 @@ from kvstore.events import zmtp
 from kvstore.process.listeners import Unix, parse_endpoint
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Nodes' batches have up to half a MiB, those of engines that take no notice of size some MiB."""
+"""Batches of nodes have up to half a MiB; engines that do not limit them send some MiB."""
 _LIMITS: Final = zmtp.MessageLimits(MESSAGE_BYTES_MAX, frames=8)
 _READ_BYTES: Final = 8 << 10
-"""Messages of two bytes each are dealt with in a few milliseconds."""
+"""Bytes per read; even if they are messages of two bytes, they take only milliseconds."""
 _BUFFER_BYTES: Final = 64 << 10
 
 
 class EventConnection:
-    """An open connection, handshake done.
+    """An open connection after its handshake.
 
     Attributes:
-        beats: the other side answers :meth:`ping`.
+        beats: the peer answers :meth:`ping`.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class EventConnection:
 
         Args:
             endpoint: ``ipc://`` or ``tcp://``.
-            side: what we are.
-            token: what the publisher asks for over TCP; empty for nothing.
-            timeout_s: for all of it.
+            side: type of our socket.
+            token: token for a publisher over TCP; empty = none.
+            timeout_s: maximum time for connecting and the handshake.
 
         Raises:
-            OSError: nobody is there, or not in time.
-            PeerError: it is no such publisher, or it refuses us.
+            OSError: no connection in time.
+            PeerError: the peer is not a publisher, or it refuses us.
         """
         async with asyncio.timeout(timeout_s):
             reader, writer = await _connect(endpoint)
@@ -67,7 +68,7 @@ class EventConnection:
 
     @property
     def beats(self) -> bool:
-        """Whether the other side answers :meth:`ping`."""
+        """Whether the peer answers :meth:`ping`."""
         return self._peer.beats
 
     async def send(self, frames: Sequence[bytes]) -> None:
@@ -80,7 +81,7 @@ class EventConnection:
         await self._writer.drain()
 
     async def ping(self) -> None:
-        """Ask for a sign of life, which the next :meth:`receive` notices.
+        """Send a PING; the next :meth:`receive` returns when it is answered.
 
         Raises:
             OSError: the connection is broken.
@@ -89,13 +90,13 @@ class EventConnection:
         await self._writer.drain()
 
     async def receive(self) -> list[zmtp.Message]:
-        """The next messages; none when there was only a sign of life or a part of one.
+        """Wait for data; returns the complete messages.
 
-        When a deadline cuts it short, nothing is lost.
+        The list is empty after a PONG or a partial message. Cancelling it loses no data.
 
         Raises:
             OSError: the connection is broken or closed.
-            PeerError: what came is no message.
+            PeerError: invalid data.
         """
         if self._early:
             early, self._early = self._early, []
@@ -103,7 +104,7 @@ class EventConnection:
         return await self._read()
 
     def close(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self._writer.transport.abort()
 
     async def _read(self) -> list[zmtp.Message]:
@@ -115,7 +116,7 @@ class EventConnection:
         return messages
 
     def _answer(self) -> None:
-        """Say what the protocol wants to be said; who asks without reading the answers is left."""
+        """Send pending protocol commands; close the connection if the peer does not read them."""
         said = self._peer.outgoing()
         if said:
             self._writer.write(said)
@@ -130,5 +131,5 @@ async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
             return await asyncio.open_unix_connection(where.path, limit=_BUFFER_BYTES)
         host = where.host or "127.0.0.1"
         return await asyncio.open_connection(host, where.port, limit=_BUFFER_BYTES)
-    except (InvalidArgument, ValueError) as error:  # a host name that IDNA cannot say
+    except (InvalidArgument, ValueError) as error:  # a host name that IDNA cannot encode
         raise OSError(str(error)) from error

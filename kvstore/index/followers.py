@@ -1,12 +1,12 @@
-"""Following KV events: one subscription an engine or node, replay, restarts.
+"""Follows KV events: one subscription per engine or node, with replay and restart detection.
 
-Each follower is a task with one connection for live batches and another one for each replay. What a
-worker holds counts only while its connection stands (``is_current``): a daemon that is gone, or
-stopped (heartbeats), attracts no requests. Long bursts and long batches give the loop back every
-few milliseconds, so that neither delays a stream.
+Each follower is a task with one connection for live batches and another one for each replay. The
+pages of a worker count only while its connection is up (``is_current``), so a dead or stopped
+worker (detected by heartbeats) attracts no requests. Long bursts and long batches yield to the
+event loop every few milliseconds.
 
-Whatever a publisher sends costs what is known of that worker, at most: a batch that cannot be read,
-a message that is none, a replay without an end. Each is counted by its cause.
+Faults of a publisher (an unreadable batch, an invalid message, an endless replay) cost at most the
+index entries of that worker. They are counted by cause.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ _log = logging.getLogger(__name__)
 
 TOPIC_BYTES_MAX: Final = 256
 _TURN_S: Final = 0.002
-"""How long batches are applied before others get the loop."""
+"""Seconds for which batches are applied before yielding to the event loop."""
 _CONNECT_S: Final = 5.0
 _BEAT_S: Final = 1.0
 _BEATS_MISSED_MAX: Final = 3
 _REPLAY_S_MAX: Final = 60.0
-"""A replay that goes on for longer is no use; the publisher keeps a live connection that long."""
+"""Maximum duration of a replay; the publisher keeps a live connection for that long."""
 _AGAIN_S_MIN: Final = 0.1
 _AGAIN_S_MAX: Final = 1.0
-"""Pause before a lost connection is made again; it grows from the one to the other."""
+"""Pause before reconnecting; it grows from the first value to the second."""
 
 
 class Source(NamedTuple):
-    """Where a worker's events come from.
+    """The source of a worker's events.
 
     Attributes:
-        worker: its name in the index.
-        domain: what its pages are indexed under where its events name no space.
-        page_tokens: tokens in a page of that domain, at least 1.
-        endpoint: of its publisher; ``ipc://`` or ``tcp://``.
-        replay_endpoint: where missed batches are asked for; None: nowhere.
-        token: what its publisher asks for over TCP; empty for nothing.
+        worker: name of the worker in the index.
+        domain: domain of its pages in the index, for events without a space.
+        page_tokens: tokens per page of that domain, at least 1.
+        endpoint: endpoint of its publisher; ``ipc://`` or ``tcp://``.
+        replay_endpoint: endpoint for missed batches; None = no replay.
+        token: token for its publisher over TCP; empty = none.
     """
 
     worker: str
@@ -61,12 +61,12 @@ class Source(NamedTuple):
 
 
 class SourceBounds(NamedTuple):
-    """What one source may cost.
+    """Limits of one source.
 
     Attributes:
-        replay_s: longest silence during a replay.
-        verify_s: without a live message for so long, the last batch is asked for again.
-        foreign_blocks: blocks with hashes of the source's own that are remembered.
+        replay_s: maximum silence during a replay.
+        verify_s: after this time without a live message, the last batch is requested again.
+        foreign_blocks: maximum blocks with the source's own hashes that are remembered.
     """
 
     replay_s: float
@@ -75,7 +75,7 @@ class SourceBounds(NamedTuple):
 
 
 class _NoReplayError(Exception):
-    """A replay was not what was asked for."""
+    """A replay was not as requested."""
 
     def __init__(self, cause: str, what: str) -> None:
         super().__init__(what)
@@ -86,9 +86,9 @@ class Follower:
     """Follows one worker.
 
     Attributes:
-        connected: the connection stands.
-        current: and what was published before it is known.
-        faults: what its publisher did that it should not have, by cause.
+        connected: the connection is up.
+        current: connected, and all earlier batches are applied.
+        faults: faults of its publisher, by cause.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Follower:
             await asyncio.sleep(pause_s)
 
     async def _follow(self) -> None:
-        """Follow over one connection, as long as it stands.
+        """Follow over one connection until it breaks.
 
         Raises:
-            OSError: it broke, or the publisher gives no sign of life.
-            PeerError: it is no publisher.
+            OSError: it broke, or the publisher does not answer.
+            PeerError: the peer is not a publisher.
         """
         source = self.source
         channel = await EventConnection.open(source.endpoint, zmtp.SUB, source.token, _CONNECT_S)
@@ -156,7 +156,7 @@ class Follower:
                 messages = []
                 missed += channel.beats
                 if missed > _BEATS_MISSED_MAX * _BEAT_S / wait_s:
-                    raise OSError("it gives no sign of life") from None
+                    raise OSError("it does not answer") from None
                 if channel.beats:
                     await channel.ping()
             else:
@@ -174,7 +174,7 @@ class Follower:
 
     async def _live(self, message: zmtp.Message) -> None:
         if len(message) != 3 or len(message[1]) != 8 or len(message[0]) > TOPIC_BYTES_MAX:
-            self.faults.note("frames", "a message that is no batch")
+            self.faults.note("frames", "a message that is not a batch")
             return
         topic, number_frame, payload = message
         number = int.from_bytes(number_frame, "big")
@@ -185,7 +185,7 @@ class Follower:
         await self._take(number, payload)
 
     async def _take(self, number: int, payload: bytes) -> bool:
-        """Apply a batch as the sequence allows; True when the publisher turns out restarted."""
+        """Apply a batch according to the sequence; returns True if the publisher has restarted."""
         verdict = self.sequence.take(number, payload)
         if verdict is BatchVerdict.SKIP:
             return False
@@ -197,7 +197,7 @@ class Follower:
             for _ in self.ingest.apply(payload):
                 await self._let_others()
         except UnreadableError as error:
-            # What it took away is not known: nothing that was there before can be believed.
+            # It may contain removals: everything known of the worker is invalid.
             self.faults.note("batch", f"batch {number} cannot be read: {error}")
             await self._clear()
         else:
@@ -206,12 +206,12 @@ class Follower:
         return False
 
     async def _clear(self) -> None:
-        """Believe nothing any more of what the worker holds."""
+        """Delete all index entries of the worker."""
         for _ in self.ingest.clear():
             await self._let_others()
 
     async def _let_others(self) -> None:
-        """Give the loop back when this turn was long."""
+        """Yield to the event loop if this turn was long."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if now >= self._turn_ends:
@@ -219,7 +219,7 @@ class Follower:
             self._turn_ends = loop.time() + _TURN_S
 
     async def _replay(self) -> None:
-        """Ask for the last batch and everything after it; again from the start after a restart."""
+        """Request the last batch and everything after it; after a restart from the beginning."""
         endpoint = self.source.replay_endpoint
         if endpoint is None:
             return
@@ -242,13 +242,13 @@ class Follower:
         self.sequence.forget()
 
     async def _replay_once(self, endpoint: str) -> bool:
-        """One replay; True when it shows a restart, so that another one from the start is due.
+        """Run one replay; returns True if it shows a restart, so that a full replay is needed.
 
         Raises:
-            TimeoutError: it was silent too long.
-            OSError: it broke off.
-            PeerError: it is no publisher.
-            _NoReplayError: it is no replay.
+            TimeoutError: no message in time.
+            OSError: the connection broke.
+            PeerError: the peer is not a publisher.
+            _NoReplayError: it is not a valid replay.
         """
         found = False
         async with aclosing(self._replayed(endpoint)) as messages:
@@ -267,7 +267,7 @@ class Follower:
     async def _replayed(
         self, endpoint: str
     ) -> AsyncGenerator[tuple[bytes, int | None, bytes], None]:
-        """Topic, number and payload of each batch; at the end the topic alone (number None)."""
+        """Topic, number and payload of each batch; at the end only the topic (number None)."""
         channel = await EventConnection.open(endpoint, zmtp.DEALER, self.source.token, _CONNECT_S)
         try:
             await channel.send([b"", self.sequence.replay_from.to_bytes(8, "big")])
@@ -278,7 +278,7 @@ class Follower:
                         await self._let_others()
                 for message in messages:
                     if len(message) != 4 or len(message[2]) != 8:
-                        raise _NoReplayError("frames", "a replay of something that is no batch")
+                        raise _NoReplayError("frames", "a message of the replay is not a batch")
                     _, topic, number, payload = message
                     if len(topic) > TOPIC_BYTES_MAX:
                         raise _NoReplayError("frames", "a topic that is too long")
@@ -286,7 +286,7 @@ class Follower:
                         yield topic, None, b""
                         return
                     if int.from_bytes(number, "big") <= before:
-                        raise _NoReplayError("replay", "its numbers do not grow")
+                        raise _NoReplayError("replay", "its numbers do not increase")
                     before = int.from_bytes(number, "big")
                     yield topic, before, payload
         finally:
@@ -303,12 +303,12 @@ class Followers:
     def __init__(
         self, index: PrefixIndex, bounds: SourceBounds, changed: Callable[[], None]
     ) -> None:
-        """Follow nobody yet.
+        """Start without sources.
 
         Args:
-            index: changed in place.
-            bounds: of each source.
-            changed: called after batches were applied and when a connection comes.
+            index: the index to update.
+            bounds: limits of each source.
+            changed: called after batches were applied and after a connection was made.
         """
         self._index = index
         self._bounds = bounds
@@ -318,9 +318,9 @@ class Followers:
         self._wake = asyncio.Event()
 
     def follow(self, source: Source) -> None:
-        """Follow a source from now on; nothing changes when that is done already.
+        """Follow a source, if it is not followed yet.
 
-        What is known of its worker from another place is forgotten.
+        Entries of the same worker from another source are deleted.
         """
         known = self._followers.get(source.worker)
         if known is not None and known.source == source:
@@ -332,17 +332,17 @@ class Followers:
         self._wake.set()
 
     def drop(self, worker: str) -> None:
-        """Forget what a worker holds, and follow it no longer; nothing to do when it is not."""
+        """Stop following a worker and delete its entries, if it is followed."""
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
         follower = self._followers.pop(worker, None)
         if follower is not None:
-            for _ in follower.ingest.clear():  # its task does no more: it is cancelled at its await
+            for _ in follower.ingest.clear():  # its task is cancelled at its await
                 pass
 
     def is_current(self, worker: str) -> bool:
-        """Whether a worker's events arrive, so that what it is said to hold is true."""
+        """Whether the entries of a worker are up to date."""
         follower = self._followers.get(worker)
         return follower is not None and follower.current
 
@@ -351,7 +351,7 @@ class Followers:
         return self._followers.get(worker)
 
     async def run(self) -> None:
-        """Follow everybody until cancelled."""
+        """Follow all sources until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
@@ -361,7 +361,7 @@ class Followers:
                 await self._wake.wait()
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """State of the index and of every follower, for the metrics."""
+        """State of the index and of all followers, for metrics."""
         gauges: dict[str, dict[tuple[str, ...], float]] = {
             "index_entries": {(): float(len(self._index))},
             "index_dropped": {(): float(self._index.dropped)},

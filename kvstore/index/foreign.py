@@ -1,15 +1,15 @@
-"""Engines' own block hashes → our prefix keys, through the token ids in their events. Pure.
+"""Maps block hashes of engines to prefix keys, using the token ids in their events. Pure.
 
-An engine names a block by a hash of its own, of any block size. Its token ids and its parent are
-enough to go on with our chain: a page is complete in the block that holds its last token, and is
-there as long as every block is there that holds one of its tokens. For blocks of 16 tokens and
-pages of 64::
+An engine names a block by its own hash, with any block size. The token ids and the parent of a
+block are sufficient to extend our chain. A page is complete in the block with its last token, and
+is stored as long as all blocks with its tokens are stored. For blocks of 16 tokens and pages of
+64::
 
     blocks   b0 ─ b1 ─ b2 ─ b3 ─ b4 ─ b5 …
     pages    └───── page 0 ─────┘└─ …        page 0 ends in b3 and needs b0, b1, b2, b3
 
-What cannot be mapped (unknown parent, no token ids, no room) is counted and left out: the index may
-lose, it never lies.
+Blocks that cannot be mapped (unknown parent, no token ids, table full) are counted and skipped: the
+index may lose, it never lies.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ BlockHash = bytes | int
 _TOKEN_BYTES: Final = 4
 _POINTER_BYTES: Final = 8
 TAIL_BYTES_MAX: Final = 256 << 20
-"""What all blocks together may remember of pages that are not complete."""
+"""Maximum bytes of tokens of incomplete pages, for all blocks together."""
 PARTS_PER_BLOCK: Final = 4
-"""Pages that a block may hold a part of, on average over all that can be remembered."""
+"""Maximum average number of pages of which a block has a part."""
 _WORK: Final = 2_048
-"""Blocks looked at, or so, after which others may run: a few milliseconds."""
+"""Approximate number of blocks per step: a few milliseconds."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block that is in at least one medium.
+    """A block in at least one medium.
 
     Attributes:
-        media: where it is.
-        chain: prefix key of the last page that is complete at its end; empty when there is none.
-        tail: tokens after that page, little-endian uint32, less than a page of them.
-        tail_blocks: the blocks that hold the tail, this one last.
-        ends: pages that are complete in this block.
-        before: blocks that hold the start of the first page that ends here.
-        part_of: pages that it holds tokens of, and that end in a later block.
+        media: its media.
+        chain: prefix key of the last complete page at its end; empty if none.
+        tail: tokens after that page, little-endian uint32, less than a page.
+        tail_blocks: the blocks with the tail, this one last.
+        ends: pages that end in this block.
+        before: blocks with the start of the first page that ends here.
+        part_of: pages with tokens in this block that end in a later block.
     """
 
     media: set[str]
@@ -54,19 +54,19 @@ class _Block:
 
 
 class ForeignBlocks:
-    """The blocks of one engine that hashes in its own way."""
+    """The blocks of one engine with its own hashes."""
 
     def __init__(self, page_tokens: int, blocks_max: int) -> None:
         """Start empty.
 
         Args:
-            page_tokens: tokens in a page of ours.
-            blocks_max: blocks that are remembered; further ones are not mapped.
+            page_tokens: tokens per page of our index.
+            blocks_max: maximum blocks remembered; further ones are not mapped.
         """
         self._page_bytes = page_tokens * _TOKEN_BYTES
         self._blocks_max = blocks_max
         self._blocks: dict[BlockHash, _Block] = {}
-        self._pages: dict[bytes, tuple[BlockHash, ...]] = {}  # key → blocks that hold its tokens
+        self._pages: dict[bytes, tuple[BlockHash, ...]] = {}  # key → blocks with its tokens
         self._tail_bytes = 0
         self._parts = 0
         self.unmapped = 0
@@ -82,17 +82,17 @@ class ForeignBlocks:
         tokens: Sequence[int],
         block_tokens: int,
     ) -> Iterator[list[bytes]]:
-        """Blocks appeared.
+        """Blocks were stored.
 
         Args:
-            medium: where.
-            hashes: in chain order.
-            parent: block before the first; None when it starts the chain.
-            tokens: of exactly these blocks; empty when the engine does not tell again.
-            block_tokens: tokens in a block.
+            medium: their medium.
+            hashes: hashes in chain order.
+            parent: the block before the first; None at the start of a chain.
+            tokens: tokens of these blocks; empty if the engine does not repeat them.
+            block_tokens: tokens per block.
 
         Yields:
-            keys of the pages that are in ``medium`` now because of it, in pieces.
+            Keys of the pages that are now in ``medium`` because of it, in pieces.
         """
         ids = _packed(tokens, len(hashes) * block_tokens)
         size = block_tokens * _TOKEN_BYTES
@@ -104,7 +104,7 @@ class ForeignBlocks:
                 before = hashes[number - 1] if number else parent
                 block = self._add(name, before, ids[number * size : (number + 1) * size])
             if block is None:
-                self.unmapped += len(hashes) - number  # what follows hangs on this one
+                self.unmapped += len(hashes) - number  # later blocks depend on this one
                 break
             block.media.add(medium)
             work += 1 + len(block.tail_blocks)
@@ -119,7 +119,7 @@ class ForeignBlocks:
         yield keys
 
     def _add(self, name: BlockHash, before: BlockHash | None, ids: bytes) -> _Block | None:
-        """Go on with the chain; None when what is before is not known, or there is no room."""
+        """Extend the chain; None if the block before is unknown or the table is full."""
         parent = self._blocks.get(before) if before is not None else None
         if (before is not None and parent is None) or not self._has_room:
             return None
@@ -159,7 +159,7 @@ class ForeignBlocks:
         block.part_of.add(key)
 
     def _are_there(self, holders: Iterable[BlockHash], medium: str) -> bool:
-        """Whether a page is whole; one that no block ends any more is not."""
+        """Whether all blocks of a page are in the medium; False if no block ends it any more."""
         there = False
         for holder in holders:
             block = self._blocks.get(holder)
@@ -169,10 +169,10 @@ class ForeignBlocks:
         return there
 
     def removed(self, medium: str, hashes: Sequence[BlockHash]) -> Iterator[list[bytes]]:
-        """Blocks left a medium.
+        """Blocks were removed from a medium.
 
         Yields:
-            keys of the pages that are no longer there because of it, or were not anyway, in pieces.
+            Keys of the pages that are not in the medium any more, in pieces.
         """
         keys: list[bytes] = []
         for name in hashes:
@@ -225,7 +225,7 @@ def _tail_bytes(block: _Block) -> int:
 
 
 def _packed(tokens: Sequence[int], count: int) -> bytes | None:
-    """Little-endian uint32; None when these are not ``count`` token ids."""
+    """Tokens as little-endian uint32; None if these are not ``count`` token ids."""
     if not count or len(tokens) != count:
         return None
     try:

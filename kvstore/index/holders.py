@@ -1,18 +1,19 @@
-"""Who holds which pages: prefix keys → set of holders, in one open-addressing table. Pure.
+"""The prefix index: prefix keys → set of holders, in one open-addressing table. Pure.
 
-A **worker** is an engine or a node; it holds a page in a medium (``GPU``, ``CPU``, ``STORAGE``)
-and, with several ranks, in shards. Each (worker, medium, shard) is one bit. A slot of the table is
-the key's first 64 bits, mixed with those of its **domain** (a space, or a model), and the bits: 16
-bytes for up to 64 holders, 8 more for each further 64. At half load that is 32 bytes a page.
+A **worker** is an engine or a node. It holds a page in a medium (``GPU``, ``CPU``, ``STORAGE``)
+and, with several ranks, in shards. Each (worker, medium, shard) is one bit. A slot of the table has
+a tag (the first 64 bits of the key, mixed with those of its **domain**, which is a space or a
+model) and the bits: 16 bytes for up to 64 holders, 8 more for each further 64. At half load that is
+32 bytes per page.
 
-Two different pages share 64 bits with probability 2**-64: the index then promises a page that is
-not there. It is a hint; what is restored is verified by the store.
+Two different pages have the same tag with probability 2**-64; the index then reports a page that is
+not stored. The index is only a hint: the store verifies every page it restores.
 
-All operations take whole runs of keys and are vectorised. The table has its full size from the
-start (the system gives memory when it is touched), so that nothing ever stops to grow. Slots are
-probed within a segment, which alone is laid out anew when it has too many dead ones, and a worker
-is dropped segment by segment: no step takes long, however large the table is. Where a key belongs
-depends on a seed, so nobody can choose keys that collide.
+All operations take runs of keys and are vectorised. The table has its full size from the start (the
+kernel allocates memory when it is touched), so it never has to be resized. Probing stays within a
+segment; a segment with too many dead slots is rebuilt alone, and a worker is dropped segment by
+segment. So no step takes long, whatever the size of the table. The position of a key depends on a
+seed, so nobody can choose colliding keys.
 """
 
 import hashlib
@@ -31,21 +32,21 @@ Slots = npt.NDArray[np.int64]
 Present = npt.NDArray[np.bool_]
 
 HOLDERS_MAX: Final = 1024
-"""Bits there can be: 128 bytes a page when all are used."""
+"""Maximum number of bits: 128 bytes per page if all are used."""
 HOLDERS_PER_WORKER_MAX: Final = 256
-"""Media and shards of one worker; what more it announces is dropped."""
+"""Maximum (medium, shard) pairs of one worker; further ones are ignored."""
 SHARDED_DOMAINS_MAX: Final = 4096
-"""(worker, domain) pairs with several shards that are remembered; the oldest go first."""
+"""Maximum (worker, domain) pairs with several shards; the oldest are removed first."""
 SEGMENT_SLOTS: Final = 1 << 13
 _ONE_SHARD: Final = frozenset({0})
 _BITS: Final = 64
 _WINDOW: Final = np.arange(8, dtype=np.int64)
-"""Slots looked at together after the first: a cache line."""
+"""Offsets of the slots probed together after the first: a cache line."""
 _USED_MAX: Final = (0.7, 0.8)
-"""Share of a segment's slots with a tag, live or dead, beyond which the dead ones are cleared away;
-from segment to segment another one between these, so that it is not all segments' turn at once."""
+"""Fraction of a segment's slots with a tag, live or dead, above which dead ones are removed. It
+varies between segments, so that not all of them are rebuilt at the same time."""
 _FULL: Final = 0.95
-"""A segment takes no more. Half of all slots are live at most, so it hardly ever gets there."""
+"""Fraction at which a segment is full. At most half of all slots are live, so this is rare."""
 
 
 @lru_cache(maxsize=4096)
@@ -54,7 +55,7 @@ def _domain_tag(domain: str) -> np.uint64:
 
 
 def _tags(domain: str, packed: bytes) -> Words:
-    """What the table knows keys by; 0 is the empty slot."""
+    """Tags of keys in the table; 0 means an empty slot."""
     words = np.frombuffer(packed, dtype="<u8").reshape(-1, KEY_BYTES // 8)
     tags: Words = words[:, 0] ^ _domain_tag(domain)
     tags[tags == 0] = 1
@@ -62,12 +63,12 @@ def _tags(domain: str, packed: bytes) -> Words:
 
 
 def prefix_length(present: Present) -> int:
-    """How many pages are present without a hole, from the first on."""
+    """Number of leading pages that are present."""
     return len(present) if present.all() else int(present.argmin())
 
 
 class PromptMatch:
-    """Where the pages of one prompt are; a snapshot, valid whatever happens to the index."""
+    """The holders of the pages of one prompt; a snapshot, independent of later changes."""
 
     def __init__(
         self, words: Sequence[Words], holders: dict[str, dict[int, list[int]]], pages: int
@@ -75,16 +76,16 @@ class PromptMatch:
         """Made by :meth:`PrefixIndex.match`.
 
         Args:
-            words: the holders' bits of each page, 64 of them in each array.
+            words: holder bits of each page, 64 in each array.
             holders: worker → shard → bits.
-            pages: pages asked for.
+            pages: number of requested pages.
         """
         self._words = words
         self._holders = holders
         self.pages = pages
 
     def present(self, worker: str) -> Present:
-        """For each page, whether that worker has every shard of it in some medium."""
+        """For each page, whether the worker has every shard of it in some medium."""
         shards = self._holders.get(worker)
         result = np.full(self.pages, bool(shards))
         for bits in (shards or {}).values():
@@ -93,15 +94,6 @@ class PromptMatch:
                 some |= (self._words[word] & mask) != 0
             result &= some
         return result
-
-    def prefix(self, *workers: str) -> int:
-        """Longest prefix of which every page is at one of the workers or another."""
-        if not workers or not self.pages:
-            return 0
-        present = self.present(workers[0])
-        for worker in workers[1:]:
-            present = present | self.present(worker)
-        return prefix_length(present)
 
 
 def _by_word(bits: Sequence[int]) -> dict[int, np.uint64]:
@@ -112,14 +104,14 @@ def _by_word(bits: Sequence[int]) -> dict[int, np.uint64]:
 
 
 class PrefixIndex:
-    """All and only the pages that some worker announced and did not take back, within a bound."""
+    """The pages that workers announced and did not remove, up to a limit."""
 
     def __init__(self, entries_max: int, seed: int = 0) -> None:
         """Make an empty table.
 
         Args:
-            entries_max: pages at most, at least 1; further ones are dropped and counted.
-            seed: 64 bits that nobody knows who chooses keys.
+            entries_max: maximum pages, at least 1; further ones are left out and counted.
+            seed: 64 bits that are unknown to those who choose keys.
         """
         self._entries_max = entries_max
         self._capacity = 1 << max(4, (2 * entries_max - 1).bit_length())
@@ -133,9 +125,9 @@ class PrefixIndex:
         self._tags: Words = np.zeros(self._capacity, dtype=np.uint64)
         self._words: list[Words] = [np.zeros(self._capacity, dtype=np.uint64)]
         self._bits: dict[tuple[str, str, int], int] = {}  # (worker, medium, shard) → bit
-        self._leaving: dict[str, list[int]] = {}  # worker → bits that are being dropped
+        self._leaving: dict[str, list[int]] = {}  # worker → bits being dropped
         self._counts: Counter[int] = Counter()  # bit → pages
-        # (worker, domain) → shards announced, where they are not just shard 0
+        # (worker, domain) → announced shards, if not only shard 0
         self._shards: dict[tuple[str, str], set[int]] = {}
         self._free_bits = list(range(HOLDERS_MAX - 1, -1, -1))
         self._live = 0
@@ -144,23 +136,18 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._live
 
-    @property
-    def table_bytes(self) -> int:
-        """Memory of the table."""
-        return self._tags.nbytes + sum(word.nbytes for word in self._words)
-
     def store(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
-        """A worker holds these pages now.
+        """A worker has stored these pages.
 
         Args:
             worker: its name.
-            medium: where it has them.
-            domain: what the keys belong to.
-            packed: keys of 32 bytes; heads first, so that a full index drops tails.
-            shard: the part of each page.
+            medium: their medium.
+            domain: domain of the keys.
+            packed: keys of 32 bytes, heads first, so that a full index leaves out tails.
+            shard: shard of each page.
 
         Returns:
-            pages that found no room and were dropped.
+            Number of pages that were left out because the index was full.
         """
         bit = self._bit(worker, medium, shard)
         if bit is None:
@@ -179,7 +166,7 @@ class PrefixIndex:
             return dropped
         absent = np.flatnonzero(slots < 0)
         if len(absent) and self._make_room(tags[absent]):
-            slots = self._find(tags)  # much has moved, and the dead are gone
+            slots = self._find(tags)  # slots have moved
             absent = np.flatnonzero(slots < 0)
         if len(absent):
             full = self._is_full(tags[absent])
@@ -203,14 +190,14 @@ class PrefixIndex:
         if shard in known:
             return
         if len(self._shards) >= SHARDED_DOMAINS_MAX:
-            del self._shards[next(iter(self._shards))]  # counts as one shard from now on
+            del self._shards[next(iter(self._shards))]  # counts as one shard now
         self._shards[worker, domain] = {*known, shard}
 
     def remove(self, worker: str, medium: str, domain: str, packed: bytes, shard: int = 0) -> int:
-        """A worker holds these pages there no longer.
+        """A worker has removed these pages from a medium.
 
         Returns:
-            how many of them were known to be there.
+            How many of them were in the index.
         """
         bit = self._bits.get((worker, medium, shard))
         if bit is None:
@@ -229,19 +216,19 @@ class PrefixIndex:
         self._bury(slots)
 
     def _bury(self, slots: Slots) -> None:
-        """See which of these slots nobody holds any more."""
+        """Find slots without holders among these, and mark them dead."""
         dead = slots[~self._held(slots)]
         self._live -= len(dead)
         self._sweep(dead)
 
     def drop(self, worker: str) -> Iterator[int]:
-        """Forget everything that a worker holds, and the worker.
+        """Remove a worker and all its pages.
 
-        It holds nothing any more from the first step on; what is left to do after a step that is
-        the last one taken is done when it is dropped again.
+        Its pages are misses from the first step on. If the steps are not completed, dropping the
+        worker again continues.
 
         Yields:
-            pages it held, counted once for each medium and shard, a part of the table at a time.
+            Number of its pages in one part of the table, counted for each medium and shard.
         """
         leaving = self._leaving.setdefault(worker, [])
         leaving += [self._bits.pop(holder) for holder in list(self._bits) if holder[0] == worker]
@@ -257,7 +244,7 @@ class PrefixIndex:
             self._free_bits.append(bit)
 
     def _drop_in(self, segment: slice, bits: Sequence[int]) -> int:
-        """Clear bits in one segment; gives how many were set."""
+        """Clear bits in one segment; returns how many were set."""
         pages = 0
         cleared = np.zeros(self._low + 1, dtype=bool)
         for number, mask in _by_word(bits).items():
@@ -275,17 +262,17 @@ class PrefixIndex:
         return pages
 
     def match(self, domain: str, packed: bytes) -> PromptMatch:
-        """Find out who holds which of these pages.
+        """Look up the holders of these pages.
 
         Args:
-            domain: what the keys belong to.
+            domain: domain of the keys.
             packed: keys of 32 bytes, in chain order.
         """
         slots = self._find(_tags(domain, packed))
         absent = slots < 0
         words = []
         for word in self._words:
-            held = word[slots]  # -1 reads some slot; what it says is thrown away
+            held = word[slots]  # -1 reads some slot; the result is ignored
             held[absent] = 0
             words.append(held)
         holders: dict[str, dict[int, list[int]]] = {}
@@ -298,7 +285,7 @@ class PrefixIndex:
         return PromptMatch(words, holders, len(slots))
 
     def pages(self) -> dict[tuple[str, str], int]:
-        """Pages at each (worker, medium); with several shards, of the one that has most."""
+        """Number of pages at each (worker, medium); with several shards, the maximum of them."""
         result: dict[tuple[str, str], int] = {}
         for (worker, medium, _), bit in self._bits.items():
             count = self._counts[bit]
@@ -306,7 +293,7 @@ class PrefixIndex:
         return result
 
     def _bit(self, worker: str, medium: str, shard: int) -> int | None:
-        """The holder's bit, a new one if need be; None when there is none left."""
+        """The bit of a holder, a new one if necessary; None if all are used."""
         holder = (worker, medium, shard)
         bit = self._bits.get(holder)
         if bit is None and self._free_bits and self._holders(worker) < HOLDERS_PER_WORKER_MAX:
@@ -320,26 +307,26 @@ class PrefixIndex:
         return leaving + sum(holder[0] == worker for holder in self._bits)
 
     def _held(self, slots: Slots) -> Present:
-        """Whether anybody holds the page of each slot."""
+        """Whether the page of each slot has a holder."""
         held: Present = self._words[0][slots] != 0
         for word in self._words[1:]:
             held |= word[slots] != 0
         return held
 
     def _home(self, tags: Words) -> Slots:
-        """Where each tag belongs."""
+        """The first slot to probe for each tag."""
         return ((tags * self._factor) >> self._shift).astype(np.int64)
 
     def _beyond(self, slots: Slots, steps: Slots | int) -> Slots:
-        """The slots so many steps on, in the same segment."""
+        """The slots a number of steps further, in the same segment."""
         return (slots & ~self._low) | ((slots + steps) & self._low)
 
     def _segments(self, slots: Slots) -> Slots:
-        """How many of these slots are in each segment."""
+        """Number of these slots in each segment."""
         return np.bincount(slots // (self._low + 1), minlength=len(self._used))
 
     def _find(self, tags: Words) -> Slots:
-        """The slot of each tag; -1 where there is none."""
+        """The slot of each tag; -1 if absent."""
         slots = self._home(tags)
         seen = self._tags[slots]
         going = np.flatnonzero((seen != tags) & (seen != 0))
@@ -356,7 +343,7 @@ class PrefixIndex:
         return found
 
     def _make_room(self, tags: Words) -> bool:
-        """Clear the dead away where these tags would fill a segment; whether that was needed."""
+        """Rebuild segments that these tags would fill; returns whether that was necessary."""
         used = self._used + self._segments(self._home(tags))
         crowded = np.flatnonzero(used > self._used_max)
         for segment in crowded:
@@ -364,7 +351,7 @@ class PrefixIndex:
         return bool(len(crowded))
 
     def _is_full(self, tags: Words) -> Present:
-        """For each tag, whether its segment takes no more."""
+        """For each tag, whether its segment is full."""
         slots = self._home(tags)
         full: Present = self._used + self._segments(slots) > _FULL * (self._low + 1)
         return full[slots // (self._low + 1)]
@@ -377,15 +364,15 @@ class PrefixIndex:
         while len(going):
             at = slots[going]
             takers = going[self._tags[at] == 0]
-            self._tags[slots[takers]] = tags[takers]  # of several for one slot, the last one wins
+            self._tags[slots[takers]] = tags[takers]  # of several for one slot, the last wins
             going = going[self._tags[at] != tags[going]]
             slots[going] = self._beyond(slots[going], 1)
         return slots
 
     def _sweep(self, dead: Slots) -> None:
-        """Empty dead slots that end their cluster, and the dead ones before them.
+        """Empty dead slots at the end of their cluster, and the dead ones before them.
 
-        A dead slot inside a cluster keeps its tag, so that what was pushed past it is found.
+        A dead slot inside a cluster keeps its tag, so that entries probed past it are found.
         """
         while len(dead):
             ending = dead[self._tags[self._beyond(dead, 1)] == 0]
@@ -395,7 +382,7 @@ class PrefixIndex:
             dead = before[(self._tags[before] != 0) & ~self._held(before)]
 
     def _clear_dead(self, segment: int) -> None:
-        """Lay the live entries of one segment out anew."""
+        """Rebuild one segment from its live entries."""
         size = self._low + 1
         start = segment * size
         every = np.flatnonzero(self._tags[start : start + size]) + start
@@ -411,7 +398,7 @@ class PrefixIndex:
         self._tags[start : start + size] = 0
         self._tags[slots[inside]] = tags[inside]
         self._used[segment] = np.count_nonzero(inside)
-        slots[~inside] = self._place(tags[~inside])  # past the end: at the beginning
+        slots[~inside] = self._place(tags[~inside])  # past the end: wrap to the beginning
         for word, value in zip(self._words, values, strict=True):
             word[start : start + size] = 0
             word[slots] = value
@@ -437,6 +424,6 @@ class PrefixIndex:
 
 
 def _distinct(tags: Words) -> Words:
-    """Without repetitions, in the order of their first occurrence."""
+    """The distinct tags, in order of their first occurrence."""
     _, first = np.unique(tags, return_index=True)
     return tags if len(first) == len(tags) else tags[np.sort(first)]

@@ -1,8 +1,8 @@
-"""One worker's event payloads → changes of the prefix index. Pure.
+"""Applies the event payloads of one worker to the prefix index. Pure.
 
-Events that name a space carry our prefix keys, which go straight in. All others carry an engine's
-own hashes and go through :class:`~kvstore.index.foreign.ForeignBlocks`. Events of kinds that we do
-not know are skipped; a payload that cannot be read at all is the caller's to handle as a loss.
+Events with a space have prefix keys, which are indexed directly. All others have an engine's own
+hashes, which :class:`~kvstore.index.foreign.ForeignBlocks` maps. Events of unknown kinds are
+skipped. If a payload cannot be read, the caller must treat it as lost.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
 
 EVENTS_MAX: Final = 65_536
-"""In one batch; engines with a page a token publish one event a page."""
+"""Maximum events in one batch; engines with one token per page publish one event per page."""
 HASHES_MAX: Final = 65_536
-"""In one event."""
+"""Maximum hashes in one event."""
 TOKENS_MAX: Final = 262_144
-"""In one event: what an engine computes in one step."""
+"""Maximum tokens in one event: those of one step of an engine."""
 HASH_BYTES_MAX: Final = 64
 MEDIA_MAX: Final = 8
-"""Media of one worker; events of others are not applied."""
+"""Maximum media of one worker; events of further media are not applied."""
 _PIECE: Final = 1_024
-"""Hashes after which others may run."""
+"""Hashes per step."""
 _SHARD_MAX: Final = 1023
 _MEDIUM_DEFAULT: Final = "GPU"
-"""Engines that publish no medium have only one."""
+"""Medium of engines that do not publish one."""
 _NIL: Final = b"\xc0"
 
 _Hashes = Annotated[
@@ -55,7 +55,7 @@ class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored"):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but tokens decides about this KV, and every layer has it."""
+        """Whether only tokens determine this KV, and all layers have it."""
         return (
             self.lora_id is None
             and self.lora_name is None
@@ -93,21 +93,21 @@ _KIND: Final = msgspec.msgpack.Decoder(_Kind)
 
 
 class WorkerIngest:
-    """Applies one worker's events; owns everything the index has of that worker.
+    """Applies the events of one worker; owns all index entries of that worker.
 
     Attributes:
-        published: when the newest batch was published, seconds since the epoch.
-        skipped: events that were not applied: of kinds we do not know, with LoRA or extra keys, or
-            of one medium too many.
+        published: publication time of the newest batch, seconds since the epoch.
+        skipped: events that were not applied: of unknown kinds, with LoRA or extra keys, or with
+            too many media.
     """
 
     def __init__(self, index: PrefixIndex, worker: str, domain: str, foreign: ForeignBlocks):
-        """Start with nothing known.
+        """Start without entries.
 
         Args:
-            index: changed in place.
+            index: the index to update.
             worker: name in the index.
-            domain: what pages of events without a space are indexed under.
+            domain: domain for events without a space.
             foreign: maps the hashes of such events.
         """
         self._index = index
@@ -124,10 +124,10 @@ class WorkerIngest:
         return self._foreign.unmapped
 
     def apply(self, payload: bytes) -> Iterator[None]:
-        """Apply one batch, piece by piece: others may run between two pieces.
+        """Apply one batch in steps, so that the caller can yield between them.
 
         Raises:
-            UnreadableError: the payload cannot be read; some of its events may be applied.
+            UnreadableError: the payload cannot be read; some of its events may have been applied.
         """
         batch = read(_BATCH.decode, payload)
         self.published = batch.ts
@@ -150,7 +150,7 @@ class WorkerIngest:
             yield
 
     def clear(self) -> Iterator[None]:
-        """Forget everything this worker holds, from the first step on, piece by piece."""
+        """Delete all entries of this worker, in steps; they are misses from the first step on."""
         self._foreign.clear()
         self._media.clear()
         for _ in self._index.drop(self._worker):
@@ -192,10 +192,10 @@ class WorkerIngest:
 
 
 def _own_keys(hashes: list[bytes | int]) -> Iterator[bytes]:
-    """Our prefix keys, packed, in pieces.
+    """Prefix keys, packed, in pieces.
 
     Raises:
-        UnreadableError: these are others.
+        UnreadableError: these are not prefix keys.
     """
     if not all(isinstance(one, bytes) and len(one) == KEY_BYTES for one in hashes):
         raise UnreadableError("an event with a space has hashes that are not keys of 32 bytes")
@@ -204,7 +204,7 @@ def _own_keys(hashes: list[bytes | int]) -> Iterator[bytes]:
 
 
 def _is_nothing(raw: bytes) -> bool:
-    """Whether this is None, or a list of nothing but None."""
-    heads = {0xDC: 3, 0xDD: 5}  # lists of more than 15
+    """Whether this is None, or a list of None."""
+    heads = {0xDC: 3, 0xDD: 5}  # lists with more than 15 elements
     head = heads.get(raw[0], 1 if 0x90 <= raw[0] <= 0x9F else 0)
     return raw == _NIL or (bool(head) and raw.count(_NIL, head) == len(raw) - head)

@@ -1,8 +1,8 @@
-"""Where bytes from outside become values: one function, which knows all that can go wrong there.
+"""Decodes untrusted bytes; one function that catches all errors of decoders.
 
-Decoders raise more than they say: msgspec lets ``UnicodeDecodeError`` through, and
-``RecursionError`` for what is nested too deeply. Whoever reads what clients, engines or publishers
-sent calls :func:`read`; anything else that is raised is our own mistake.
+Decoders raise more than they document: msgspec passes on ``UnicodeDecodeError``, and
+``RecursionError`` for deep nesting. Use :func:`read` for everything that clients, engines or
+publishers sent. Any other exception is a bug of ours.
 """
 
 import struct
@@ -23,18 +23,18 @@ _NOT_READ: Final = (
 
 
 class UnreadableError(Exception):
-    """These bytes are not what they should be; the text says why."""
+    """Invalid bytes; the message says why."""
 
 
 def read(decode: Callable[[bytes], T], raw: bytes) -> T:
-    """What ``raw`` says.
+    """Decode ``raw``.
 
     Args:
-        decode: of a decoder; has no effects.
-        raw: from outside.
+        decode: function of a decoder, without side effects.
+        raw: untrusted bytes.
 
     Raises:
-        UnreadableError: it is something else.
+        UnreadableError: the bytes are invalid.
     """
     try:
         return decode(raw)

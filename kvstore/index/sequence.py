@@ -1,9 +1,9 @@
-"""What may be believed of one publisher's numbered batches: gaps, restarts, repetitions. Pure.
+"""Detects gaps, restarts and repetitions in one publisher's numbered batches. Pure.
 
-Batches reach us live, and again by replay. As long as every number follows the one before, what we
-hold of that worker is true. A number that is missing even after a replay, another boot id, a number
-that runs backwards, or a last batch that is not what it was: then what we hold may be wrong, and is
-dropped before anything else is applied.
+Batches arrive live and by replay. As long as the numbers are consecutive, the entries of that
+worker are correct. If a number is missing even after a replay, or the boot id changes, or a number
+goes backwards, or the last batch differs, the entries may be wrong and are deleted before anything
+else is applied.
 """
 
 import enum
@@ -11,7 +11,7 @@ import hashlib
 
 
 class BatchVerdict(enum.Enum):
-    """What to do with a batch."""
+    """The action for a batch."""
 
     APPLY = "apply"
     SKIP = "skip"
@@ -20,11 +20,11 @@ class BatchVerdict(enum.Enum):
 
 
 class Sequence:
-    """One publisher's sequence as far as it was seen."""
+    """The state of one publisher's sequence."""
 
     def __init__(self) -> None:
         self._boot = b""
-        self._next: int | None = None  # None: nothing seen of this life
+        self._next: int | None = None  # None: nothing seen of this boot
         self._last = b""  # digest of the batch before ``_next``
         self._live_last = -1
         self.restarts = 0
@@ -33,14 +33,14 @@ class Sequence:
 
     @property
     def replay_from(self) -> int:
-        """First number to ask for: the last batch seen, to compare, and what comes after it."""
+        """First number to request: the last batch seen, for comparison, and those after it."""
         return max(0, (self._next or 0) - 1)
 
     def met(self, topic: bytes) -> bool:
-        """Look at the topic of any message.
+        """Check the topic of any message.
 
         Returns:
-            whether the publisher has restarted, so that everything held of it must be dropped.
+            Whether the publisher has restarted, so that its entries must be deleted.
         """
         boot = boot_of(topic)
         known, self._boot = self._boot, boot
@@ -51,7 +51,7 @@ class Sequence:
         return True
 
     def met_live(self, topic: bytes, number: int) -> bool:
-        """As :meth:`met`, for a live message: numbers of one life only grow."""
+        """Like :meth:`met`, for a live message: its numbers must increase."""
         if self.met(topic):
             self._live_last = number
             return True
@@ -72,7 +72,7 @@ class Sequence:
         return False
 
     def take(self, number: int, payload: bytes) -> BatchVerdict:
-        """Decide about the next batch, from replay or live."""
+        """Decide on the next batch, from replay or live."""
         if self._next is not None and number < self._next - 1:
             return BatchVerdict.SKIP
         digest = hashlib.blake2b(payload, digest_size=16).digest()
@@ -92,10 +92,10 @@ class Sequence:
         return verdict
 
     def replay_was_empty(self) -> bool:
-        """A replay brought nothing, not even the last batch seen.
+        """A replay was empty, without even the last batch seen.
 
         Returns:
-            whether that is a restart: a publisher that gives no boot id must know its last batch.
+            Whether this is a restart: a publisher without a boot id must have its last batch.
         """
         if self._next is None or self._boot:
             return False
@@ -104,12 +104,12 @@ class Sequence:
         return True
 
     def forget(self) -> None:
-        """Nothing is believed any more."""
+        """Reset: nothing is known of the publisher."""
         self._next = None
         self._last = b""
 
 
 def boot_of(topic: bytes) -> bytes:
-    """The boot id in ``kind@name@boot``; empty when the topic has none."""
+    """The boot id in ``kind@name@boot``; empty if the topic has none."""
     parts = topic.split(b"@")
     return parts[2] if len(parts) == 3 else b""

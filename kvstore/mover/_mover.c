@@ -33,7 +33,7 @@ static const uint64_t PAGE_BYTES_MAX = ((uint64_t)1 << 62) - 1;
 
 /* ---- Progress: a block of words shared with Python ------------------------------------------- */
 
-enum { DONE, FINISHED, EVENT, GOOD, CANCEL }; /* kvstore/mover.py knows this order */
+enum { DONE, FINISHED, EVENT, GOOD, CANCEL }; /* kvstore/mover/jobs.py knows this order */
 
 static void set_word(uint32_t *words, int word, uint32_t value) {
     __atomic_store_n(&words[word], value, __ATOMIC_RELEASE);

@@ -19,12 +19,37 @@ Digests = npt.NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """What holds the bytes of one page; any dtype."""
 
-# As in ``_mover.c``: what is moved between two looks at the cancel flag, what a job does, and the
-# words of a progress block, in their order.
 STEP_BYTES: Final = 256 * 1024
-Mode = IntEnum("Mode", ["DIGEST", "GATHER", "SCATTER", "SCATTER_SEGMENTS"], start=0)
-Word = IntEnum("Word", ["DONE", "FINISHED", "EVENT", "GOOD", "CANCEL"], start=0)
+"""What is moved between two looks at the cancel word, as in ``_mover.c``."""
 _ADDRESSES: Final = 1 << 64
+
+
+class Mode(IntEnum):
+    """What a job does, as in ``_mover.c``."""
+
+    DIGEST = 0
+    """Digest pages; nothing is copied."""
+    GATHER = 1
+    """Copy pieces into pages, and digest these in the same pass."""
+    SCATTER = 2
+    """Copy pages into pieces, and verify them in the same pass."""
+    SCATTER_SEGMENTS = 3
+    """Verify all pages, then copy segment after segment of those that are good."""
+
+
+class Word(IntEnum):
+    """The words of a progress block, as in ``_mover.c``."""
+
+    DONE = 0
+    """Segments of every verified page that are in place."""
+    FINISHED = 1
+    """Not 0: the job's owner said that it has ended."""
+    EVENT = 2
+    """Rises at every change of another word that waiters are woken for; they sleep on it."""
+    GOOD = 3
+    """Pages before the first that did not verify."""
+    CANCEL = 4
+    """Not 0: the job is to end at its next step."""
 
 
 class Pieces(NamedTuple):
@@ -45,7 +70,12 @@ class Pieces(NamedTuple):
 
     @classmethod
     def contiguous(cls, addresses: Addresses, page_bytes: int) -> "Pieces":
-        """Pages of ``page_bytes`` that are one piece each, at ``addresses`` of shape (pages,)."""
+        """Pages that are one piece each.
+
+        Args:
+            addresses: shape (pages,), uint64: where each page begins.
+            page_bytes: bytes of each page.
+        """
         count = len(addresses)
         length = np.full(count, page_bytes, dtype=np.uint64)
         return cls(addresses, length, np.arange(1, count + 1, dtype=np.int64), 1)

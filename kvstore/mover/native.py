@@ -23,10 +23,19 @@ LIBRARY: Final = Path(__file__).with_name(f"_mover{sysconfig.get_config_var('EXT
 
 
 class Native:
-    """``_mover.c``, called through ctypes."""
+    """``_mover.c``, called through ctypes.
+
+    Attributes:
+        description: names it, with the instruction set that is used.
+    """
 
     def __init__(self, library: ctypes.CDLL, isa: int | None = None) -> None:
-        """Bind the calls; ``isa``: index into ``ISAS``, one that this machine has, or the best."""
+        """Bind the calls.
+
+        Args:
+            library: ``_mover.c``, built.
+            isa: index into ``ISAS``, of one that this machine has; None = the best.
+        """
         number, size, memory = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
         self._move = library.kv_move
         self._move.restype = size

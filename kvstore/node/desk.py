@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore import wire
 from kvstore.node.node import Node
+from kvstore.page import KEY_BYTES
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
@@ -91,6 +92,8 @@ class Desk:
         self._clock = clock
         self._soon = soon
         self._numbers = count(1)
+        #: The longest turn of late in nanoseconds, and what was done in it: a request, or words.
+        self._longest: tuple[int, object] = (0, "")
         #: A later turn is asked for already.
         self._going_on = False
         #: Answers are being given: what they make others ask is carried out after them.
@@ -110,19 +113,25 @@ class Desk:
         came_ns = self._clock()
         answered = self.node.receive(connection, request, came_ns)
         self.flush()
+        took_ns = self._clock() - came_ns
+        self.note_turn(took_ns, request)
         if answered and (latency := self.node.latencies.get(type(request))) is not None:
-            latency.observe(self._clock() - came_ns)
+            latency.observe(took_ns)
 
     def disconnect(self, connection: int, *, ended: bool) -> None:
         """A connection is gone; ``ended`` when its process is known to have ended too."""
+        began_ns = self._clock()
         self.lines.pop(connection, None)
-        self.node.disconnected(connection, self._clock(), ended=ended)
+        self.node.disconnected(connection, began_ns, ended=ended)
         self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of a connection")
 
     def process_ended(self, identity: int) -> None:
         """The kernel says that a process is gone: it touches no memory any more."""
-        self.node.process_ended(identity, self._clock())
+        began_ns = self._clock()
+        self.node.process_ended(identity, began_ns)
         self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of a process")
 
     def operate(self, change: Callable[[PageTable], T]) -> T:
         """Carry out what an operator wants of the page table.
@@ -130,23 +139,44 @@ class Desk:
         Raises:
             KVStoreError: what ``change`` raises; what it did before is carried out all the same.
         """
+        began_ns = self._clock()
         try:
-            return self.node.operate(change, self._clock())
+            return self.node.operate(change, began_ns)
         finally:
             self.flush()
+            self.note_turn(self._clock() - began_ns, "what an operator asked for")
 
     # ---- what time and the disk bring -------------------------------------------------------
 
     def advance(self) -> None:
         """Apply every deadline that has passed."""
-        self.node.advance(self._clock())
+        began_ns = self._clock()
+        self.node.advance(began_ns)
         self.flush()
+        self.note_turn(self._clock() - began_ns, "deadlines")
 
     def poll_disk(self) -> None:
         """Take what the SSD tier has done."""
+        began_ns = self._clock()
         if self.disk is not None:
-            self.disk.poll(self._clock())
+            self.disk.poll(began_ns)
         self.flush()
+        self.note_turn(self._clock() - began_ns, "what the SSD tier has done")
+
+    # ---- how long it took -------------------------------------------------------------------
+
+    def note_turn(self, took_ns: int, what: object) -> None:
+        """Count a turn, in which nobody else was served; ``what``: a request, or words."""
+        self.node.pages.meter.loop_turn.observe(took_ns)
+        if took_ns > self._longest[0]:
+            self._longest = took_ns, what
+
+    def take_longest(self) -> tuple[int, str]:
+        """The longest turn since the last call in nanoseconds, and what was done in it."""
+        (took_ns, what), self._longest = self._longest, (0, "")
+        keys = len(getattr(what, "keys", b"")) // KEY_BYTES
+        name = what if isinstance(what, str) else type(what).__name__
+        return took_ns, f"{name} of {keys} keys" if keys else name
 
     # ---- what the node decided --------------------------------------------------------------
 
@@ -200,6 +230,8 @@ class Desk:
         return True
 
     def _later(self) -> None:
+        began_ns = self._clock()
         self._going_on = False
-        self.node.go_on(self._clock())
+        self.node.go_on(began_ns)
         self.flush()
+        self.note_turn(self._clock() - began_ns, "what one turn could not end")

@@ -214,22 +214,6 @@ class Demotion:
         return all(there)
 
 
-class DiskMovements:
-    """See :class:`kvstore.server.observed.Movements`."""
-
-    def __init__(self, table: PageTable) -> None:
-        """Move pages of a table with a disk side."""
-        self._table = table
-
-    def prefetch(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Prefetch:
-        """Bring pages from the SSD into host memory, as far as that works by the deadline."""
-        return Prefetch(self._table, space, keys, deadline_ns)
-
-    def demote(self, space: PrefixTree, keys: list[PrefixKey], deadline_ns: int) -> Demotion:
-        """Write pages of host memory to the SSD, then let go of their memory."""
-        return Demotion(self._table, space, keys, deadline_ns)
-
-
 def _disk_of(table: PageTable) -> DiskPages:
     if table.disk is None:
         raise TierUnavailable("this node has no SSD tier: give it ssd.directories")

@@ -38,6 +38,8 @@ ORIGIN_BYTES_MAX: Final = 64
 LOST_MAX: Final = 256
 """Connections of one process that are gone and whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
+SWEEP_STEPS: Final = 64
+"""Steps of one turn towards the end of pages whose head has left."""
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
@@ -163,11 +165,16 @@ class Node:
             self._end(process)
         self._after(now_ns)
 
-    def disk_completed(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
-        """The SSD tier has ended a job; ``error`` None = all of it was done."""
+    def disk_completed(
+        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
+    ) -> None:
+        """The SSD tier has ended a job; ``error`` None = all of it was done.
+
+        ``tokens``: of one that read a record, those that it has of its page.
+        """
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        self.pages.disk.completed(job, error)
+        self.pages.disk.completed(job, error, tokens)
         self._room_may_be = True
         self._after(now_ns)
 
@@ -186,6 +193,7 @@ class Node:
         """Do more of what one turn could not end; see :attr:`unfinished`."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
+        self.pages.sweep(SWEEP_STEPS)
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
@@ -387,7 +395,9 @@ class Node:
         self._wake()
         if self.waiting.count:
             self._resume_some(now_ns)
-        self.unfinished = bool(self._ending or self._overdue or self._may_resume)
+        self.unfinished = bool(
+            self._ending or self._overdue or self.pages.orphans or self._may_resume
+        )
 
     def _resume_some(self, now_ns: int) -> None:
         """Look again for those whose turn it is, as many as one turn does."""

@@ -50,7 +50,7 @@ class NodeLimits:
 
     session_quota_bytes: int
     lease_ms_max: int
-    turn_pages: int = 4096
+    turn_pages: int = 512
     unwatched_ns: int = 60_000_000_000
 
 
@@ -150,7 +150,7 @@ class Requests:
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
         wire.refuse_all_keys("parent", request.parent)
-        token_bytes = space.identity.page_tokens * 4
+        token_bytes = space.token_bytes
         if request.tokens and len(request.tokens) != count * token_bytes:
             wanted = count * token_bytes
             raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {wanted}")

@@ -26,6 +26,7 @@ from kvstore.state.disk.jobs import (
     DiskRules,
     DiskSeal,
     DiskSync,
+    DiskTokens,
     DiskTombstone,
     DiskWrite,
     PageName,
@@ -43,6 +44,7 @@ from kvstore.tier.base import (
     Job,
     PageRecord,
     ReadPage,
+    ReadTokens,
     SealSegment,
     SyncAll,
     WritePage,
@@ -163,7 +165,7 @@ class DiskTier:
     def poll(self, now_ns: int) -> None:
         """Tell the node what the tier has done."""
         for completion in self._log.poll():
-            self._end(completion.job, completion.error, now_ns)
+            self._end(completion.job, completion.error, now_ns, completion.tokens)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the tier has nothing to do; False when the time was not enough."""
@@ -181,13 +183,13 @@ class DiskTier:
         """What is on disk and what was moved, as plain values."""
         return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
 
-    def _end(self, job: int, error: KVStoreError | None, now_ns: int) -> None:
+    def _end(self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"") -> None:
         del self._jobs[job]
         self._scratch.pop(job, None)
         if error is not None:  # said once while it lasts; every one is counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
-        self._node.disk_completed(job, error, now_ns)
+        self._node.disk_completed(job, error, now_ns, tokens)
 
     def _waits(self, job: DiskJob) -> bool:
         """Whether the memory that a page is to be read to is still being made."""
@@ -203,6 +205,8 @@ class DiskTier:
                 made = WritePage(number, place, _record(page), self._address(slot))
             case DiskRead(number, place, page) | DiskCheck(number, place, page):
                 made = ReadPage(number, place, _record(page), self._target(job))
+            case DiskTokens(number, place, page):
+                made = ReadTokens(number, place, _record(page))
             case DiskCopy(number, source, place, page):
                 made = CopyPage(number, source, place, _record(page))
             case DiskTombstone(number, place, space, shard, keys):
@@ -232,5 +236,6 @@ def _record(page: PageName) -> PageRecord:
     space = page.node.space
     of = space.shards[page.shard]
     return PageRecord(
-        page.node.key, page.parent, space.identity, of.spec, of.page_bytes, page.digest
-    )
+        page.node.key, page.parent, space.identity, of.spec, of.page_bytes, page.digest,
+        page.node.tokens,
+    )  # fmt: skip

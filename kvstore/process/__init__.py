@@ -1,1 +1,1 @@
-"""What any of our programs has: a log, listeners, files of its own, and its machine."""
+"""Parts that every program uses: the log, listening sockets, private files, fault counts."""

@@ -1,4 +1,4 @@
-"""What others did wrong: counted by cause, and logged without filling the log."""
+"""Counts faults of peers by cause, and logs them at a limited rate."""
 
 import logging
 import time
@@ -6,38 +6,38 @@ from collections import Counter
 from typing import Final
 
 SILENCE_S: Final = 10.0
-"""After a line about a cause, the next ones of that cause are only counted for so long."""
+"""Seconds after a log line in which faults of the same cause are only counted."""
 
 
 SAID_MAX: Final = 500
-"""Characters of somebody else's words that go on into lines and errors."""
+"""Maximum characters of foreign text in log lines and errors."""
 
 
 class Faults:
-    """Counts every fault, and logs the first one of each cause in a while.
+    """Counts every fault, and logs at most one per cause in :data:`SILENCE_S`.
 
     Attributes:
-        counts: cause → faults so far.
+        counts: cause → number of faults.
     """
 
     def __init__(self, log: logging.Logger, whose: str) -> None:
-        """Nothing has happened yet.
+        """Start without faults.
 
         Args:
-            log: where lines go, as warnings.
-            whose: begins each line.
+            log: logger for the warnings.
+            whose: beginning of each line.
         """
         self.counts: Counter[str] = Counter()
         self._log = log
         self._whose = whose
-        self._said: dict[str, tuple[float, int]] = {}  # cause → when a line was written, and at
+        self._said: dict[str, tuple[float, int]] = {}  # cause → last line: time and count
 
     def note(self, cause: str, what: str) -> None:
-        """Count one.
+        """Count one fault.
 
         Args:
-            cause: one of a few words of ours, never what somebody else wrote.
-            what: what happened, for the line.
+            cause: one of a few fixed words, never foreign text.
+            what: description for the log line.
         """
         self.counts[cause] += 1
         now = time.monotonic()
@@ -51,5 +51,5 @@ class Faults:
 
 
 def printable(text: str) -> str:
-    """What somebody else wrote, so that it cannot be more than a part of one line."""
+    """Escape and shorten foreign text, so that it stays within one line."""
     return "".join(c if c.isprintable() else "?" for c in text[:SAID_MAX])

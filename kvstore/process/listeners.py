@@ -1,8 +1,8 @@
-"""Where a process listens for others: endpoints as text, Unix sockets that only some may open.
+"""Listening sockets: parsing of endpoints, and Unix sockets with limited access.
 
-A Unix socket gets its permissions before it has a name, so there is no moment in which it is wider.
-What a dead process left at its path is replaced; a living one's is never taken, by two processes
-that start at once neither: both look under a lock.
+A Unix socket gets its permissions before it has a name, so it is never accessible to others. A
+socket left by a dead process is replaced. The socket of a running process is never replaced, even
+if two processes start at the same time, because they check under a lock.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from kvstore.errors import InvalidArgument, reason
 
 PATH_BYTES_MAX: Final = 107
-"""Longest path of a Unix socket that Linux takes."""
+"""Maximum length of the path of a Unix socket on Linux."""
 _BACKLOG: Final = 64
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_PAUSE_S: Final = 0.01
@@ -38,8 +38,8 @@ class Tcp(NamedTuple):
     """``tcp://10.0.0.5:5557``.
 
     Attributes:
-        host: empty for all addresses.
-        port: 0 for any that is free.
+        host: address; empty = all addresses.
+        port: 0 = any free port.
     """
 
     host: str
@@ -53,10 +53,10 @@ Endpoint = Unix | Tcp
 
 
 def parse_endpoint(field: str, text: str) -> Endpoint:
-    """What an endpoint means.
+    """Parse an endpoint.
 
     Raises:
-        InvalidArgument: it is none that we know; ``field`` says whose.
+        InvalidArgument: the text is not an endpoint; ``field`` is the given name.
     """
     scheme, _, rest = text.partition("://")
     if scheme == "ipc" and rest and rest[0] not in "@*":  # abstract names have no permissions
@@ -79,23 +79,23 @@ def parse_endpoint(field: str, text: str) -> Endpoint:
 
 
 class Listener:
-    """A socket that listens, and the file that it is.
+    """A listening socket, and its file.
 
     Attributes:
-        endpoint: where it really listens.
-        socket: does not block.
+        endpoint: the actual address.
+        socket: the non-blocking socket.
     """
 
     def __init__(self, field: str, endpoint: Endpoint, mode: int) -> None:
         """Listen.
 
         Args:
-            field: names the endpoint in errors.
-            endpoint: where; the directory of a Unix socket is made if need be.
-            mode: of a Unix socket's file.
+            field: name of the endpoint in errors.
+            endpoint: address; the directory of a Unix socket is created if it does not exist.
+            mode: mode of a Unix socket's file.
 
         Raises:
-            InvalidArgument: it cannot be; says why.
+            InvalidArgument: listening is not possible; the message says why.
         """
         self.endpoint = endpoint
         self._inode: tuple[int, int] | None = None
@@ -106,11 +106,11 @@ class Listener:
             else:
                 self.socket = _listen_tcp(endpoint)
                 self.endpoint = Tcp(endpoint.host, self.socket.getsockname()[1])
-        except (OSError, UnicodeError) as error:  # a host name that IDNA cannot say
+        except (OSError, UnicodeError) as error:  # a host name that IDNA cannot encode
             raise InvalidArgument(field, f"cannot listen at {endpoint}: {reason(error)}") from error
 
     def close(self) -> None:
-        """Listen no longer; remove the file, if it is still ours."""
+        """Stop listening; remove the file if it is still ours."""
         if isinstance(self.endpoint, Unix) and self._inode == _inode(self.endpoint.path):
             Path(self.endpoint.path).unlink(missing_ok=True)
         self.socket.close()
@@ -119,7 +119,7 @@ class Listener:
 def _inode(path: str) -> tuple[int, int] | None:
     try:
         found = os.lstat(path)
-    except OSError:  # gone, with its directory perhaps
+    except OSError:  # removed, perhaps with its directory
         return None
     return found.st_dev, found.st_ino
 
@@ -145,11 +145,11 @@ def _listen_unix(field: str, path: Path, mode: int) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listener.fileno(), mode)  # Linux gives it to the file that bind makes
+        os.fchmod(listener.fileno(), mode)  # Linux uses it for the file that bind creates
         with _locked(path):
             _make_way(field, path)
             listener.bind(str(path))
-            path.chmod(mode)  # what a narrow umask took away
+            path.chmod(mode)  # add bits that the umask removed
             listener.listen(_BACKLOG)
     except (OSError, InvalidArgument):
         listener.close()
@@ -160,10 +160,9 @@ def _listen_unix(field: str, path: Path, mode: int) -> socket.socket:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that goes with its holder, and that other users cannot take.
+    """Hold a lock that ends with this process, and that other users cannot take.
 
-    The lock's file is removed by who holds it, so whoever gets the lock looks whether it is still
-    that file.
+    The holder removes the lock file, so after locking check that it is still the same file.
     """
     lock = f"{path}.lock"
     deadline = time.monotonic() + _LOCK_WAIT_S
@@ -179,7 +178,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _try_lock(lock: str) -> int | None:
-    """A descriptor that holds the lock; None when another process has it."""
+    """A descriptor that holds the lock; None if another process has it."""
     held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,14 +196,14 @@ def _make_way(field: str, path: Path) -> None:
     """Remove the socket of a dead process.
 
     Raises:
-        InvalidArgument: something else is there, or somebody listens.
+        InvalidArgument: the path is not a socket, or a process listens there.
     """
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise InvalidArgument(field, f"{path} is not a socket: remove it, or name another path")
+        raise InvalidArgument(field, f"{path} is not a socket: remove it, or choose another path")
     if _answers(path):
         raise InvalidArgument(field, f"{path}: another node listens there (or another program)")
     path.unlink()
@@ -217,6 +216,6 @@ def _answers(path: Path) -> bool:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # it is there and does not accept: that is no reason to take its place
+        except OSError:  # it exists and does not accept: do not replace it
             return True
         return True

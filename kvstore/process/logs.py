@@ -1,6 +1,6 @@
-"""A program's log on standard error: one line an event, as text or as JSON.
+"""A program's log on standard error: one line per event, as text or as JSON.
 
-An event has a name that never changes and fields with what differs::
+An event has a fixed name, and fields for the variable parts::
 
     event(log, logging.INFO, "engine came", engine="vllm-0", pid=4711)
 
@@ -8,9 +8,9 @@ An event has a name that never changes and fields with what differs::
     {"time": "2026-10-12T10:00:00.123Z", "level": "info", "logger": "kvstore.server.watch",
      "event": "engine came", "engine": "vllm-0", "pid": 4711}
 
-Whoever logs never waits for whoever reads the log: a thread writes, and while nobody takes lines
-they are lost, and counted. Of lines of one kind that come in masses, as clients can cause them,
-most are left out, and counted too.
+Logging never blocks: a thread writes the lines, and if the reader does not keep up, lines are
+dropped and counted. Lines of one kind are limited in rate, because clients can cause many of them;
+suppressed lines are counted too.
 """
 
 import json
@@ -28,7 +28,7 @@ Form = Literal["text", "json"]
 
 WINDOW_S: Final = 10.0
 LINES_MAX: Final = 50
-"""Lines of one kind in a window."""
+"""Maximum lines of one kind in a window."""
 _KINDS_MAX: Final = 1000
 _QUEUE_MAX: Final = 10_000
 _END_TIMEOUT_S: Final = 2.0
@@ -37,26 +37,26 @@ _BARE: Final = re.compile(r"[\w./:@+*,-]+")
 
 
 def event(log: logging.Logger, level: int, name: str, **fields: object) -> None:
-    """Log that something happened.
+    """Log an event.
 
     Args:
-        log: of the module that saw it.
-        level: as :mod:`logging` has them.
-        name: what happened, in the same words each time.
-        fields: what differs from time to time; values that JSON knows, else their text.
+        log: logger of the calling module.
+        level: a level of :mod:`logging`.
+        name: name of the event; a fixed text.
+        fields: the variable parts; values that are not JSON types are converted to text.
     """
     assert not fields.keys() & _RESERVED, "these are of every line"
     log.log(level, name, extra={"fields": fields})
 
 
 def audit(log: logging.Logger, name: str, /, **fields: object) -> None:
-    """Log that somebody changed something: an :func:`event` of which no line is left out."""
+    """Log a change by an operator: an :func:`event` without a rate limit."""
     assert not fields.keys() & _RESERVED, "these are of every line"
     log.log(logging.INFO, name, extra={"fields": fields, "spared": True})
 
 
 def start(level: str, form: Form) -> Callable[[], None]:
-    """Write all that this process logs to standard error; returns what ends that."""
+    """Write the log of this process to standard error; returns a function that stops it."""
     lines = _Lines(sys.stderr)
     lines.setFormatter(_Json() if form == "json" else _Text())
     lines.addFilter(Sparing())
@@ -72,7 +72,7 @@ def start(level: str, form: Form) -> Callable[[], None]:
 
 
 class Sparing(logging.Filter):
-    """Lets through so many lines of one kind in a window of time, and counts the others.
+    """Passes a limited number of lines of one kind per window of time, and counts the others.
 
     Args:
         clock: seconds, monotonic.
@@ -81,7 +81,7 @@ class Sparing(logging.Filter):
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: Kind → when its window began, and its lines since then. Protected by the lock.
+        #: Kind → start of its window, and its lines since then. Protected by the lock.
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
@@ -107,7 +107,7 @@ class Sparing(logging.Filter):
 
 
 class _Lines(logging.Handler):
-    """Writes lines from a thread of its own."""
+    """Writes lines in a separate thread."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -128,15 +128,16 @@ class _Lines(logging.Handler):
             self._lost += 1
 
     def end(self) -> None:
-        """Write what waits, as far as somebody takes it; no line comes after this.
+        """Write the queued lines, for a limited time; later lines are not written.
 
-        This is not ``close``: whoever configures :mod:`logging` (uvicorn does) closes all handlers.
+        This is not ``close``, because configuring :mod:`logging` (uvicorn does) closes all
+        handlers.
         """
         try:
             self._queue.put(None, timeout=_END_TIMEOUT_S)
             self._thread.join(_END_TIMEOUT_S)
         except queue.Full:
-            pass  # nobody reads; the thread ends with the process
+            pass  # no reader; the thread ends with the process
         self.close()
 
     def _write(self) -> None:
@@ -145,7 +146,7 @@ class _Lines(logging.Handler):
                 self._stream.write(line + "\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                continue  # standard error is closed: there is nowhere to say it
+                continue  # standard error is closed
 
 
 class _Text(logging.Formatter):
@@ -153,7 +154,7 @@ class _Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """See :class:`logging.Formatter`; what would end a line or move a cursor is escaped."""
+        """See :class:`logging.Formatter`; unprintable characters are escaped."""
         fields = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
         return _printable(super().formatMessage(record) + fields)
 

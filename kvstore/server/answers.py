@@ -1,4 +1,4 @@
-"""What the node answers to the operations of its admin process; the JSON of the admin API."""
+"""The node's answers to operations of its admin process; the JSON of the admin API."""
 
 from typing import Any, Literal
 
@@ -10,11 +10,11 @@ Value = int | float | bool | str | None
 
 
 class Answer(Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all; none refers to itself, so the garbage collector need not look at them."""
+    """Base of all answers; they contain no cycles, so the garbage collector can skip them."""
 
 
 class ErrorBody(Answer, frozen=True):
-    """Why a request was refused; ``field`` is empty when no part of it in particular is wrong."""
+    """Why a request was refused; ``field`` is empty if no single field is wrong."""
 
     code: str
     message: str
@@ -22,7 +22,7 @@ class ErrorBody(Answer, frozen=True):
 
 
 class ErrorAnswer(Answer, frozen=True):
-    """The body of every answer that is no success."""
+    """The body of every answer that is not a success."""
 
     error: ErrorBody
 
@@ -36,8 +36,9 @@ class Health(Answer, frozen=True):
 class Readiness(Answer, frozen=True):
     """The node has memory to store pages in.
 
-    ``withheld_bytes``: memory that clients of the previous boot still hold. ``ssd``: ``off``,
-    ``ready`` or ``degraded``. ``unwatched_processes``: processes whose end nobody can see.
+    ``withheld_bytes``: memory that clients of the previous run still map. ``ssd``: ``off``,
+    ``ready`` or ``degraded``. ``unwatched_processes``: engine processes whose exit the node cannot
+    detect.
     """
 
     withheld_bytes: int
@@ -50,7 +51,7 @@ class Readiness(Answer, frozen=True):
 
 
 class ShardRow(Answer, frozen=True):
-    """One shard of a space: see ``kvstore.page.ShardSpec``."""
+    """One shard of a space, see ``kvstore.page.ShardSpec``."""
 
     layout: Layout
     layers: tuple[int, int]
@@ -61,7 +62,7 @@ class ShardRow(Answer, frozen=True):
 
 
 class SpaceRow(Answer, frozen=True):
-    """One space; limits of 0 bytes are none."""
+    """One space; a limit of 0 bytes means no limit."""
 
     space: str
     model: str
@@ -81,7 +82,7 @@ class SpaceRow(Answer, frozen=True):
 
 
 class SpaceList(Answer, frozen=True):
-    """A stretch of spaces; ``next`` is the cursor of the one after it, None = that was all."""
+    """A part of the list of spaces; ``next`` is the cursor of the next part, None at the end."""
 
     spaces: list[SpaceRow]
     next: int | None
@@ -89,7 +90,7 @@ class SpaceList(Answer, frozen=True):
 
 
 class PageShard(Answer, frozen=True):
-    """The page of one shard; ``digest`` None while it is being written."""
+    """The page of one shard; ``digest`` is None while it is being written."""
 
     state: Literal["ready", "writing"]
     tiers: list[str]
@@ -98,7 +99,7 @@ class PageShard(Answer, frozen=True):
 
 
 class PageRow(Answer, frozen=True):
-    """The pages of one key; ages in seconds, None = not known, or never."""
+    """The pages of one key; ages in seconds, None = unknown or never."""
 
     key: str
     parent: str | None
@@ -114,7 +115,7 @@ class PageRow(Answer, frozen=True):
 
 
 class PageDetail(PageRow, frozen=True):
-    """One key; ``pins``: how many pins of operators cover it."""
+    """One key; ``pins``: number of operators' pins that cover it."""
 
     space: str
     pins: int
@@ -122,8 +123,23 @@ class PageDetail(PageRow, frozen=True):
     first_children: list[str]
 
 
+class PageTokens(Answer, frozen=True):
+    """The token ids of one page; None = nobody gave them, or its record has no room for them."""
+
+    key: str
+    depth: int
+    tokens: list[int] | None
+
+
+class PromptPart(Answer, frozen=True):
+    """Pages that follow each other; the last one is the page that was asked for."""
+
+    space: str
+    prompt: list[PageTokens]
+
+
 class PageList(Answer, frozen=True):
-    """A stretch of pages; ``next`` is the cursor of the one after it, None = that was all."""
+    """A part of a list of pages; ``next`` is the cursor of the next part, None at the end."""
 
     pages: list[PageRow]
     next: str | None
@@ -133,7 +149,8 @@ class PageList(Answer, frozen=True):
 class ProcessRow(Answer, frozen=True):
     """One process of an engine.
 
-    ``watched``: its end will be seen. ``lost``: its connection broke, its end was not seen.
+    ``watched``: the node will detect its exit. ``lost``: its connection broke, and its exit was not
+    detected.
     """
 
     pid: int
@@ -145,7 +162,7 @@ class ProcessRow(Answer, frozen=True):
 
 
 class SessionRow(Answer, frozen=True):
-    """One engine and what it holds."""
+    """One engine, and the resources it holds."""
 
     name: str
     tenant: str
@@ -156,7 +173,7 @@ class SessionRow(Answer, frozen=True):
 
 
 class SessionList(Answer, frozen=True):
-    """A stretch of sessions; ``next`` is the cursor of the one after it, None = that was all."""
+    """A part of the list of sessions; ``next`` is the cursor of the next part, None at the end."""
 
     sessions: list[SessionRow]
     next: int | None
@@ -167,7 +184,7 @@ class SessionList(Answer, frozen=True):
 
 
 class PageSizes(Answer, frozen=True):
-    """Tokens in a page: of the space that was asked for (and its label), and of all spaces."""
+    """Tokens per page: in the requested space (with its label), and in all spaces."""
 
     space: str | None
     page_tokens: int | None
@@ -175,14 +192,14 @@ class PageSizes(Answer, frozen=True):
 
 
 class Run(Answer, frozen=True):
-    """A space that holds the leading pages of a chain."""
+    """A space that has leading pages of a chain."""
 
     space: str
     pages: int
 
 
 class Runs(Answer, frozen=True):
-    """The spaces that hold the most, all equally many."""
+    """The spaces with the most leading pages; all have the same number."""
 
     runs: list[Run]
 
@@ -191,7 +208,7 @@ class Runs(Answer, frozen=True):
 
 
 class Pinned(Answer, frozen=True):
-    """A pin that was made."""
+    """A new pin."""
 
     pin: int
     pages: int
@@ -200,7 +217,7 @@ class Pinned(Answer, frozen=True):
 
 
 class Unpinned(Answer, frozen=True):
-    """A pin that ended."""
+    """A removed pin."""
 
     pin: int
     pages: int
@@ -208,7 +225,7 @@ class Unpinned(Answer, frozen=True):
 
 
 class PinRow(Answer, frozen=True):
-    """One pin; ``ends_in_s`` None = when it is unpinned."""
+    """One pin; ``ends_in_s`` None = it lasts until it is removed."""
 
     pin: int
     space: str
@@ -220,7 +237,7 @@ class PinRow(Answer, frozen=True):
 
 
 class PinList(Answer, frozen=True):
-    """All pins, and what is used of the budgets."""
+    """All pins, and the used part of the budgets."""
 
     pins: list[PinRow]
     used_bytes: int
@@ -230,7 +247,7 @@ class PinList(Answer, frozen=True):
 
 
 class QuotaRow(Answer, frozen=True):
-    """The limits of a space in a tier, and what it has there."""
+    """The limits of a space in a tier, and the bytes it uses there."""
 
     space: str
     tier: str
@@ -246,7 +263,7 @@ class QuotaList(Answer, frozen=True):
 
 
 class WearCounts(Answer, frozen=True):
-    """What was admitted to the SSDs; ``forecast_bytes``: of a whole day; a budget of 0 is none."""
+    """Pages admitted to the SSDs; ``forecast_bytes``: for a whole day; budget 0 = no limit."""
 
     admitted: int
     refused: int
@@ -256,7 +273,7 @@ class WearCounts(Answer, frozen=True):
 
 
 class SsdPolicy(Answer, frozen=True):
-    """When pages are written to the SSDs and synced, and which."""
+    """When pages are written to the SSDs and synced, and which pages are admitted."""
 
     write: str
     sync: str
@@ -265,7 +282,7 @@ class SsdPolicy(Answer, frozen=True):
 
 
 class Policy(Answer, frozen=True):
-    """``name`` is at work, ``configured`` the one that a start takes; ``ssd`` if there is one."""
+    """``name``: the policy in use; ``configured``: that of the next start; ``ssd``: if any."""
 
     name: str
     known: list[str]
@@ -274,7 +291,7 @@ class Policy(Answer, frozen=True):
 
 
 class PolicySet(Policy, frozen=True, kw_only=True):
-    """The policies at work now, and the eviction policy before."""
+    """The present policies, and the previous eviction policy."""
 
     previous: str
 
@@ -290,7 +307,7 @@ class JobFault(Answer, frozen=True):
 
 
 class JobRow(Answer, frozen=True):
-    """One job: ``done`` steps of ``total`` (an estimate), and what it found so far."""
+    """One job: ``done`` steps of ``total`` (an estimate), and its results so far."""
 
     job: int
     kind: str
@@ -304,13 +321,13 @@ class JobRow(Answer, frozen=True):
 
 
 class JobList(Answer, frozen=True):
-    """Jobs, the newest first."""
+    """Jobs, newest first."""
 
     jobs: list[JobRow]
 
 
 class ConfigValue(Answer, frozen=True):
-    """One configured value and where it came from; secrets are masked."""
+    """One setting with its value and its source; secrets are masked."""
 
     key: str
     value: Any
@@ -318,6 +335,6 @@ class ConfigValue(Answer, frozen=True):
 
 
 class Configuration(Answer, frozen=True):
-    """Every configured value."""
+    """All settings."""
 
     values: list[ConfigValue]

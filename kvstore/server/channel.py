@@ -73,6 +73,7 @@ class Begin(msgspec.Struct, array_like=True, tag=6):
         listeners: descriptors of listening sockets, which it has inherited.
         tokens: role → bearer token.
         group: whether peers of the node's group may operate over the Unix socket.
+        tenants: whether these have tenants of their own.
         open_metrics: whether ``/metrics`` wants no token.
         token_file: where a token that was made at this start is; empty = none was.
         values: the configuration, for ``/v1/config``.
@@ -81,6 +82,7 @@ class Begin(msgspec.Struct, array_like=True, tag=6):
     listeners: list[int]
     tokens: dict[str, str]
     group: bool
+    tenants: bool
     open_metrics: bool
     token_file: str
     values: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""One connection of a session: bytes in, messages to the node, answers out.
+"""The connections of sessions: bytes in, messages to the desk, answers out.
 
 A client cannot make the others wait: what it sends at once is taken in turns, and while it does not
 read its answers nothing more is read from it.
@@ -7,12 +7,16 @@ read its answers nothing more is read from it.
 import asyncio
 import logging
 import socket
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from time import monotonic
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from kvstore import wire
 from kvstore.errors import ProtocolError
+from kvstore.node.desk import Desk
+from kvstore.server.processes import Processes, credentials
+from kvstore.server.rounds import Rounds
 from kvstore.state.tree.sessions import Peer
 
 log = logging.getLogger(__name__)
@@ -21,35 +25,130 @@ UNSENT_BYTES_HIGH: Final = 1 << 20
 """While more than this waits to be sent nothing is read, nor taken of what was."""
 UNSENT_BYTES_MAX: Final = 16 << 20
 """A client that does not read its answers (to requests that waited) is cut off beyond this."""
+UNREAD_BYTES_MAX: Final = 256 << 20
+"""Bytes that came and were not taken yet, of all connections."""
+STATS_SHARE: Final = 20
+"""Statistics that took long to gather are told again for so many times as long."""
 
 
-class ConnectionOwner(Protocol):
-    """What takes a connection's messages."""
+class SessionConnections:
+    """All connections of sessions with one node.
+
+    Args:
+        desk: where their messages are carried out.
+        stats: gives the JSON that answers ``Stats``.
+
+    Attributes:
+        open: those that said Hello, by their number at the desk.
+        unread_bytes: what came on them and was not taken yet.
+    """
+
+    def __init__(self, desk: Desk, stats: Callable[[], bytes]) -> None:
+        self.open: dict[int, SessionConnection] = {}
+        self.unread_bytes = 0
+        self._desk = desk
+        self._node = desk.node
+        self._counts = desk.node.pages.counts
+        self._stats = stats
+        self._told = b""
+        self._told_until_s = 0.0
+        self._processes = Processes(desk.process_ended)
+        self._rounds = Rounds()
+
+    def close(self) -> None:
+        """Cut all of them off."""
+        for connection in list(self.open.values()):
+            connection.transport.abort()
+        self._processes.close()
 
     def begin(self, connection: "SessionConnection", hello: wire.Hello, rest: bytes) -> None:
-        """The loop took the socket over; ``rest`` came after its Hello."""
+        """Say Hello to the node, before this or another connection of the process can be lost.
+
+        Args:
+            connection: the loop has taken its socket over.
+            hello: its first message.
+            rest: what came after that.
+        """
+        try:
+            connection.peer = self._watch(connection)
+        except ProtocolError as error:
+            self.refuse(connection, error)
+            return
+        connection.number = self._desk.connect(connection.peer, connection)
+        self.open[connection.number] = connection
+        self._desk.receive(connection.number, hello)
+        if rest:
+            connection.data_received(rest)
 
     def receive(self, connection: "SessionConnection", body: bytes | memoryview) -> None:
-        """A message came."""
+        """Carry out one message."""
+        try:
+            request = wire.decode_request(body)
+        except ProtocolError as error:
+            self.refuse(connection, error)
+            return
+        if isinstance(request, wire.Stats):
+            connection.answer(wire.StatsReply(request.id, self._stats_json()))
+            return
+        self._desk.receive(connection.number, request)
 
     def refuse(self, connection: "SessionConnection", error: ProtocolError) -> None:
-        """What came can be no message."""
+        """What came on a connection is no message: say so, and end the connection."""
+        self._counts["refused_protocol"] += 1
+        log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
+        connection.answer(wire.Failure(0, error.code, str(error)))
+        connection.transport.close()
 
     def want(self, connection: "SessionConnection") -> None:
-        """The connection has messages that may be taken; see :meth:`SessionConnection.take`."""
+        """A connection has messages that may be taken; see :meth:`SessionConnection.take`."""
+        self._rounds.want(connection.peer.identity, connection.take)
 
     def unread(self, change_bytes: int) -> None:
-        """A connection holds more, or fewer, bytes that were not taken yet."""
+        """A connection holds so many bytes more that were not taken yet.
+
+        When all hold too many, the process with the most of them loses its largest message.
+        """
+        self.unread_bytes += change_bytes
+        if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
+            held: Counter[int] = Counter()
+            for one in self.open.values():
+                held[one.peer.identity] += one.unread_bytes
+            largest = max(
+                self.open.values(), key=lambda one: (held[one.peer.identity], one.unread_bytes)
+            )
+            self.refuse(largest, ProtocolError("too many long messages are on their way"))
 
     def lost(self, connection: "SessionConnection") -> None:
-        """The connection is closed."""
+        """A connection closed."""
+        if self.open.pop(connection.number, None) is None:
+            return  # its Hello was refused
+        identity = connection.peer.identity
+        ended = not self._processes.runs(identity)
+        self._desk.disconnect(connection.number, ended=ended)
+        if not self._node.waits_for(identity):
+            self._processes.forget(identity)
+
+    def _stats_json(self) -> bytes:
+        """The node's statistics; many engines that ask all the time get the same for a while."""
+        start_s = monotonic()
+        if start_s >= self._told_until_s:
+            self._told = self._stats()
+            took_s = monotonic() - start_s
+            self._told_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0
+        return self._told
+
+    def _watch(self, connection: "SessionConnection") -> Peer:
+        """Learn from the kernel who the peer is, and when its process ends."""
+        pid = credentials(connection.raw).pid
+        process = self._processes.add(connection.raw, pid)
+        return Peer(process.identity, pid, process.watched, connection.tenants)
 
 
 class SessionConnection(asyncio.Protocol):
     """One connection of a session after its handshake.
 
     Args:
-        server: takes its messages.
+        server: all connections, which take its messages.
         tenants: which ones its process may belong to; None = any.
         first: its socket, its Hello, and what came after that.
 
@@ -63,7 +162,7 @@ class SessionConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, server: ConnectionOwner, tenants: frozenset[str] | None,
+        self, server: SessionConnections, tenants: frozenset[str] | None,
         first: tuple[socket.socket, wire.Hello, bytes],
     ) -> None:  # fmt: skip
         """Belong to the server; :meth:`connection_made` begins."""
@@ -88,11 +187,6 @@ class SessionConnection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
         _, hello, rest = self._first
         self._server.begin(self, hello, rest)
-
-    @property
-    def process(self) -> int:
-        """Whose it is."""
-        return self.peer.identity
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""

@@ -1,4 +1,4 @@
-"""What a node counts and measures, as answers of the admin API."""
+"""Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
 
@@ -6,8 +6,9 @@ from kvstore.server.answers import Answer, WearCounts
 class HostSizes(Answer, frozen=True):
     """Slot bytes of host memory by state.
 
-    ``withheld``: held by clients of the previous boot. ``retiring``: of extents that get new memory
-    because a process that nobody can watch may still touch them.
+    ``withheld``: not available because clients of the previous run still map as much memory.
+    ``retiring``: in extents that will get new memory, because a process that cannot be watched may
+    still touch them.
     """
 
     capacity_bytes: int
@@ -21,7 +22,7 @@ class HostSizes(Answer, frozen=True):
 
 
 class SpaceCounts(Answer, frozen=True):
-    """One space in short."""
+    """Summary of one space."""
 
     space: str
     model: str
@@ -37,7 +38,7 @@ class SpaceCounts(Answer, frozen=True):
 
 
 class SessionCounts(Answer, frozen=True):
-    """One engine in short."""
+    """Summary of one engine."""
 
     name: str
     tenant: str
@@ -49,7 +50,7 @@ class SessionCounts(Answer, frozen=True):
 
 
 class AdminCounts(Answer, frozen=True):
-    """The admin process; ``restarts``: how often it ended and was started again."""
+    """The admin process; ``restarts``: how often it was restarted."""
 
     pid: int
     restarts: int
@@ -66,7 +67,7 @@ class DirectoryCounts(Answer, frozen=True):
 
 
 class SsdCounts(Answer, frozen=True):
-    """The SSD tier; counters of what was moved are absent while they are 0."""
+    """The SSD tier; counters of records and syncs are absent while they are 0."""
 
     write: str
     sync: str
@@ -102,7 +103,7 @@ class SsdCounts(Answer, frozen=True):
 
 
 class EventCounts(Answer, frozen=True):
-    """The publisher of KV events; empty when they are off."""
+    """The publisher of KV events; all 0 if events are off."""
 
     sequence_next: int = 0
     batches_sent: int = 0
@@ -116,7 +117,7 @@ class EventCounts(Answer, frozen=True):
 
 
 class Latency(Answer, frozen=True):
-    """How often something took how long: one count for each bound, and what took longer."""
+    """A histogram: one count for each bound, and one for longer times."""
 
     count: int
     sum_s: float
@@ -124,7 +125,7 @@ class Latency(Answer, frozen=True):
 
 
 class Lookups(Answer, frozen=True):
-    """Keys that answered lookups of a model had asked for, by where they were found."""
+    """Keys in answered lookups of a model, by the tier they were found in."""
 
     model: str
     host_pages: int
@@ -133,12 +134,12 @@ class Lookups(Answer, frozen=True):
 
 
 class NodeStats(Answer, frozen=True):
-    """Everything that can be counted; of spaces and sessions the first 100.
+    """All counters of the node; the first 100 spaces and sessions.
 
-    ``unready``: why no page can be stored; empty when they can. ``session_bytes``: slot bytes that
-    engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: the worst of the last 15 to
-    30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait`` and ``disk_load``. ``lookups``:
-    of the first 32 models, and of all others as ``other``.
+    ``unready``: why no page can be stored; empty if pages can be stored. ``session_bytes``: slot
+    bytes that engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: maximum of the last
+    15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load`` and
+    ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
     """
 
     node: str

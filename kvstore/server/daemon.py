@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Final, cast
@@ -28,7 +27,6 @@ from kvstore.config.machine import Needs, memory_checks, version_of
 from kvstore.config.sizes import exact
 from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.node.desk import Desk
-from kvstore.node.movements import DiskMovements
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
@@ -36,13 +34,12 @@ from kvstore.process import logs
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
-from kvstore.server.observed import Movements
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
+from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
 from kvstore.state.ask.describe import core
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.disk import Disk
@@ -52,6 +49,8 @@ from kvstore.tier.stale import MemoryRecord
 log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
 
 TICK_S: Final = 0.02
+LONG_TURN_NS: Final = 50_000_000
+"""A turn of the loop that the log names."""
 LAG_WINDOW_S: Final = 15.0
 """Of this window and the one before the worst lag is told, so that every scrape sees it."""
 WRITE_OUT_S: Final = 10.0
@@ -59,7 +58,6 @@ WRITE_OUT_S: Final = 10.0
 END_WAIT_S: Final = 5.0
 """What threads that should have ended get before the process ends without them."""
 _STALE_CHECK_TICKS: Final = 50
-_WITHHELD: Final = "all memory is held by clients of the previous boot"
 
 
 class Daemon:
@@ -70,10 +68,6 @@ class Daemon:
         undo: is told how to end each thing as soon as it is made; whoever gives it ends them.
         device: the disk that the SSD tier is on; None = of this machine.
 
-    Attributes:
-        movements: what moves pages between tiers; None while there is one tier only.
-        version: of this program.
-
     Raises:
         ConfigError, TierUnavailable: the memory or an endpoint cannot be had; says which and why.
     """
@@ -83,7 +77,6 @@ class Daemon:
     ) -> None:
         """Make the memory and the node; nothing listens yet."""
         self.loaded = loaded
-        self.version = version_of()
         self._started_s = monotonic()
         self._manager = ServiceManager()
         undo.callback(self._manager.close)
@@ -93,7 +86,6 @@ class Daemon:
         self._undo = undo
         self._device = device
         self.config = config = loaded.config
-        self.movements: Movements | None = None
         host = config.host
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes
@@ -109,11 +101,10 @@ class Daemon:
             config.node.name, self.boot, slots, limits, lambda: secrets.token_bytes(16),
             host.policy,
         )  # fmt: skip
-        self.node.pages.pins.budget_bytes = (
-            config.admin.pin_budget_bytes or host.capacity_bytes // 4
-        )
-        self.node.pages.ghosts = Ghosts(config.admin.ghosts_max)
-        self.node.pages.ghosts.policy = host.policy
+        table = self._table = self.node.pages
+        table.pins.budget_bytes = config.admin.pin_budget_bytes or host.capacity_bytes // 4
+        table.ghosts = Ghosts(config.admin.ghosts_max)
+        table.ghosts.policy = host.policy
         self.memory = HostMemory(
             self._label, self.boot, host.extent_bytes, prefault=host.prefault, record=self._record
         )
@@ -125,13 +116,15 @@ class Daemon:
             self.node, self.memory, self.publication.publish,
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
         )  # fmt: skip
+        self.status = NodeStatus(self.desk, self.memory, host.policy, self._started_s)
+        self.status.add(self._counts)
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
+        self.status.add(self.socket.stats)
         self.disk: DiskTier | None = None
-        self._announcement = Announcement(self.node.pages)
-        self._watch = Watch(self.node, self.unready)
+        self._announcement = Announcement(self._table)
+        self._watch = Watch(self.node, self.status.unready)
         #: How late the loop was at worst: in this window, and in the one before.
         self._lags_s = (0.0, 0.0)
-        self.http: HttpServer | None = None
         self._why = ""
         self._failed = False
 
@@ -149,7 +142,8 @@ class Daemon:
         loop.set_exception_handler(lambda _, context: self._fail(context, stop))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
-        http = self.http = HttpServer(self)
+        http = HttpServer(self.loaded, self.desk, self.memory, self.status)
+        self.status.add(lambda: {"admin": http.stats()})
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
@@ -181,9 +175,8 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
-        self._announcement = Announcement(self.node.pages)
-        self.movements = DiskMovements(self.node.pages)
-        self.node.pages.pins.disk_budget_bytes = (
+        self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
+        self._table.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
         gc.freeze()  # no collection walks over all that was found: nodes go by their counts
@@ -205,67 +198,20 @@ class Daemon:
         self._failed = True
         self._stop("its state cannot be trusted any more", stop)
 
-    def stats(self) -> dict[str, object]:
-        """Everything that can be counted, as plain values; call it on the loop."""
+    def _counts(self) -> dict[str, object]:
+        """What nobody counts but the process itself."""
         return {
-            **self.desk.stats(),
-            "version": self.version,
-            "uptime_s": monotonic() - self._started_s,
-            "unready": self.unready(),
-            "policy": self.node.pages.eviction.policy,
-            "connections": len(self.socket.connections),
-            "accepted_connections": self.socket.accepted,
-            "populated_bytes": self.memory.populated_bytes(),
-            "missing_bytes": self.memory.missing_bytes(),
-            "memory_failures": self.memory.failures,
-            "mover": mover.description,
+            "pid": os.getpid(),
             "loop_lag_s": max(self._lags_s),
             "events": self.publication.stats(),
-            "pid": os.getpid(),
-            "admin": self.http.stats() if self.http is not None else {"pid": 0, "restarts": 0},
         }
-
-    def tiers(self) -> list[dict[str, object]]:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        slots = self.node.pages.slots.stats()
-        tiers: list[dict[str, object]] = [
-            {
-                "tier": "host",
-                "state": "ready" if slots.capacity_bytes else "withheld",
-                **asdict(slots),
-                "populated_bytes": self.memory.populated_bytes(),
-            }
-        ]
-        if self.disk is not None:
-            tiers.append({"tier": "ssd", **self.disk.stats()})
-        return tiers
-
-    def policy(self) -> dict[str, object]:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        shown: dict[str, object] = {
-            "name": self.node.pages.eviction.policy,
-            "known": list(POLICIES),
-            "configured": self.config.host.policy,
-        }
-        if self.disk is not None:
-            ssd = self.disk.stats()
-            shown["ssd"] = {name: ssd[name] for name in ("write", "sync", "admission", "wear")}
-        return shown
-
-    def set_policy(self, name: str) -> None:
-        """See :class:`~kvstore.server.observed.Observed`."""
-        self.node.pages.eviction.change_policy(name)
-
-    def unready(self) -> str:
-        """Why no page can be stored; empty when they can."""
-        return "" if self.node.pages.slots.extents else _WITHHELD
 
     def _status(self) -> str:
         """One line for whoever asks the service manager."""
-        return f"stopping: {self._why}" if self._why else self.unready() or "serving"
+        return f"stopping: {self._why}" if self._why else self.status.unready() or "serving"
 
     def _stats_json(self) -> bytes:
-        return msgspec.json.encode(self.stats())
+        return msgspec.json.encode(self.status.stats())
 
     async def _write_out(self) -> None:
         """Before an orderly end: what is worth it goes to disk, so that a restart finds it."""
@@ -274,7 +220,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + WRITE_OUT_S
         disk = self.disk.pages
-        disk.write_out(self.node.pages.spaces)
+        disk.write_out(self._table.spaces)
         while not disk.settled and loop.time() < deadline:
             self.desk.flush()
             await asyncio.sleep(TICK_S)
@@ -293,6 +239,9 @@ class Daemon:
             worst = max(worst, loop.time() - before - TICK_S)
             if before - window >= LAG_WINDOW_S:
                 worst, earlier, window = 0.0, worst, before
+                took_ns, what = self.desk.take_longest()
+                if took_ns >= LONG_TURN_NS:
+                    log.warning("everybody waited %.0f ms for %s", took_ns / 1e6, what)
             self._lags_s = worst, earlier
             self.desk.advance()
             if not self._announcement.done:
@@ -302,13 +251,13 @@ class Daemon:
             ticks += 1
             if ticks % _STALE_CHECK_TICKS == 0:
                 self._manager.status(self._status())
-            if self.node.pages.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
+            if self._table.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
                 await self._take_back()
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes
         stale = await asyncio.to_thread(self._record.stale_bytes)
-        slots = self.node.pages.slots
+        slots = self._table.slots
         take_back(slots, self.memory, slots.withheld - -(-stale // size))
 
     def _say_ready(self, http: HttpServer) -> None:
@@ -319,13 +268,13 @@ class Daemon:
             f" replay {self.publication.replay_endpoint or 'off'} admin {http.admin_url}\n"
         )
         sys.stdout.flush()
-        slots = self.node.pages.slots
+        slots = self._table.slots
         event(
             log, logging.INFO, "ready", node=self.node.name, socket=socket, http=http.url,
             admin=http.admin_url,
             events=self.publication.endpoint or "off",
             capacity_bytes=len(slots.extents) * slots.extent_bytes,
-            pages_recovered=sum(len(space.nodes) for space in self.node.pages.spaces),
+            pages_recovered=sum(len(space.nodes) for space in self._table.spaces),
             took_s=round(monotonic() - self._started_s, 3),
         )  # fmt: skip
         self._manager.ready(self._status())

@@ -10,14 +10,16 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.node.node import Node
 from kvstore.process.logs import audit
 from kvstore.server import operations
 from kvstore.server.channel import ASKS_MAX, Abandon, Answered, Ask, Caller, Refused
 from kvstore.server.inspect import Inspection
-from kvstore.server.observed import Observed
 from kvstore.server.operate import OperatorRequests
 from kvstore.server.refusal import Refusal
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Task, Turns, Work
+from kvstore.tier.host import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +30,22 @@ class Dispatcher:
     """All operations of one node.
 
     Args:
-        observed: the node.
+        node: decides.
+        memory: the bytes of the host tier.
+        status: what the node says of itself.
         turns: where they are carried out.
         send: sends an answer to the admin process.
     """
 
     def __init__(
-        self, observed: Observed, turns: Turns, send: Callable[[Answered | Refused], None]
-    ) -> None:
+        self, node: Node, memory: HostMemory, status: NodeStatus, turns: Turns,
+        send: Callable[[Answered | Refused], None],
+    ) -> None:  # fmt: skip
         self._turns = turns
         self._send = send
         self._tasks: dict[int, Task] = {}
-        inspection = Inspection(observed)
-        self._operation = OperatorRequests(observed, turns)
+        inspection = Inspection(node, status)
+        self._operation = OperatorRequests(node.pages, memory, status, turns)
         self._handlers: dict[str, tuple[type[operations.Operation], Any]] = {}
         for kind, handler in inspection.handlers.items():
             self._handlers[kind.__name__] = (kind, handler)
@@ -96,8 +101,8 @@ class Dispatcher:
             self._tasks[number] = task
 
     def _answer(self, number: int, asked: operations.Operation, by: Caller, result: Any) -> None:
-        if isinstance(asked, operations.Change):
-            _log_change(asked, by, result)
+        if isinstance(asked, operations.Change | operations.ShowTokens):
+            _log_operation(asked, by, result)
         if isinstance(result, Refusal):
             self._refuse(number, result)
             return
@@ -113,8 +118,8 @@ class Dispatcher:
         self._send(Refused(number, refusal.status, refusal.code, str(refusal), refusal.field))
 
 
-def _log_change(asked: operations.Change, by: Caller, result: Any) -> None:
-    """Say who changed what, and what came of it."""
+def _log_operation(asked: operations.Operation, by: Caller, result: Any) -> None:
+    """Say who changed what, or was told whose prompt, and what came of it."""
     told: dict[str, object] = {"operation": type(asked).__name__}
     told |= {"role": by.role, "address": by.address}
     for name in asked.__struct_fields__:

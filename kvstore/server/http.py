@@ -16,8 +16,9 @@ import sys
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.config import values
+from kvstore.config import Loaded, ServerConfig, values
 from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
+from kvstore.node.desk import Desk
 from kvstore.process import privatefile
 from kvstore.process.listeners import Endpoint, Listener, Tcp, Unix
 from kvstore.process.logs import event
@@ -37,8 +38,9 @@ from kvstore.server.channel import (
 )
 from kvstore.server.dispatch import Dispatcher
 from kvstore.server.environment import admin_socket, child_environment
-from kvstore.server.observed import Observed
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns
+from kvstore.tier.host import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,10 @@ class HttpServer:
     """The child that serves HTTP, and what it asks.
 
     Args:
-        observed: the daemon.
+        loaded: the configuration, and where its values came from.
+        desk: the node's.
+        memory: the bytes of the host tier.
+        status: what the node says of itself.
 
     Attributes:
         url: where it listens.
@@ -66,25 +71,28 @@ class HttpServer:
         restarts: how often the child ended and was started again.
     """
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(
+        self, loaded: Loaded[ServerConfig], desk: Desk, memory: HostMemory, status: NodeStatus
+    ) -> None:
         """Take the address; nobody is answered yet.
 
         Raises:
             ConfigError: the address cannot be had, or a token cannot be read.
         """
-        config = observed.loaded.config
+        config = loaded.config
         self.restarts = 0
         self._config = config.http
-        self._observed = observed
+        self._loaded = loaded
         self._socket_path = admin_socket(config)
         self._group = config.socket.group_access
+        self._tenants = bool(config.socket.tenants)
         self._tokens = tokens_of(config.http)
         self._made_token = not self._tokens
         self._tcp = _listen("http.port", Tcp(config.http.host, config.http.port))
         self.url = str(self._tcp.endpoint).replace("tcp:", "http:")
         self.admin_url = f"unix://{self._socket_path}"
-        self._turns = Turns(observed.desk)
-        self._dispatcher = Dispatcher(observed, self._turns, self._send)
+        self._turns = Turns(desk)
+        self._dispatcher = Dispatcher(desk.node, memory, status, self._turns, self._send)
         self._unix: Listener | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -168,9 +176,10 @@ class HttpServer:
                 listeners=self._listeners(),
                 tokens={str(role): text for role, text in self._tokens.items()},
                 group=self._group,
+                tenants=self._tenants,
                 open_metrics=self._made_token and self._config.is_loopback,
                 token_file=str(token_file(self._socket_path)) if self._made_token else "",
-                values=_printable(values(self._observed.loaded)),
+                values=_printable(values(self._loaded)),
             )
         )
         waits = [asyncio.create_task(one.wait()) for one in (self._serving, self._lost)]

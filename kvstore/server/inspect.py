@@ -5,18 +5,21 @@ Each is work in turns; rows are made a few at a time, whatever has left meanwhil
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore.errors import InvalidArgument
+from kvstore.node.node import Node
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
-from kvstore.server.observed import Observed, key_of, not_stored, space_of
+from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
 from kvstore.state.ask.traversal import subtree
 from kvstore.state.choice.pins import Pin
+from kvstore.state.choice.quotas import Quotas
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Session
 
@@ -31,29 +34,37 @@ _SHELVES_MAX: Final = 64
 """Shelves that one answer looks through; a filter that finds little goes on with the next one."""
 _STEP_ROWS: Final = 16
 _CHILDREN_MAX: Final = 100
+_TOKENS_MAX: Final = 65_536
+"""Token ids of one answer, but those of at least one page."""
+_READ_S: Final = 5.0
+_POLL_S: Final = 0.002
 _NS_PER_S: Final = 1_000_000_000
 
 
 class Inspection:
-    """What any role may ask.
+    """What changes nothing.
 
     Args:
-        observed: the node.
+        node: is looked at, never changed.
+        status: what it says of itself.
 
     Attributes:
         handlers: operation → what carries it out.
     """
 
-    def __init__(self, observed: Observed) -> None:
-        self._observed = observed
+    def __init__(self, node: Node, status: NodeStatus) -> None:
+        self._node = node
+        self._table = node.pages
+        self._status = status
         self.handlers: dict[type[operations.Operation], Callable[[Any], Work[Any]]] = {
             operations.ShowReadiness: self.readiness,
-            operations.ShowStats: lambda _: _at_once(observed.stats),
-            operations.ListTiers: lambda _: _at_once(lambda: {"tiers": observed.tiers()}),
-            operations.ShowPolicy: lambda _: _at_once(observed.policy),
+            operations.ShowStats: lambda _: _at_once(status.stats),
+            operations.ListTiers: lambda _: _at_once(lambda: {"tiers": status.tiers()}),
+            operations.ShowPolicy: lambda _: _at_once(status.policy),
             operations.ListSpaces: self.spaces,
             operations.ListPages: self.pages,
             operations.ShowPage: self.page,
+            operations.ShowTokens: self.tokens,
             operations.ListTree: self.tree,
             operations.ListSessions: self.sessions,
             operations.ListPins: self.pins,
@@ -67,18 +78,17 @@ class Inspection:
     def readiness(self, _asked: operations.ShowReadiness) -> Work[answers.Readiness]:
         """Whether there is memory to store pages in."""
         yield from ()
-        node = self._observed.node
-        slots, disk = node.pages.slots, node.pages.disk
-        if why := self._observed.unready():
+        slots, disk = self._table.slots, self._table.disk
+        if why := self._status.unready():
             raise Refusal(503, "tier_unavailable", why)
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
-        unwatched = sum(not one.peer.watched for one in node.processes.values())
+        unwatched = sum(not one.peer.watched for one in self._node.processes.values())
         return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
         """A stretch of spaces."""
-        every = list(self._observed.node.pages.spaces)
+        every = list(self._table.spaces)
         rows: list[answers.SpaceRow] = []
         shards = 0
         for space in every[asked.cursor : asked.cursor + min(asked.limit, STRETCH_ROWS)]:
@@ -94,7 +104,7 @@ class Inspection:
 
     def pages(self, asked: operations.ListPages) -> Work[answers.PageList]:
         """A stretch of pages."""
-        space = space_of(self._observed, asked.space)
+        space = space_of(self._table.spaces, asked.space)
         limit = min(asked.limit, STRETCH_ROWS)
         if asked.prefix is not None:
             top = self._stored(space, asked.prefix, "prefix")
@@ -122,7 +132,7 @@ class Inspection:
     def page(self, asked: operations.ShowPage) -> Work[answers.PageDetail]:
         """One key."""
         yield from ()
-        space, key = space_of(self._observed, asked.space), key_of(asked.key)
+        space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
         node = space.nodes.get(key)
         if node is None:
             raise not_stored(asked.key, "key")
@@ -133,9 +143,39 @@ class Inspection:
             first_children=[child.hex() for child in islice(node.children, _CHILDREN_MAX)],
         )  # fmt: skip
 
+    def tokens(self, asked: operations.ShowTokens) -> Work[answers.PromptPart]:
+        """The tokens of a page and of some before it; read from their records if need be."""
+        space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
+        node = space.nodes.get(self._stored(space, key.hex(), "key"))
+        chain: list[PrefixNode] = []
+        most = max(1, _TOKENS_MAX // space.identity.page_tokens)
+        while node is not None and node is not space.root and len(chain) < min(asked.pages, most):
+            chain.append(node)
+            node = node.parent
+        told = [(one.key.hex(), one.depth, one) for one in reversed(chain)]
+        found = {one: one.tokens for one in chain}
+        if (disk := self._table.disk) is not None:
+            run = disk.read_tokens((at, of) for at in chain if not found[at] for of in at.disk)
+            until_s = monotonic() + _READ_S
+            try:
+                while not run.finished:
+                    if monotonic() > until_s:
+                        message = f"the SSD tier did not read them in {_READ_S:g} s; try again"
+                        raise Refusal(503, "transfer_timeout", message)
+                    yield _POLL_S
+            finally:
+                run.cancel()
+            found |= run.tokens
+        yield None
+        rows = [
+            answers.PageTokens(key=name, depth=depth, tokens=_ids(found[one]))
+            for name, depth, one in told
+        ]
+        return answers.PromptPart(space=space.label, prompt=rows)
+
     def tree(self, asked: operations.ListTree) -> Work[answers.PageList]:
         """A stretch of the prefix tree."""
-        space = space_of(self._observed, asked.space)
+        space = space_of(self._table.spaces, asked.space)
         top = self._stored(space, asked.key, "key") if asked.key is not None else PrefixKey(b"")
         after = key_of(asked.cursor, "cursor") if asked.cursor is not None else PrefixKey(b"")
         limit = min(asked.limit, STRETCH_ROWS)
@@ -145,7 +185,7 @@ class Inspection:
 
     def sessions(self, asked: operations.ListSessions) -> Work[answers.SessionList]:
         """A stretch of sessions."""
-        every = list(self._observed.node.sessions.values())
+        every = list(self._node.sessions.values())
         rows: list[answers.SessionRow] = []
         processes = 0
         for session in every[asked.cursor : asked.cursor + min(asked.limit, STRETCH_ROWS)]:
@@ -160,7 +200,7 @@ class Inspection:
 
     def pins(self, _asked: operations.ListPins) -> Work[answers.PinList]:
         """All pins."""
-        pins = self._observed.node.pages.pins
+        pins = self._table.pins
         rows: list[answers.PinRow] = []
         for pin in list(pins):
             rows.append(_pin_row(pin))
@@ -174,16 +214,12 @@ class Inspection:
     def quotas(self, _asked: operations.ListQuotas) -> Work[answers.QuotaList]:
         """All limits."""
         yield from ()
-        pages = self._observed.node.pages
-        tiers = {"host": pages.quotas}
-        if pages.disk is not None:
-            tiers["ssd"] = pages.disk.limits.quotas
         rows = [
             answers.QuotaRow(
                 space=one.space.label, tier=tier, quota_bytes=one.quota_bytes,
                 reserved_bytes=one.reserved_bytes, used_bytes=quotas.used(one.space),
             )
-            for tier, quotas in tiers.items()
+            for tier, quotas in self._quotas().items()
             for one in quotas.all()
         ]  # fmt: skip
         return answers.QuotaList(quotas=rows)
@@ -193,8 +229,8 @@ class Inspection:
     def page_sizes(self, asked: operations.ListPageSizes) -> Work[answers.PageSizes]:
         """Which page sizes there are."""
         yield from ()
-        space = space_of(self._observed, asked.space) if asked.space is not None else None
-        sizes = sorted({one.identity.page_tokens for one in self._observed.node.pages.spaces})
+        space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
+        sizes = sorted({one.identity.page_tokens for one in self._table.spaces})
         return answers.PageSizes(
             space=space.label if space is not None else None,
             page_tokens=space.identity.page_tokens if space is not None else None,
@@ -206,9 +242,9 @@ class Inspection:
         if len(asked.keys) % KEY_BYTES:
             raise InvalidArgument("keys", "they are no whole number of keys")
         if asked.among is None:
-            spaces = list(self._observed.node.pages.spaces)
+            spaces = list(self._table.spaces)
         else:
-            spaces = [space_of(self._observed, label, "among") for label in asked.among]
+            spaces = [space_of(self._table.spaces, label, "among") for label in asked.among]
         of_size = [one for one in spaces if one.identity.page_tokens == asked.page_tokens]
         yield None
         best = yield from leading_runs(of_size, asked.keys, asked.shard)
@@ -218,16 +254,16 @@ class Inspection:
 
     def explain(self, asked: operations.ExplainKey) -> Work[Explanation]:
         """Why a key is a hit or not."""
-        space = space_of(self._observed, asked.space) if asked.space is not None else None
-        explainer = Explainer(self._observed.node.pages, monotonic_ns())
+        space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
+        explainer = Explainer(self._table, monotonic_ns())
         return (yield from explainer.steps(key_of(asked.key), space, asked.shard))
 
     def compare(self, asked: operations.Compare) -> Work[Explanation]:
         """What keeps a page from being one of another space."""
         yield from ()
-        space = space_of(self._observed, asked.space)
-        other = space_of(self._observed, asked.other, "other")
-        explainer = Explainer(self._observed.node.pages, monotonic_ns())
+        space = space_of(self._table.spaces, asked.space)
+        other = space_of(self._table.spaces, asked.other, "other")
+        explainer = Explainer(self._table, monotonic_ns())
         return explainer.other(space, other, key_of(asked.key))
 
     # ---- inside -----------------------------------------------------------------------------
@@ -239,10 +275,15 @@ class Inspection:
             raise not_stored(key.hex(), field)
         return key
 
+    def _quotas(self) -> dict[str, Quotas]:
+        """What spaces may have in each tier there is."""
+        quotas, disk = {"host": self._table.quotas}, self._table.disk
+        return quotas if disk is None else {**quotas, "ssd": disk.limits.quotas}
+
     def _space_row(self, space: PrefixTree) -> answers.SpaceRow:
-        pages, of = self._observed.node.pages, space.identity
-        host = pages.quotas.get(space)
-        ssd = pages.disk.limits.quotas.get(space) if pages.disk is not None else None
+        of, quotas = space.identity, self._quotas()
+        host = quotas["host"].get(space)
+        ssd = quotas["ssd"].get(space) if "ssd" in quotas else None
         return answers.SpaceRow(
             space=space.label, model=of.model, kv_dtype=of.kv_dtype, page_tokens=of.page_tokens,
             tenant=of.tenant, revision=of.revision, scope=of.scope, pages=len(space.nodes),
@@ -259,6 +300,11 @@ class Inspection:
                 for one in space.shards
             ],
         )  # fmt: skip
+
+
+def _ids(tokens: bytes) -> list[int] | None:
+    """Token ids of their bytes; None = they are not known."""
+    return list(memoryview(tokens).cast("I")) if tokens else None
 
 
 def _at_once(shown: Callable[[], Any]) -> Work[Any]:

@@ -1,7 +1,7 @@
-"""The node's statistics as Prometheus series; ``docs/operations/metrics.md`` lists them.
+"""Exports the node's statistics as Prometheus series, listed in ``docs/operations/metrics.md``.
 
-The admin process makes the text, and reads there what the kernel knows of the node's process; the
-loop that owns the state only hands over its numbers.
+The admin process renders the text and reads the kernel's statistics of the node's process. The loop
+that owns the state only provides its counters.
 """
 
 import platform
@@ -23,79 +23,81 @@ _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld"
 _LATENCIES: Final = {
     "lookup": "Seconds from a lookup's arrival to its answer, including waits.",
     "acquire": "Seconds from the arrival of a request for pages to its answer, including loads.",
-    "put": "Seconds from the grant of a put's slots to its commit; the engine writes meanwhile.",
-    "wait": "Seconds from the arrival of a request of any kind that had to wait to its answer.",
+    "put": "Seconds from the grant of a put's slots to its commit, while the engine writes.",
+    "wait": "Seconds from arrival to answer, of requests of any kind that had to wait.",
     "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
+    "loop_turn": "Seconds that one message, deadline or completion kept the node from all others.",
 }
 COUNTED: Final = {
     "lookup_pages": "Keys in answered lookups; a lookup that waits counts once.",
-    "hit_pages": "Keys in answered lookups that were found on every shard asked for, in any tier.",
-    "stored_pages": "Pages of one shard that became READY by a put.",
-    "stored_bytes": "Bytes of pages that became READY by a put.",
-    "loaded_bytes": "Bytes of pages that readers got a lease for.",
-    "aborted_puts": "Puts that were aborted, including lost ones.",
+    "hit_pages": "Keys in answered lookups that were found on every requested shard, in any tier.",
+    "stored_pages": "Pages of one shard that were stored by puts.",
+    "stored_bytes": "Bytes of pages that were stored by puts.",
+    "loaded_bytes": "Bytes of pages that were leased to engines.",
+    "aborted_puts": "Aborted puts, including lost ones.",
     "lost_puts": "Puts that were aborted while their engine may still be writing.",
-    "expired_leases": "Leases that expired before they were given back.",
-    "contradicting_pages": "Pages refused because their key already follows another page.",
-    "closed_spaces": "Idle spaces that were closed to make room for new ones.",
+    "expired_leases": "Leases that expired before they were released.",
+    "contradicting_pages": "Pages refused because their key is already stored behind another page.",
+    "closed_spaces": "Idle spaces that were closed so that others could be opened.",
     "retired_extents":
-        "Extents that got new memory because an unwatched process may touch the old.",
+        "Extents that got new memory because an unwatched process may still access the old.",
     "demoted_pages": "Pages of one shard that were written from memory to the SSDs.",
     "promoted_pages": "Pages of one shard that were loaded from the SSDs into memory.",
     "evicted_to_disk": "Pages of one shard that were evicted from memory and stay on the SSDs.",
     "not_admitted_pages":
-        "Times that admission refused to write a page, or the rest of a chain, to the SSDs.",
-    "unwritten_pages": "Pages whose write failed, or that left the store before it ended.",
+        "Times that admission refused to write a page or the rest of a chain to the SSDs.",
+    "unwritten_pages": "Pages whose write failed, or that were dropped before it ended.",
     "demotions_failed":
-        "Pages evicted without being written, because writes to the SSDs had just failed.",
-    "disk_full_pages": "Pages that found no room on the SSDs.",
-    "reclaimed_pages": "Pages that left the SSDs with their segment when it was reclaimed.",
-    "carried_pages": "Pages that were carried over to another segment when theirs was reclaimed.",
-    "disk_kept_pages": "Pages chosen to be carried over for a pin or a reservation.",
+        "Pages evicted without being written, because a write failed within the last five seconds.",
+    "disk_full_pages": "Pages that were not written because the SSDs were full.",
+    "reclaimed_pages": "Pages removed from the SSDs with their reclaimed segment.",
+    "carried_pages": "Pages carried over from a reclaimed segment to another one.",
+    "disk_kept_pages": "Pages carried over because of a pin or a reservation.",
     "disk_quota_pages": "Pages removed from the SSDs because their space was over its quota.",
-    "disk_seals_failed": "Segment files that got no index; a start reads the whole file instead.",
+    "disk_seals_failed":
+        "Segment files whose footer could not be written; a start reads the whole file.",
     "disk_drops_failed": "Segment files that could not be deleted.",
     "orphaned_bytes":
-        "Bytes of records on the SSDs that the start left out because their heads were gone.",
+        "Bytes of records that the start ignored because a page before them is missing.",
     "recovery_refused_shards":
-        "Shards on the SSDs that the start left out because they do not fit this node.",
-    "tombstone_keys": "Pages whose removal was written to the SSDs.",
+        "Shards on the SSDs that the start ignored because they do not match this node.",
+    "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
-        "Pages whose removal could not be written to the SSDs; a restart may find them.",
+        "Removed keys whose tombstones could not be written; a restart may find their pages again.",
 }  # fmt: skip
-"""Counts of the node's state that are series of their own, and what each counts."""
+"""Counters of the node's state that are exported as separate series, with their help texts."""
 _CAUSES: Final = (
     "cleared", "corrupt", "evicted", "expired", "head_lost", "operator", "quota", "read_once",
     "reclaimed", "retired", "unreadable",
 )  # fmt: skip
-"""Of removals; each is a series from the start, because a first one must be an increase."""
+"""Causes of removals; exported from the start, so that the first removal is an increase."""
 _CODES: Final = (
     "capacity", "connections", "durability_unavailable", "invalid_argument", "layout_mismatch",
     "protocol", "tier_unavailable", "transfer_timeout",
 )  # fmt: skip
-"""Of refusals, likewise."""
+"""Error codes of refusals, likewise."""
 _SSD_CODES: Final = ("capacity", "page_corrupt", "tier_unavailable")
-"""Of failed jobs of the SSD tier, likewise."""
+"""Error codes of failed jobs of the SSD tier, likewise."""
 _EVENTS: Final = {
     "event_batches": ("batches_sent", "Batches of KV events that were published."),
     "event_batches_dropped": (
-        "batches_dropped", "Batches of KV events that were lost because too many waited.",
+        "batches_dropped", "Batches of KV events dropped because the queue was full.",
     ),
     "event_batches_lost": (
-        "batches_lost", "Batches of KV events that a slow follower lost, once per follower.",
+        "batches_lost", "Batches of KV events not sent to a slow follower, counted per follower.",
     ),
     "event_followers_cut": (
-        "followers_cut", "Connections of followers of KV events that were refused or closed.",
+        "followers_cut", "Connections of followers of KV events that the node refused or closed.",
     ),
     "event_replays": ("replays_served", "Requests for earlier batches that were answered."),
     "event_replays_cut": (
-        "replays_cut", "Requests for earlier batches that were not answered to the end.",
+        "replays_cut", "Requests for earlier batches that were not answered completely.",
     ),
 }  # fmt: skip
 
 
 class _Snapshot:
-    """A collector that gives one snapshot's series."""
+    """A collector with the series of one snapshot."""
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
@@ -113,7 +115,7 @@ class _Snapshot:
         yield from _open(stats)
         yield _gauge(
             "kvstore_loop_lag_seconds",
-            "How late the loop that owns the state ran a timer, worst of the last 15 to 30 s.",
+            "Delay of a timer on the event loop of the state, maximum of the last 15 to 30 s.",
             stats["loop_lag_s"],
         )
         yield _counter(
@@ -132,7 +134,7 @@ class _Snapshot:
                 yield _counter(f"kvstore_{name}", help_text, events[of])
             yield _gauge(
                 "kvstore_event_followers",
-                "Open connections that follow KV events or ask for earlier ones.",
+                "Open connections of followers of KV events, live or replay.",
                 events["followers"],
             )
 
@@ -146,29 +148,31 @@ def _build(stats: Mapping[str, Any]) -> Metric:
         "mover": stats["mover"],
     }
     family = GaugeMetricFamily(
-        "kvstore_build_info", "Always 1; the labels say which versions run.", labels=list(labels)
+        "kvstore_build_info", "Always 1; the labels are the versions.", labels=list(labels)
     )
     family.add_metric(list(labels.values()), 1)
     return family
 
 
 def _open(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """What is there or under way now."""
+    """The present state: pages, spaces, sessions, waiting requests."""
     for name, of, help_text in (
         ("pages", "pages",
          "Keys in the index, in any tier, including those being written; a key counts once."),
-        ("spaces", "spaces_total", "Spaces that are open."),
+        ("spaces", "spaces_total", "Open spaces, including idle ones."),
         ("sessions", "sessions_total",
-         "Engines with a process that is connected or still holds something."),
+         "Engines with a process that is connected or still holds slots or leases."),
         ("session_bytes", "session_bytes",
-         "Slot bytes that engines read, write or have left behind."),
+         "Slot bytes that engines are reading, writing or have left in LIMBO."),
         ("connections", "connections", "Open connections of engines' processes."),
         ("unwatched_processes", "unwatched_processes",
-         "Processes of engines whose end the kernel does not report."),
-        ("leases", "leases", "Leases that readers have not given back, including expired ones."),
-        ("open_puts", "puts", "Puts neither committed nor aborted, also of lost engines."),
-        ("waiting_requests", "waiting_requests", "Requests that wait for pages, room or a sync."),
-        ("waiting_bytes", "waiting_bytes", "Bytes of the requests that wait."),
+         "Engine processes whose exit the kernel does not report to the node."),
+        ("leases", "leases", "Leases that were not released yet, including expired ones."),
+        ("open_puts", "puts",
+         "Puts neither committed nor aborted, including those of lost engines."),
+        ("waiting_requests", "waiting_requests",
+         "Requests that wait for pages, free slots or a sync."),
+        ("waiting_bytes", "waiting_bytes", "Bytes of waiting requests."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_{name}", help_text, stats[of])
     yield _counter(
@@ -191,8 +195,8 @@ def _latencies(stats: Mapping[str, Any]) -> Iterator[Metric]:
 def _lookups(lookups: list[dict[str, Any]]) -> Metric:
     family = CounterMetricFamily(
         "kvstore_lookup_tier_pages",
-        "Keys in answered lookups, by where they were found (ssd: for some shard on the SSDs only)"
-        " and by model (the first 32 models, and other).",
+        "Keys in answered lookups, by tier (ssd: some shard is only on the SSDs) and by model (the"
+        " first 32 models, all others as other).",
         labels=["tier", "model"],
     )
     for one in lookups:
@@ -202,17 +206,17 @@ def _lookups(lookups: list[dict[str, Any]]) -> Metric:
 
 
 def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """Memory: room, by use, and what is missing of it."""
+    """The host-memory tier: size, use and missing memory."""
     host = stats["host"]
     yield _gauge(
         "kvstore_host_capacity_bytes",
-        "Size of the host-memory tier, used or not, without withheld memory.",
+        "Configured size of the host-memory tier, without withheld memory.",
         host["capacity_bytes"],
     )
     states = GaugeMetricFamily(
         "kvstore_host_bytes",
-        "Memory of the host tier by state of its slots. pinned is part of ready; retiring is in"
-        " extents that get new memory, whatever the slots' state; withheld is beyond the capacity.",
+        "Bytes of host memory by state of the slots. pinned is part of ready; retiring is in"
+        " extents that will get new memory, in any state; withheld is not part of the capacity.",
         labels=["state"],
     )
     for state in _SLOT_STATES:
@@ -220,26 +224,26 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield states
     yield _gauge(
         "kvstore_host_populated_bytes",
-        "Memory of the host tier that was touched, so that the kernel has allocated it.",
+        "Memory of the host tier that the kernel has allocated because it was touched.",
         stats["populated_bytes"],
     )
     yield _gauge(
         "kvstore_host_missing_bytes",
-        "Memory of extents that could not be allocated yet.",
+        "Bytes of extents whose memory could not be allocated yet.",
         stats["missing_bytes"],
     )
     yield _counter(
         "kvstore_host_memory_failures",
-        "Times that new memory for an extent could not be allocated; the node tries again.",
+        "Failures to allocate new memory for an extent; the node retries.",
         stats["memory_failures"],
     )
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
-    """The SSD tier: room, traffic, wear, trouble."""
+    """The SSD tier: space, traffic and failures."""
     room = GaugeMetricFamily(
         "kvstore_ssd_bytes",
-        "Room on the SSDs: capacity; used by segment files, with live and dead records; in flight.",
+        "Bytes on the SSDs: capacity; used by segment files; live and dead records; in flight.",
         labels=["use"],
     )
     for use in ("capacity", "used", "live", "dead", "in_flight"):
@@ -258,19 +262,17 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
         yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
     for name in ("checked", "corrupt"):
         found = counts.get(f"disk_{name}_records", 0)
-        yield _counter(
-            f"kvstore_ssd_{name}_records", f"Records that verify read again: {name}.", found
-        )
+        yield _counter(f"kvstore_ssd_{name}_records", f"Records read by verify: {name}.", found)
     refused = CounterMetricFamily(
         "kvstore_ssd_refused_pages", "Pages not written to the SSDs, by reason.", labels=["reason"]
     )
     refused.add_metric(["quota"], counts.get("disk_refused_quota", 0))
     yield refused
     for name, of, help_text in (
-        ("backlog_pages", "backlog_pages", "Pages that wait to be written to the SSDs."),
-        ("loads", "loads", "Pages that are being read from the SSDs into memory."),
+        ("backlog_pages", "backlog_pages", "Pages waiting to be written to the SSDs."),
+        ("loads", "loads", "Pages being read from the SSDs into memory."),
         ("tombstone_keys_waiting", "tombstone_keys_waiting",
-         "Pages whose removal is not written to the SSDs yet."),
+         "Removed keys whose tombstones are not written to the SSDs yet."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_ssd_{name}", help_text, ssd[of])
     yield _gauge("kvstore_ssd_segments", "Segment files in all directories.", ssd["segments"])
@@ -293,21 +295,21 @@ def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
 
 
 def _wear(wear: Mapping[str, int]) -> Iterator[Metric]:
-    """What is written for ordinary pages, against the endurance budget."""
+    """Bytes written for ordinary pages, and the endurance budget."""
     for name, of, help_text in (
         ("day_bytes", "today_bytes",
-         "Bytes written to the SSDs for ordinary pages since the day began, including those"
-         " carried over; a day is 24 h of the machine's time since boot. Falls back to 0."),
+         "Bytes of ordinary pages written to the SSDs in the current day, including those carried"
+         " over; a day is 24 h counted from the machine's boot. Resets to 0 each day."),
         ("day_forecast_bytes", "forecast_bytes",
-         "The same bytes for a whole day, at the mean rate."),
+         "The same, extrapolated to a whole day at the mean rate."),
         ("day_budget_bytes", "budget_bytes",
-         "The most such bytes per day (ssd.bytes_per_day_max); 0 = no limit."),
+         "The maximum of these bytes per day (ssd.bytes_per_day_max); 0 = no limit."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_ssd_{name}", help_text, wear[of])
 
 
 class _Slab:
-    """A collector that gives the series of one client's slab."""
+    """A collector with the series of one client's slab."""
 
     def __init__(self, slab: Mapping[str, Any]) -> None:
         self._slab = slab
@@ -321,31 +323,34 @@ class _Slab:
         yield room
         yield _gauge(
             "kvstore_slab_broken",
-            "1 = the slab is out of use because its device failed.",
+            "1 = the slab is disabled because its device failed.",
             float(bool(slab["broken"])),
         )
         for name, help_text in (
             ("pages_hit", "Pages loaded from the slab."),
             ("pages_promoted", "Pages copied to the slab."),
-            ("pages_evicted", "Pages evicted from the slab to make room for others."),
-            ("pages_refused", "Pages not copied: no room, and read for the first time."),
+            ("pages_evicted", "Pages evicted from the slab to free slots for others."),
+            (
+                "pages_refused",
+                "Pages not copied because no slot was free and they were read for the first time.",
+            ),
             (
                 "pages_forgotten",
-                "Copies removed: wrong, not allowed to stay, or cleared.",
+                "Copies removed because they were corrupt, must not stay, or were cleared.",
             ),
-            ("pages_failed", "Pages whose copy failed its digest or was abandoned."),
-            ("errors", "Pages that failed in the slab, and failures of its device."),
+            ("pages_failed", "Copies that failed their digest or were abandoned."),
+            ("errors", "Failed pages in the slab, and failures of its device."),
         ):
             yield _counter(f"kvstore_slab_{name}", help_text, slab[name])
 
 
 def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
-    """The node's counts; removals and refusals carry their cause as a label, from 0 on."""
+    """The node's counters; removals and refusals have their cause as a label, from 0 on."""
     for prefix, help_text, label, known in (
-        ("removed", "Pages of one shard that left the index, by cause.", "cause", _CAUSES),
+        ("removed", "Pages of one shard that were dropped, by cause.", "cause", _CAUSES),
         (
             "refused",
-            "Requests that were refused, by error code, and connections (code connections).",
+            "Refused requests by error code, and refused connections (code connections).",
             "code",
             _CODES,
         ),
@@ -372,14 +377,14 @@ def _counter(name: str, help_text: str, value: float) -> CounterMetricFamily:
 
 
 def render_slab(slab: Mapping[str, Any]) -> bytes:
-    """A client's :meth:`~kvstore.client.store.KVStore.slab_stats` in the Prometheus text format."""
+    """Render a client's :meth:`~kvstore.client.store.KVStore.slab_stats` for Prometheus."""
     registry = CollectorRegistry()
     registry.register(_Slab(slab))
     return generate_latest(registry)
 
 
 def render(stats: Mapping[str, Any]) -> bytes:
-    """One snapshot in the Prometheus text format, with what ``/proc`` has on the node's process."""
+    """Render one snapshot for Prometheus, with statistics of the node's process."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(stats))
     ProcessCollector(pid=lambda: stats["pid"], registry=registry)

@@ -8,26 +8,23 @@ from time import monotonic_ns
 from typing import Any, Final
 
 from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.node.movements import Demotion, Prefetch
 from kvstore.page import PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
 from kvstore.server.jobs import Jobs, OperatorJob
-from kvstore.server.observed import (
-    Movement,
-    Movements,
-    Observed,
-    key_of,
-    not_stored,
-    space_of,
-)
+from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
 from kvstore.server.removals import drop
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
 from kvstore.state.choice.pins import expiry
+from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.tier.host import HostMemory
 
 LIMIT_S: Final = 60.0
 """So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
@@ -47,17 +44,22 @@ class OperatorRequests:
     """What the role ``operate`` may ask.
 
     Args:
-        observed: the node.
+        table: what is changed.
+        memory: the bytes of the host tier.
+        status: what the node says of itself.
         turns: where jobs run.
 
     Attributes:
         handlers: operation → what carries it out, for whom.
     """
 
-    def __init__(self, observed: Observed, turns: Turns) -> None:
-        self._observed = observed
+    def __init__(
+        self, table: PageTable, memory: HostMemory, status: NodeStatus, turns: Turns
+    ) -> None:
+        self._table = table
+        self._status = status
         self._jobs = Jobs(turns)
-        self._verifier = Verifier(observed.node.pages, observed.memory)
+        self._verifier = Verifier(table, memory)
         self.handlers: dict[type[operations.Operation], Change] = {
             operations.PinPages: self.pin,
             operations.Unpin: self.unpin,
@@ -80,8 +82,8 @@ class OperatorRequests:
     def pin(self, asked: operations.PinPages, _by: Caller) -> Work[answers.Pinned]:
         """Pin a prefix."""
         self._refuse_without(asked.tier)
-        space, key = space_of(self._observed, asked.space), key_of(asked.key)
-        table = self._observed.node.pages
+        space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
+        table = self._table
         expires_ns = expiry(asked.ttl_s, table.now_ns)
         measured = yield from table.pins.measure(space, key, asked.tier)
         if asked.tier == "ssd":
@@ -94,16 +96,16 @@ class OperatorRequests:
     def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
         """End a pin."""
         yield from ()
-        ended = self._observed.node.pages.unpin(asked.pin)
+        ended = self._table.unpin(asked.pin)
         return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
 
     def evict(self, asked: operations.Evict, by: Caller) -> Work[JobRow]:
         """Take a key with all that follows it, or a whole space, out of the index."""
         yield from ()
-        space = space_of(self._observed, asked.space)
+        space = space_of(self._table.spaces, asked.space)
         top = _node(space, key_of(asked.key)) if asked.key is not None else space.root
         subject: dict[str, answers.Value] = {"space": space.label, "key": asked.key}
-        table = self._observed.node.pages
+        table = self._table
         return self._jobs.start(
             "evict", subject, by, lambda job: drop(table, job, [top], "operator")
         )
@@ -113,8 +115,8 @@ class OperatorRequests:
         yield from ()
         if (asked.space is None) == (not asked.all):
             raise InvalidArgument("space", "name a space, or say all=true")
-        table = self._observed.node.pages
-        one = [space_of(self._observed, asked.space)] if asked.space is not None else None
+        table = self._table
+        one = [space_of(self._table.spaces, asked.space)] if asked.space is not None else None
         tops = [space.root for space in one or list(table.spaces)]
         subject: dict[str, answers.Value] = {"space": asked.space, "all": asked.all}
         return self._jobs.start("clear", subject, by, lambda job: drop(table, job, tops, "cleared"))
@@ -123,7 +125,7 @@ class OperatorRequests:
         """Read pages again and compare them with their digests."""
         yield from ()
         self._refuse_without(asked.tier)
-        every = ["host", "ssd"] if self._observed.node.pages.disk is not None else ["host"]
+        every = ["host", "ssd"] if self._table.disk is not None else ["host"]
         tiers = [asked.tier] if asked.tier is not None else every
         deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
         subject: dict[str, answers.Value] = {
@@ -132,31 +134,28 @@ class OperatorRequests:
         if asked.space is None:
             if asked.key is not None:
                 raise InvalidArgument("space", "a key is one of a space; name it too")
-            spaces = list(self._observed.node.pages.spaces)
+            spaces = list(self._table.spaces)
             work = self._verifier.spaces(spaces, tiers, deadline_ns)
         elif asked.key is None:
-            space = space_of(self._observed, asked.space)
+            space = space_of(self._table.spaces, asked.space)
             work = self._verifier.spaces([space], tiers, deadline_ns)
         else:
-            node = _node(space_of(self._observed, asked.space), key_of(asked.key))
+            node = _node(space_of(self._table.spaces, asked.space), key_of(asked.key))
             work = self._verifier.page(node, tiers, deadline_ns)
         return self._jobs.start("verify", subject, by, work)
 
     def prefetch(self, asked: operations.PrefetchPages, by: Caller) -> Work[JobRow]:
         """Bring pages from the SSD into host memory, by a deadline."""
-        begin = self._movements().prefetch
-        return (yield from self._moved("prefetch", begin, asked, "host", by))
+        return (yield from self._moved("prefetch", asked, "host", by))
 
     def move(self, asked: operations.MovePages, by: Caller) -> Work[JobRow]:
         """Move pages to another tier."""
-        movements = self._movements()
-        begin = movements.demote if asked.to == "ssd" else movements.prefetch
-        return (yield from self._moved("move", begin, asked, asked.to, by))
+        return (yield from self._moved("move", asked, asked.to, by))
 
     def limit(self, asked: operations.SetLimits, by: Caller) -> Work[JobRow]:
         """Limit what a space may have, and what the others must leave it, in a tier."""
         yield from ()
-        space, table = space_of(self._observed, asked.space), self._observed.node.pages
+        space, table = space_of(self._table.spaces, asked.space), self._table
         self._refuse_without(asked.tier)
         self._jobs.refuse_if_full()
         quota, reserved = asked.quota_bytes, asked.reserved_bytes
@@ -175,21 +174,20 @@ class OperatorRequests:
 
     def set_policy(self, asked: operations.SetPolicy, _by: Caller) -> Work[answers.PolicySet]:
         """Change the eviction policy; when that fails the one before it stays."""
-        observed, table = self._observed, self._observed.node.pages
-        before = observed.policy()
-        if asked.name not in before["known"]:
-            known = ", ".join(before["known"])
+        eviction = self._table.eviction
+        if asked.name not in POLICIES:
+            known = ", ".join(POLICIES)
             raise InvalidArgument("name", f"{asked.name[:80]!r} is no policy; known are {known}")
-        while not table.eviction.settle(_SETTLE_LEAVES):
+        while not eviction.settle(_SETTLE_LEAVES):
             yield None  # leaves still move over to the policy before
-        before = observed.policy()
+        previous = eviction.policy
         try:
-            observed.set_policy(asked.name)
+            eviction.change_policy(asked.name)
         except KVStoreError:
-            observed.set_policy(before["name"])
+            eviction.change_policy(previous)
             raise
-        table.ghosts.policy = asked.name
-        return answers.PolicySet(**_policy(observed.policy()), previous=before["name"])
+        self._table.ghosts.policy = asked.name
+        return answers.PolicySet(**_policy(self._status.policy()), previous=previous)
 
     def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:
         """The jobs that run and the last ones that ended, the newest first."""
@@ -212,7 +210,7 @@ class OperatorRequests:
 
     def _write(self, nodes: list[PrefixNode]) -> Work[None]:
         """Have pages written that are not on disk, the first of a chain first."""
-        disk = self._observed.node.pages.disk
+        disk = self._table.disk
         assert disk is not None
         for count, node in enumerate(nodes, start=1):
             for shard in list(node.digests) if is_live(node) else ():
@@ -222,7 +220,7 @@ class OperatorRequests:
 
     def _refuse_without(self, tier: str | None) -> None:
         """Refuse what is asked of a tier that this node does not have."""
-        if tier == "ssd" and self._observed.node.pages.disk is None:
+        if tier == "ssd" and self._table.disk is None:
             message = "this node has no SSD tier: give it ssd.directories"
             raise Refusal(409, "tier_unavailable", message, "tier")
 
@@ -231,7 +229,7 @@ class OperatorRequests:
 
         ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
         """
-        table = self._observed.node.pages
+        table = self._table
         for number in space.by_creation.numbers(0):
             nodes = space.by_creation.nodes(number)
             for start in range(0, len(nodes), _STEP_NODES):
@@ -261,7 +259,7 @@ class OperatorRequests:
 
     def _shrink(self, job: OperatorJob, space: PrefixTree, tier: str) -> tuple[int, bool, bool]:
         """Take some pages of a space out: the bytes, whether it is in its quota, what waits."""
-        table = self._observed.node.pages
+        table = self._table
         disk = table.disk
         job.pages -= _evicted(table)
         if tier == "ssd":
@@ -275,18 +273,13 @@ class OperatorRequests:
         job.pages += _evicted(table)
         return before - space.host_bytes, kept, disk is not None and disk.busy
 
-    def _movements(self) -> Movements:
-        movements = self._observed.movements
-        if movements is None:
+    def _moved(
+        self, kind: str, asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller
+    ) -> Work[JobRow]:
+        if self._table.disk is None:
             message = "this node has one tier: there is nowhere to move pages to"
             raise Refusal(409, "tier_unavailable", message)
-        return movements
-
-    def _moved(
-        self, kind: str, begin: Callable[[PrefixTree, list[PrefixKey], int], Movement],
-        asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller,
-    ) -> Work[JobRow]:  # fmt: skip
-        space = space_of(self._observed, asked.space)
+        space = space_of(self._table.spaces, asked.space)
         keys: list[PrefixKey] = []
         known = False
         for count, text in enumerate(asked.keys, start=1):
@@ -297,7 +290,7 @@ class OperatorRequests:
         if not known:
             raise not_stored(keys[0].hex(), "keys")
         deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
-        movement = begin(space, keys, deadline_ns)
+        movement = (Demotion if to == "ssd" else Prefetch)(self._table, space, keys, deadline_ns)
 
         def work(job: OperatorJob) -> Work[None]:
             try:

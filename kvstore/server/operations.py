@@ -1,8 +1,8 @@
-"""What may be asked of a node by its admin process, and what it answers to that.
+"""Operations that the admin process can request from its node.
 
-An operation is a request's query or body, an answer its JSON (:mod:`kvstore.server.answers`), and
-``/openapi.json`` is made from both. Between the processes they travel as msgpack
-(:mod:`kvstore.server.channel`); the node checks an operation again when it arrives.
+An operation is the query or body of an HTTP request; its answer is the JSON
+(:mod:`kvstore.server.answers`). ``/openapi.json`` is generated from both. They are sent between the
+processes as msgpack (:mod:`kvstore.server.channel`), and the node checks each operation again.
 """
 
 from typing import Annotated, Final, Literal
@@ -13,6 +13,7 @@ KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
 RUN_KEYS_MAX: Final = 1024
 TOKENS_MAX: Final = 2_000_000
+CHAIN_MAX: Final = 1024
 
 Tier = Literal["host", "ssd"]
 Name = Annotated[str, Meta(max_length=256)]
@@ -25,36 +26,36 @@ Keys = Annotated[list[Name], Meta(min_length=1, max_length=KEYS_MAX)]
 
 
 class Operation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all: what it does not know is refused."""
+    """Base of all operations; unknown fields are refused."""
 
 
-# What shows
+# Operations that show state
 
 
 class PingNode(Operation, frozen=True):
-    """The node's loop answers."""
+    """Check that the node's event loop answers."""
 
 
 class ShowReadiness(Operation, frozen=True):
-    """The node answers and has memory to store pages in."""
+    """Check that the node answers and has memory to store pages in."""
 
 
 class ShowStats(Operation, frozen=True):
-    """Everything that can be counted; of spaces and sessions the first 100."""
+    """All counters of the node; the first 100 spaces and sessions."""
 
 
 class ListSpaces(Operation, frozen=True):
-    """The spaces: what they are of, their shards, pages, bytes and limits."""
+    """List the spaces: identity, shards, pages, bytes and limits."""
 
     cursor: Number = 0
     limit: Limit = 100
 
 
 class ListPages(Operation, frozen=True):
-    """Pages of a space (with ``prefix``: at and below a key), a stretch at a time.
+    """List the pages of a space (with ``prefix``: of a key and its descendants), in parts.
 
-    ``next`` is the cursor of the next stretch; a stretch may be short, or empty, before the end. A
-    page that is there all the while is shown exactly once.
+    ``next`` is the cursor of the next part. A part may be short, or empty, before the end. A page
+    that is stored during the whole listing is listed exactly once.
     """
 
     space: Name
@@ -69,14 +70,26 @@ class ListPages(Operation, frozen=True):
 
 
 class ShowPage(Operation, frozen=True):
-    """One page: where, since when, how often hit, digests, parent, children."""
+    """Show one page: tiers, age, hits, digests, parent, children."""
 
     space: Name
     key: Name
 
 
+class ShowTokens(Operation, frozen=True):
+    """What was asked of engines: the token ids of a page, and of pages before it.
+
+    ``pages``: of how many pages, the page itself included; fewer when they are long. It changes
+    nothing and leaves a line in the log.
+    """
+
+    space: Name
+    key: Name
+    pages: Annotated[int, Meta(ge=1, le=CHAIN_MAX)] = 1
+
+
 class ListTree(Operation, frozen=True):
-    """What lies at and below a key (or the whole space), every page before what follows it."""
+    """List a page and its descendants (or a whole space), parents first."""
 
     space: Name
     key: Name | None = None
@@ -86,52 +99,52 @@ class ListTree(Operation, frozen=True):
 
 
 class ListSessions(Operation, frozen=True):
-    """The engines, their processes and what these hold."""
+    """List the engines, their processes and the resources they hold."""
 
     cursor: Number = 0
     limit: Limit = STRETCH_MAX
 
 
 class ListTiers(Operation, frozen=True):
-    """The tiers: sizes and state."""
+    """List the tiers with sizes and state."""
 
 
 class ShowPolicy(Operation, frozen=True):
-    """The eviction policy at work, all that are known, and those of the SSD tier."""
+    """Show the eviction policy, all known ones, and the policies of the SSD tier."""
 
 
 class ListPins(Operation, frozen=True):
-    """What operators pinned, and the budget."""
+    """List the pins of operators, and the budget."""
 
 
 class ListQuotas(Operation, frozen=True):
-    """The spaces that have limits, once for each tier."""
+    """List the limits of spaces, one entry for each tier."""
 
 
 class ListJobs(Operation, frozen=True):
-    """The jobs that run and the last ones that ended, the newest first."""
+    """List running jobs and the last ended ones, newest first."""
 
 
 class ShowJob(Operation, frozen=True):
-    """One job, with its progress."""
+    """Show one job with its progress."""
 
     job: Number
 
 
-# What explains: the admin process asks these to answer one question
+# Operations that explain: the admin process combines them for one answer
 
 
 class ListPageSizes(Operation, frozen=True):
-    """How many tokens a page has: in a space, and in all spaces."""
+    """Get the tokens per page of a space, and of all spaces."""
 
     space: Name | None = None
 
 
 class FindRuns(Operation, frozen=True):
-    """Which spaces hold most of the leading pages of a chain.
+    """Find the spaces that have the most leading pages of a chain.
 
-    ``keys``: 32 bytes each. ``among``: labels of the spaces to look in; None = in all that have
-    pages of ``page_tokens`` tokens.
+    ``keys``: 32 bytes each. ``among``: labels of the spaces to search; None = all spaces with
+    ``page_tokens`` tokens per page.
     """
 
     page_tokens: Annotated[int, Meta(ge=1, le=65_536)]
@@ -141,7 +154,7 @@ class FindRuns(Operation, frozen=True):
 
 
 class ExplainKey(Operation, frozen=True):
-    """Why a key is a hit or not."""
+    """Explain why a key is a hit or a miss."""
 
     key: Name
     space: Name | None = None
@@ -149,24 +162,24 @@ class ExplainKey(Operation, frozen=True):
 
 
 class Compare(Operation, frozen=True):
-    """What keeps a page that another space has from being one of a space."""
+    """Compare the identity of a space with that of another one that has a page."""
 
     space: Name
     other: Name
     key: Name
 
 
-# What changes
+# Operations that change state
 
 
 class Change(Operation, frozen=True):
-    """Base of all that change something: each leaves a line in the log."""
+    """Base of all operations that change something; each is logged."""
 
 
 class PinPages(Change, frozen=True):
-    """Pin the pages of a key and of all keys before it: they stay in a tier.
+    """Pin the pages of a key and of all keys before it, so that they stay in a tier.
 
-    It ends after ``ttl_s`` seconds; 0 = when it is unpinned.
+    The pin ends after ``ttl_s`` seconds; 0 = it lasts until it is removed.
     """
 
     space: Name
@@ -176,29 +189,29 @@ class PinPages(Change, frozen=True):
 
 
 class Unpin(Change, frozen=True):
-    """End a pin."""
+    """Remove a pin."""
 
     pin: Number
 
 
 class Evict(Change, frozen=True):
-    """Take a key with all that follows it, or a whole space, out of the index."""
+    """Drop the pages of a key and its descendants, or of a whole space."""
 
     space: Name
     key: Name | None = None
 
 
 class Clear(Change, frozen=True):
-    """Empty a space, or with ``all`` every space; what is pinned or being written stays."""
+    """Empty a space, or with ``all`` every space; skip pages that are pinned or being written."""
 
     space: Name | None = None
     all: bool = False
 
 
 class Verify(Change, frozen=True):
-    """Read pages again and compare them with their digests; what fails is quarantined.
+    """Read pages again and compare them with their digests; quarantine those that fail.
 
-    A page (space and key), a space, or with neither all pages; in one tier, or in all.
+    Verify a page (space and key), a space, or all pages if neither is given; in one tier or in all.
     """
 
     space: Name | None = None
@@ -208,7 +221,7 @@ class Verify(Change, frozen=True):
 
 
 class PrefetchPages(Change, frozen=True):
-    """Bring pages from the SSD into host memory, by a deadline."""
+    """Load pages from the SSDs into host memory, until a deadline."""
 
     space: Name
     keys: Keys
@@ -216,11 +229,11 @@ class PrefetchPages(Change, frozen=True):
 
 
 class MovePages(Change, frozen=True):
-    """Move pages of one chain to another tier; to the SSDs: memory lets go from the tails on.
+    """Move pages of one chain to another tier; to the SSDs: from the tail of the chain on.
 
-    The job's ``result`` says how many of the keys are ``there`` in the end, how many were ``kept``
-    where they are (in use, followed by pages in memory, or without room), and how many are
-    ``missing``.
+    The job's ``result`` counts the keys that are in the tier at the end (``there``), that stayed
+    where they are (``kept``: in use, with descendants in memory, or without free space), and that
+    are ``missing``.
     """
 
     space: Name
@@ -230,9 +243,10 @@ class MovePages(Change, frozen=True):
 
 
 class SetLimits(Change, frozen=True):
-    """Limit what a space may have, and what the others must leave it, in a tier; 0 = none.
+    """Set the quota and the reservation of a space in a tier; 0 = none.
 
-    A job puts the space's pages into queues of their own and brings it within its quota.
+    A job moves the space's pages into separate queues and evicts pages until the space is within
+    its quota.
     """
 
     space: Name
@@ -242,12 +256,12 @@ class SetLimits(Change, frozen=True):
 
 
 class SetPolicy(Change, frozen=True):
-    """Change the eviction policy; when that fails the one before it stays."""
+    """Change the eviction policy; if that fails, the old one stays."""
 
     name: Name
 
 
 class CancelJob(Change, frozen=True):
-    """Ask a job to end; what it has done stays done."""
+    """Cancel a job; its changes are not undone."""
 
     job: Number

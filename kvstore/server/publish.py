@@ -85,6 +85,11 @@ class Publication:
         """Where missed events can be asked for again; empty when they cannot."""
         return (self._publisher.bound_replay_endpoint or "") if self._publisher else ""
 
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether anybody is told the tokens of pages."""
+        return self._tokens and self._publisher is not None
+
     def publish(self, actions: Sequence[Action]) -> None:
         """Queue one batch; never waits."""
         if self._publisher is not None:
@@ -130,7 +135,7 @@ def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]
     """The events that tell what ``actions`` did, in order; neighbours of one kind become one.
 
     Token ids are told only if ``tokens`` asks for them: keys name pages without saying what is in
-    them.
+    them. Of an event's pages those of all are told, or none.
 
     A page that left one medium and stays in another is told of as removed from the one and stored
     in the other again: whoever follows events without looking at media ends right too.
@@ -148,9 +153,10 @@ def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]
             case TierRemoved(tier=tier):
                 moved = [one for one in members if isinstance(one, TierRemoved)]
                 events.append(_removed(moved[0], [key for one in moved for key in one.keys], tier))
-                events += _stored(moved[::-1], _OTHER[tier])  # leaves leave first
+                events += _stored(moved[::-1], _OTHER[tier], tokens)  # leaves leave first
             case TierStored(tier=tier):
-                events += _stored([one for one in members if isinstance(one, TierStored)], tier)
+                came = [one for one in members if isinstance(one, TierStored)]
+                events += _stored(came, tier, tokens)
             case _:
                 events += [_event(one, tokens) for one in members if isinstance(one, Stored)]
     return events
@@ -172,7 +178,7 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
     return StoredEvent(
         block_hashes=action.keys,
         parent_block_hash=action.parent or None,
-        token_ids=np.frombuffer(action.tokens if tokens else b"", dtype="<u4").tolist(),
+        token_ids=_ids([action.tokens]) if tokens else [],
         block_size=action.space.identity.page_tokens,
         medium=MEDIA["host"],
         space=action.space.label,
@@ -180,8 +186,12 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
     )
 
 
-def _stored(pages: Sequence[TierStored | TierRemoved], tier: str) -> list[Event]:
-    """One event for each run in which page follows page; their tokens are not known any more."""
+def _stored(
+    pages: Sequence[TierStored | TierRemoved],
+    tier: str,
+    tokens: bool,  # noqa: FBT001
+) -> list[Event]:
+    """One event for each run in which page follows page."""
     runs: list[list[TierStored | TierRemoved]] = []
     for page in pages:
         if runs and page.parent == runs[-1][-1].keys[-1]:
@@ -192,7 +202,7 @@ def _stored(pages: Sequence[TierStored | TierRemoved], tier: str) -> list[Event]
         StoredEvent(
             block_hashes=[key for page in run for key in page.keys],
             parent_block_hash=run[0].parent or None,
-            token_ids=[],
+            token_ids=_ids([page.tokens for page in run]) if tokens else [],
             block_size=run[0].space.identity.page_tokens,
             medium=MEDIA[tier],
             space=run[0].space.label,
@@ -200,6 +210,13 @@ def _stored(pages: Sequence[TierStored | TierRemoved], tier: str) -> list[Event]
         )
         for run in runs
     ]
+
+
+def _ids(tokens: Sequence[bytes]) -> list[int]:
+    """The token ids of pages that follow each other; none unless those of all are known."""
+    known = b"".join(tokens) if all(tokens) else b""
+    found: list[int] = np.frombuffer(known, dtype="<u4").tolist()
+    return found
 
 
 def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> RemovedEvent:

@@ -7,8 +7,9 @@ connections of each, and after :data:`ROUND_S` the loop looks at its sockets aga
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final
 
 TURN_S: Final = 0.002
 """How long one connection's messages are taken before it is another's turn."""
@@ -16,15 +17,8 @@ ROUND_S: Final = 0.006
 """How long messages are taken before the loop does something else."""
 
 
-class Taker(Protocol):
-    """A connection with messages to take."""
-
-    @property
-    def process(self) -> int:
-        """Whose it is: equal for all connections of one process."""
-
-    def take(self, end_s: float) -> bool:
-        """Take messages until then; whether there are more that may be taken."""
+Take = Callable[[float], bool]
+"""Takes messages of one connection until then; whether there are more that may be taken."""
 
 
 class Rounds:
@@ -32,19 +26,24 @@ class Rounds:
 
     def __init__(self) -> None:
         #: Process → its connections; whose turn it is first.
-        self._waiting: dict[int, deque[Taker]] = {}
-        self._queued: set[Taker] = set()
+        self._waiting: dict[int, deque[Take]] = {}
+        self._queued: set[Take] = set()
         self._taken_s = 0.0
         self._called = False
 
-    def want(self, taker: Taker) -> None:
-        """A connection has messages that may be taken: now, or when it is its turn."""
-        if taker in self._queued:
+    def want(self, process: int, take: Take) -> None:
+        """A connection has messages that may be taken: now, or when it is its turn.
+
+        Args:
+            process: equal for all connections of one process.
+            take: equal at each call for one connection; it is called once for all calls before.
+        """
+        if take in self._queued:
             return
         if self._waiting or self._taken_s >= ROUND_S:
-            self._wait(taker)
+            self._wait(process, take)
         else:
-            self._take(taker)
+            self._take(process, take)
         self._call()
 
     def _call(self) -> None:
@@ -58,23 +57,23 @@ class Rounds:
         while self._waiting and self._taken_s < ROUND_S:
             process = next(iter(self._waiting))
             queue = self._waiting.pop(process)
-            taker = queue.popleft()
-            self._queued.remove(taker)
+            take = queue.popleft()
+            self._queued.remove(take)
             if queue:
                 self._waiting[process] = queue  # behind all other processes
-            self._take(taker)
+            self._take(process, take)
         if self._waiting:
             self._call()
         else:
             self._taken_s = 0.0
 
-    def _take(self, taker: Taker) -> None:
+    def _take(self, process: int, take: Take) -> None:
         start_s = monotonic()
-        more = taker.take(start_s + TURN_S)
+        more = take(start_s + TURN_S)
         self._taken_s += monotonic() - start_s
         if more:
-            self._wait(taker)
+            self._wait(process, take)
 
-    def _wait(self, taker: Taker) -> None:
-        self._queued.add(taker)
-        self._waiting.setdefault(taker.process, deque()).append(taker)
+    def _wait(self, process: int, take: Take) -> None:
+        self._queued.add(take)
+        self._waiting.setdefault(process, deque()).append(take)

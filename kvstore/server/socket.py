@@ -1,4 +1,4 @@
-"""The node's Unix socket: connections in, answers out, processes watched.
+"""The node's Unix socket: who may connect, and descriptors of extents for those who may map them.
 
 A connection begins on the raw socket: its first message is read before the loop's transport takes
 over, because descriptors can only be passed there. ``FetchExtents`` is answered with descriptors
@@ -12,21 +12,17 @@ import logging
 import os
 import socket
 import stat
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Final
 
 from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
-from kvstore.server.connection import SessionConnection
-from kvstore.server.processes import Processes, credentials
-from kvstore.server.rounds import Rounds
+from kvstore.server.connection import SessionConnection, SessionConnections
+from kvstore.server.processes import credentials
 from kvstore.server.tenants import Tenants, groups
-from kvstore.state.tree.sessions import Peer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
@@ -39,10 +35,6 @@ HANDSHAKES_MAX: Final = 2 * SILENT_MAX
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
-UNREAD_BYTES_MAX: Final = 256 << 20
-"""Bytes that came and were not taken yet, of all connections."""
-STATS_SHARE: Final = 20
-"""Statistics that took long to gather are told again for so many times as long."""
 _EXTENTS_MAX: Final = 64
 
 
@@ -54,10 +46,6 @@ class SocketServer:
         desk: the node's.
         memory: the extents to hand out.
         stats: gives the JSON that answers ``Stats``.
-
-    Attributes:
-        connections: those that said Hello, by their number at the desk.
-        accepted: connections that were ever accepted.
     """
 
     def __init__(
@@ -68,23 +56,16 @@ class SocketServer:
         Raises:
             ConfigError: a user or group of ``socket.tenants`` does not exist.
         """
-        self._desk = desk
         self._node = desk.node
+        self._table = desk.node.pages
         self._memory = memory
-        self.connections: dict[int, SessionConnection] = {}
-        self.accepted = 0
         self._config = config
-        self._stats = stats
-        self._told = b""
-        self._told_until_s = 0.0
         self._tenants = Tenants(config.tenants)
-        self._processes = Processes(self._ended)
+        self._connections = SessionConnections(desk, stats)
+        self._accepted = 0
         self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
         #: Connections that have not said anything yet, and when each must go.
         self._silent: dict[int, asyncio.Timeout] = {}
-        self._rounds = Rounds()
-        #: Bytes that came and were not taken yet.
-        self.unread_bytes = 0
 
     def listen(self) -> None:
         """Make the socket; peers may connect from now on and are served by :meth:`serve`.
@@ -115,8 +96,8 @@ class SocketServer:
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 raw.setblocking(False)  # noqa: FBT003
-                self.accepted += 1
-                task = tasks.create_task(self._handshake(raw, self.accepted))
+                self._accepted += 1
+                task = tasks.create_task(self._handshake(raw, self._accepted))
                 task.add_done_callback(lambda _: self._handshakes.release())
 
     def close(self) -> None:
@@ -125,58 +106,15 @@ class SocketServer:
         self._listener.close()
         if path.exists() and path.stat().st_ino == self._inode:
             path.unlink()
-        for connection in list(self.connections.values()):
-            connection.transport.abort()
-        self._processes.close()
+        self._connections.close()
         os.close(self._lock)
 
-    def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
-        """One message of a session's connection."""
-        try:
-            request = wire.decode_request(body)
-        except ProtocolError as error:
-            self.refuse(connection, error)
-            return
-        if isinstance(request, wire.Stats):
-            connection.answer(wire.StatsReply(request.id, self._stats_json()))
-            return
-        self._desk.receive(connection.number, request)
-
-    def refuse(self, connection: SessionConnection, error: ProtocolError) -> None:
-        """What came on a connection is no message: say so, and end the connection."""
-        self._node.pages.counts["refused_protocol"] += 1
-        log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
-        connection.answer(wire.Failure(0, error.code, str(error)))
-        connection.transport.close()
-
-    def want(self, connection: SessionConnection) -> None:
-        """A connection has messages to take."""
-        self._rounds.want(connection)
-
-    def unread(self, change_bytes: int) -> None:
-        """A connection holds so many bytes more that were not taken yet.
-
-        When all hold too many, the process with the most of them loses its largest message.
-        """
-        self.unread_bytes += change_bytes
-        if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
-            held: Counter[int] = Counter()
-            for one in self.connections.values():
-                held[one.process] += one.unread_bytes
-            largest = max(
-                self.connections.values(), key=lambda one: (held[one.process], one.unread_bytes)
-            )
-            self.refuse(largest, ProtocolError("too many long messages are on their way"))
-
-    def lost(self, connection: SessionConnection) -> None:
-        """A connection closed."""
-        if self.connections.pop(connection.number, None) is None:
-            return  # its Hello was refused
-        identity = connection.peer.identity
-        ended = not self._processes.runs(identity)
-        self._desk.disconnect(connection.number, ended=ended)
-        if not self._node.waits_for(identity):
-            self._processes.forget(identity)
+    def stats(self) -> dict[str, object]:
+        """How many connections there are, and were."""
+        return {
+            "connections": len(self._connections.open),
+            "accepted_connections": self._accepted,
+        }
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -206,7 +144,7 @@ class SocketServer:
             return
         finally:
             self._silent.pop(serial, None)
-        connection = SessionConnection(self, tenants, (raw, request, rest))
+        connection = SessionConnection(self._connections, tenants, (raw, request, rest))
         await loop.connect_accepted_socket(lambda: connection, raw)
 
     def _make_place(self) -> None:
@@ -214,28 +152,6 @@ class SocketServer:
         if len(self._silent) >= SILENT_MAX:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
-
-    def begin(self, connection: SessionConnection, hello: wire.Hello, rest: bytes) -> None:
-        """Say Hello to the node, before this or another connection of the process can be lost."""
-        try:
-            connection.peer = self._watch(connection)
-        except ProtocolError as error:
-            self.refuse(connection, error)
-            return
-        connection.number = self._desk.connect(connection.peer, connection)
-        self.connections[connection.number] = connection
-        self._desk.receive(connection.number, hello)
-        if rest:
-            connection.data_received(rest)
-
-    def _stats_json(self) -> bytes:
-        """The node's statistics; many engines that ask all the time get the same for a while."""
-        start_s = monotonic()
-        if start_s >= self._told_until_s:
-            self._told = self._stats()
-            took_s = monotonic() - start_s
-            self._told_until_s = start_s + STATS_SHARE * took_s if took_s > 0.001 else 0.0
-        return self._told
 
     def _mode(self) -> int:
         """Who may connect at all; :meth:`_admit` looks closer."""
@@ -245,7 +161,7 @@ class SocketServer:
 
     def _admit(self, raw: socket.socket) -> frozenset[str] | None:
         """Which tenants the peer may belong to, if it may connect; None = any."""
-        if len(self.connections) >= self._config.connections_max:
+        if len(self._connections.open) >= self._config.connections_max:
             raise ProtocolError(f"{self._config.connections_max} connections are open already")
         uid = credentials(raw).uid
         if uid in (0, os.geteuid()):
@@ -278,7 +194,7 @@ class SocketServer:
             raise ProtocolError("these extents are of an earlier boot")
         if len(request.extents) > _EXTENTS_MAX or len(request.known) > wire.KNOWN_EXTENTS_MAX:
             raise ProtocolError(f"more extents at once than {_EXTENTS_MAX}, or too many known")
-        owners = {extent.number: extent.domain for extent in self._node.pages.slots.extents}
+        owners = {extent.number: extent.domain for extent in self._table.slots.extents}
         descriptors: list[int] = []
         for number in request.extents:
             if owners.get(number) != session.domain:
@@ -293,22 +209,13 @@ class SocketServer:
 
     def _turn_away(self, raw: socket.socket, error: Exception) -> None:
         code = error.code if isinstance(error, KVStoreError) else "protocol"
-        self._node.pages.counts["refused_connections"] += 1
+        self._table.counts["refused_connections"] += 1
         log.warning("connection refused: %s", str(error) or type(error).__name__)
         try:
             raw.send(wire.encode(wire.Failure(1, code, str(error))))
         except OSError:
             log.debug("the refused peer had left")
         raw.close()
-
-    def _watch(self, connection: SessionConnection) -> Peer:
-        """Learn from the kernel who the peer is, and when its process ends."""
-        pid = credentials(connection.raw).pid
-        process = self._processes.add(connection.raw, pid)
-        return Peer(process.identity, pid, process.watched, connection.tenants)
-
-    def _ended(self, identity: int) -> None:
-        self._desk.process_ended(identity)
 
 
 async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> tuple[bytes, bytes]:

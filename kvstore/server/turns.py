@@ -92,6 +92,7 @@ class Turns:
             now = perf_counter()
         self._desk.flush()
         took = perf_counter() - begun
+        self._desk.note_turn(round(took * 1e9), "what an operator asked for")
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
     def _rested(self) -> None:

@@ -69,6 +69,7 @@ class Watch:
     def __init__(self, node: Node, unready: Callable[[], str]) -> None:
         """Take it that all is as it should be: the first look says what is not."""
         self._node = node
+        self._table = node.pages
         self._unready = unready
         self._ticks = 0
         self._engines: dict[bytes, _Engine] = {}
@@ -76,7 +77,7 @@ class Watch:
         self._withheld_bytes = 0
         #: When the SSD tier last failed, and pages written until then; None while it is well.
         self._failed: tuple[int, int] | None = None
-        self._policy = node.pages.eviction.policy
+        self._policy = self._table.eviction.policy
 
     def look(self, now_ns: int) -> None:
         """Log what is not as it was."""
@@ -113,7 +114,7 @@ class Watch:
                       pids=sorted(engine.pids))  # fmt: skip
 
     def _host_memory(self) -> None:
-        slots = self._node.pages.slots
+        slots = self._table.slots
         withheld, before = slots.withheld * slots.extent_bytes, self._withheld_bytes
         if withheld > before:
             event(log, logging.WARNING, "host memory withheld", withheld_bytes=withheld,
@@ -124,10 +125,10 @@ class Watch:
         self._withheld_bytes = withheld
 
     def _ssd(self, now_ns: int) -> None:
-        disk = self._node.pages.disk
+        disk = self._table.disk
         if disk is None:
             return
-        written = self._node.pages.counts["demoted_pages"]
+        written = self._table.counts["demoted_pages"]
         if disk.troubled:
             if self._failed is None:
                 event(log, logging.WARNING, "SSD tier degraded",
@@ -140,7 +141,7 @@ class Watch:
                 self._failed = None
 
     def _policy_and_readiness(self) -> None:
-        policy = self._node.pages.eviction.policy
+        policy = self._table.eviction.policy
         if policy != self._policy:
             event(log, logging.INFO, "eviction policy changed", policy=policy, before=self._policy)
             self._policy = policy

@@ -88,10 +88,6 @@ class SimulatedDisk:
         for directory in self._directories.values():
             directory.locked = False
 
-    def names_below(self, path: Path) -> list[Path]:
-        """Every file in a directory."""
-        return sorted(path / name for name in self._directories[path].seen)
-
     def change(self, path: Path, edit: Callable[[bytearray], None]) -> None:
         """Damage a file: ``edit`` changes its bytes, or shortens it; durable at once."""
         file = self._file(path)

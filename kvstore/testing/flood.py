@@ -38,14 +38,12 @@ class FloodPut:
 
     Attributes:
         prompt: what was stored.
-        ended_s: since the flood began.
         seconds: it took.
         durable: it was acknowledged as durable.
         room: memory could not have been full by then.
     """
 
     prompt: int
-    ended_s: float
     seconds: float
     durable: bool
     room: bool
@@ -62,7 +60,6 @@ class Flooded:
         seconds: it lasted.
         memory_bytes_max: most memory in use: shared, and what the daemon grew by itself.
         stats: the daemon's, at the end.
-        begun: the daemon's, at the beginning.
     """
 
     puts: list[FloodPut] = field(default_factory=list)
@@ -70,7 +67,6 @@ class Flooded:
     seconds: float = 0.0
     memory_bytes_max: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
-    begun: dict[str, Any] = field(default_factory=dict)
     capacity_bytes: int = 0
 
     @property
@@ -161,8 +157,7 @@ class Flood:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._failed: list[BaseException] = []
-        begun = server.get("/v1/stats")
-        self.result = Flooded(begun=begun, capacity_bytes=begun["host"]["capacity_bytes"])
+        self.result = Flooded(capacity_bytes=server.get("/v1/stats")["host"]["capacity_bytes"])
 
     def run(self, seconds: float) -> Flooded:
         """Flood for so long.
@@ -172,7 +167,7 @@ class Flood:
         """
         begin = time.monotonic()
         writers = [
-            threading.Thread(target=self._guarded, args=(index, begin), name="flood")
+            threading.Thread(target=self._guarded, args=(index,), name="flood")
             for index in range(WRITERS)
         ]
         for writer in writers:
@@ -197,14 +192,14 @@ class Flood:
             raise self._failed[0]
         return self.result
 
-    def _guarded(self, index: int, begin: float) -> None:
+    def _guarded(self, index: int) -> None:
         try:
-            self._write(index, begin)
+            self._write(index)
         except BaseException as error:
             self._failed.append(error)
             raise
 
-    def _write(self, index: int, begin: float) -> None:
+    def _write(self, index: int) -> None:
         with KVStore.connect(self._server.address, name="flood", timeout_s=TIMEOUT_S) as store:
             space = open_space(store)
             number = 0
@@ -223,7 +218,7 @@ class Flood:
                 with self._lock:
                     puts = self.result.puts
                     room = (len(puts) + WRITERS) * PUT_BYTES <= self.result.capacity_bytes
-                    puts.append(FloodPut(prompt, now - begin, now - start, durable, room))
+                    puts.append(FloodPut(prompt, now - start, durable, room))
                 number += 1
 
 

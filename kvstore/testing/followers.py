@@ -1,4 +1,4 @@
-"""Who follows a node's events, beside the node: does it know where every page is?"""
+"""Who follows a node's events, beside the node: does it know where every page is, and its token?"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,6 +12,12 @@ Page = tuple[object, object, BlockHash]
 """Space, shard, key."""
 
 
+def page_token(key: BlockHash) -> bytes:
+    """What simulations give as the only token of a page; the pages of one prompt differ in it."""
+    assert isinstance(key, bytes)
+    return key[:4]
+
+
 class KnownPages:
     """Two indexes: one keeps the media of each page apart, one takes no notice of media."""
 
@@ -21,8 +27,11 @@ class KnownPages:
 
     def follow(self, actions: Sequence[Action]) -> None:
         """Take note of what the node publishes."""
-        for event in events_of(actions):
+        for event in events_of(actions, tokens=True):
             assert isinstance(event, StoredEvent | RemovedEvent)
+            if isinstance(event, StoredEvent) and event.token_ids:
+                tokens = [int.from_bytes(page_token(one), "little") for one in event.block_hashes]
+                assert event.token_ids == tokens, "the tokens of other pages"
             for one in event.block_hashes:
                 page = (event.space, event.shard, one)
                 if isinstance(event, StoredEvent):
@@ -38,6 +47,7 @@ class KnownPages:
         there: dict[Page, set[str]] = {}
         for space in table.spaces:
             for node in space.nodes.values():
+                assert node.tokens in (b"", page_token(node.key)), "the tokens of another page"
                 for shard in node.digests:
                     media = {MEDIA["host"]} if shard in node.slots else set()
                     media |= {MEDIA["ssd"]} if shard in node.disk else set()

@@ -2,9 +2,10 @@
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvstore.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
+from kvstore.node.desk import Desk
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import jobs as diskjobs
 from kvstore.state.disk.jobs import DiskJob, DiskRules
@@ -13,11 +14,8 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.slots import Slot
+from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
 
-if TYPE_CHECKING:
-    from kvstore.testing.simulation import Simulation
-
-PAGE_BYTES: Final = 4096
 SEGMENT_BYTES: Final = 32 * PAGE_BYTES
 SEGMENTS: Final = 8
 DELAY_NS_MAX: Final = 4_000_000
@@ -26,17 +24,30 @@ DELAY_NS_MAX: Final = 4_000_000
 class SimulatedTier:
     """What stands for the SSD tier: every job takes a while, some fail, some bytes flip.
 
+    Args:
+        time: of the simulation.
+        desk: is polled when a job has ended; its node gets a disk.
+        extents: the node's memory, by number.
+        rules: of the disk.
+
     Attributes:
         records: what was written where.
     """
 
-    def __init__(self, simulation: "Simulation", rules: DiskRules) -> None:
-        """Give the simulation's node a disk."""
+    def __init__(
+        self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
+    ) -> None:
         self.records: dict[Place, bytes] = {}
-        self._simulation = simulation
+        self._tokens: dict[Place, bytes] = {}
+        self._time = time
+        self._random = time.random
+        self._outcome = time.outcome
+        self._desk = desk
+        self._node = desk.node
+        self._extents = extents
         self._sizes: dict[int, int] = {}
-        self._ended: list[tuple[int, KVStoreError | None]] = []
-        pages = simulation.node.pages
+        self._ended: list[tuple[int, KVStoreError | None, bytes]] = []
+        pages = desk.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         self.pages = pages.disk = DiskPages(
@@ -47,14 +58,14 @@ class SimulatedTier:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         jobs, self.pages.jobs = self.pages.jobs, []
         for job in jobs:
-            delay_ns = self._simulation.random.randrange(DELAY_NS_MAX)
-            self._simulation.at(delay_ns, partial(self._end, job))
+            delay_ns = self._random.randrange(DELAY_NS_MAX)
+            self._time.at(delay_ns, partial(self._end, job))
 
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         ended, self._ended = self._ended, []
-        for job, error in ended:
-            self._simulation.node.disk_completed(job, error, now_ns)
+        for job, error, tokens in ended:
+            self._node.disk_completed(job, error, now_ns, tokens)
 
     def stats(self) -> dict[str, Any]:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -64,17 +75,18 @@ class SimulatedTier:
         """An operator has some of the pages on disk read again."""
         pages = [
             (node, 0)
-            for space in self._simulation.node.pages.spaces
+            for space in self._node.pages.spaces
             for node in space.nodes.values()
             if 0 in node.disk
         ]
-        self.pages.check(self._simulation.random.sample(pages, min(4, len(pages))))
+        some = self._random.sample(pages, min(4, len(pages)))
+        self.pages.check(some)
+        self.pages.read_tokens(some)
         self.flush()
 
     def limit_some(self, table: PageTable) -> None:
         """An operator limits a space on disk, and pins a page there for a while."""
-        simulation = self._simulation
-        random, spaces = simulation.random, list(table.spaces)
+        random, spaces = self._random, list(table.spaces)
         if not spaces:
             return
         space, record = random.choice(spaces), record_bytes(PAGE_BYTES)
@@ -86,7 +98,7 @@ class SimulatedTier:
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):
             if keys:
-                ends_ns = simulation.now_ns + 20_000_000
+                ends_ns = self._time.now_ns + 20_000_000
                 table.pin(space, random.choice(keys), ends_ns, random.choice(("host", "ssd")))
         self.flush()
 
@@ -96,38 +108,42 @@ class SimulatedTier:
             space, before = limits.space, self._sizes.get(limits.space.number, 0)
             quota = limits.quota_bytes or 1 << 62
             assert space.disk_bytes <= max(quota, before), "a space grew beyond its quota"
-        self._sizes = {one.number: one.disk_bytes for one in self._simulation.node.pages.spaces}
+        self._sizes = {one.number: one.disk_bytes for one in self._node.pages.spaces}
 
     def _end(self, job: DiskJob) -> None:
-        simulation = self._simulation
         error: KVStoreError | None = None
-        if simulation.random.random() < simulation.faults.disk:
+        if self._random.random() < self._time.faults.disk:
             error = TierUnavailable("simulated")
-            simulation.outcome.disk_failures += 1
+            self._outcome.disk_failures += 1
         else:
             error = self._carry_out(job)
-        self._ended.append((job.job, error))
-        simulation.desk.poll_disk()
+        tokens = b""
+        if isinstance(job, diskjobs.DiskRead | diskjobs.DiskTokens) and error is None:
+            tokens = self._tokens[job.place]
+        self._ended.append((job.job, error, tokens))
+        self._desk.poll_disk()
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
         match job:
             case diskjobs.DiskWrite(place=place, page=(node, _, _, _), slot=slot):
                 content = bytes(self._memory(slot))
-                if content != _content(node.key):
+                if content != page_content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = node.tokens
             case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
-                error = self._read(place, self._memory(slot), _content(node.key))
-                self._simulation.outcome.pages_from_disk += error is None
+                error = self._read(place, self._memory(slot), page_content(node.key))
+                self._outcome.pages_from_disk += error is None
                 return error
             case diskjobs.DiskCheck(place=place, page=(node, _, _, _)):
-                self._simulation.outcome.pages_checked += 1
-                return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(node.key))
+                self._outcome.pages_checked += 1
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), page_content(node.key))
             case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
                 content = self.records[source]
-                if content != _content(node.key):
+                if content != page_content(node.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
+                self._tokens[place] = self._tokens[source]
             case diskjobs.DiskDrop(segment=segment):
                 for place in [at for at in self.records if at.segment == segment]:
                     del self.records[place]
@@ -136,21 +152,13 @@ class SimulatedTier:
         return None
 
     def _read(self, place: Place, memory: memoryview, expected: bytes) -> KVStoreError | None:
-        simulation = self._simulation
-        content = self.records[place]
-        memory[:] = content
-        if simulation.random.random() < simulation.faults.flip:
-            memory[simulation.random.randrange(PAGE_BYTES)] ^= 1
+        memory[:] = self.records[place]
+        if self._random.random() < self._time.faults.flip:
+            memory[self._random.randrange(PAGE_BYTES)] ^= 1
         if memory != expected:
             return PageCorrupt("simulated")
         return None
 
     def _memory(self, slot: Slot) -> memoryview:
-        simulation = self._simulation
-        number, _, offset = simulation.node.pages.slots.address(slot)
-        return memoryview(simulation.memory[number])[offset : offset + PAGE_BYTES]
-
-
-def _content(key: bytes) -> bytes:
-    """See :func:`kvstore.testing.simulation.page_content`."""
-    return key * (PAGE_BYTES // len(key))
+        number, _, offset = self._node.pages.slots.address(slot)
+        return memoryview(self._extents[number])[offset : offset + PAGE_BYTES]

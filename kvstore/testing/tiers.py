@@ -34,6 +34,7 @@ from kvstore.tier.base import (
     Job,
     PageRecord,
     ReadPage,
+    ReadTokens,
     SealSegment,
     SyncAll,
     Tier,
@@ -129,6 +130,10 @@ class TierDriver:
         (ended,) = self.run(lambda job: ReadPage(job, place, page.record, target.address))
         return ended, target
 
+    def read_tokens(self, place: Place, page: PageInMemory) -> Completion:
+        """Read the tokens of a page."""
+        return self.run(lambda job: ReadTokens(job, place, page.record))[0]
+
     def tombstone(self, place: Place, keys: bytes) -> Completion:
         """Write a tombstone for these keys."""
         return self.run(lambda job: WriteTombstone(job, place, SPACE, SHARD, keys))[0]
@@ -174,6 +179,7 @@ class LogContract:
         "check_a_page_that_is_not_its_digest_is_not_written",
         "check_a_damaged_page_is_an_error",
         "check_a_page_is_read_only_under_its_own_name",
+        "check_tokens_are_read_without_their_page",
         "check_a_segment_can_be_sealed_and_dropped",
         "check_many_jobs_each_end_once",
         "check_a_closed_tier_leaves_nothing_behind",
@@ -233,6 +239,25 @@ class LogContract:
         driver.write((place, page), (other_place, other))
         for wrong in ((place, other), (other_place, page), (Place(0, 8192 * 4), page)):
             assert isinstance(driver.read(*wrong)[0].error, PageCorrupt)
+        tier.close()
+
+    def check_tokens_are_read_without_their_page(self) -> None:
+        """A record gives the tokens it was written with, under its own name only."""
+        random, tier = Random(8), self._open()
+        driver = TierDriver(tier)
+        placed = laid_out(0, [PageInMemory.random(random, 12_288) for _ in range(2)])
+        driver.write(*placed)
+        self._damage(placed[0][0])
+        for place, page in placed:
+            ended = driver.read_tokens(place, page)
+            assert ended.error is None, "the page's own bytes are not looked at"
+            assert ended.tokens == page.record.tokens
+        (place, page), (other_place, other) = placed
+        for wrong in ((place, other), (other_place, page), (Place(0, 8192 * 4), page)):
+            ended = driver.read_tokens(*wrong)
+            assert isinstance(ended.error, PageCorrupt)
+            assert not ended.tokens
+        assert driver.read_tokens(Place(9, 0), page).error is not None, "there is no such segment"
         tier.close()
 
     def check_a_segment_can_be_sealed_and_dropped(self) -> None:

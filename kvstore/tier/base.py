@@ -52,6 +52,15 @@ class ReadPage:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """Read what a record has of its page's tokens, and nothing of the page."""
+
+    job: int
+    place: Place
+    record: PageRecord
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPage:
     """Write the record at ``source`` again at ``place``."""
 
@@ -111,7 +120,10 @@ class DropSegment:
     segment: int
 
 
-Job = WritePage | ReadPage | CopyPage | WriteTombstone | SyncAll | SealSegment | DropSegment
+Job = (
+    WritePage | ReadPage | ReadTokens | CopyPage | WriteTombstone | SyncAll | SealSegment
+    | DropSegment
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +131,7 @@ class Completion:
     """The end of one job; ``error`` None = all of it was done.
 
     Attributes:
-        tokens: of a read: those its record has; empty when it has none.
+        tokens: of a read: those that its record has; empty when it has none.
     """
 
     job: int
@@ -128,7 +140,11 @@ class Completion:
 
 
 class Tier(Protocol):
-    """A tier as its node drives it; all calls come from the node's thread."""
+    """A tier as its node drives it; all calls come from the node's thread.
+
+    Whoever adds a tier implements this, and shows by
+    :class:`kvstore.testing.contract.TierContract` that it keeps what is asked of it.
+    """
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Take jobs. Writes and reads may end in any order; a SyncAll covers what it says."""

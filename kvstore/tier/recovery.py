@@ -83,7 +83,6 @@ class RecoveredSegment:
 
     Attributes:
         number: names it.
-        directory: index of its directory.
         size_bytes: of its file.
         first_page: lowest sequence number of its pages, of those that do not stand too; 0 = none.
         last_tombstone: highest one of its tombstones; 0 = none.
@@ -95,7 +94,6 @@ class RecoveredSegment:
     """
 
     number: int
-    directory: int
     size_bytes: int
     sealed: bool
     end: int
@@ -303,7 +301,6 @@ def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
         segments.append(
             RecoveredSegment(
                 number=one.number,
-                directory=one.directory,
                 size_bytes=one.size_bytes,
                 sealed=segment.sealed,
                 end=segment.end,

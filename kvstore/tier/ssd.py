@@ -21,6 +21,7 @@ from kvstore.tier.base import (
     DropSegment,
     Job,
     ReadPage,
+    ReadTokens,
     SealSegment,
     SyncAll,
     WritePage,
@@ -347,6 +348,8 @@ class SSDLog:
         match first:
             case ReadPage():
                 yield from mover.read(cast("list[ReadPage]", work.jobs))
+            case ReadTokens():
+                yield mover.read_tokens(first)
             case CopyPage():
                 yield mover.copy(first, work.sequence)
             case SyncAll():

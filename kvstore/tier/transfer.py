@@ -15,13 +15,14 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.page import pack_pair, page_seeds
-from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, record_bytes
+from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, record_bytes
 from kvstore.tier.base import (
     Completion,
     CopyPage,
     Job,
     PageRecord,
     ReadPage,
+    ReadTokens,
     WritePage,
     WriteTombstone,
 )
@@ -142,6 +143,15 @@ class RecordMover:
             return
         yield from self._checked(jobs, done)
 
+    def read_tokens(self, job: ReadTokens) -> Completion:
+        """Read the header of a record, where the tokens of its page are."""
+        block = self._block(0)
+        done = self._fill(job.place, [block])
+        header = decode_header(block, self._segments.log, job.place) if done == len(block) else None
+        if header is None or not is_of(header, job.record):
+            return Completion(job.job, _not_there(job))
+        return Completion(job.job, tokens=header.tokens)
+
     def copy(self, job: CopyPage, sequence: int) -> Completion:
         """Write a record again at another place, once it has been read and found right."""
         memory = aligned(record_bytes(job.record.page_bytes) - HEADER_BYTES)
@@ -211,14 +221,17 @@ class RecordMover:
 
     def _read_batch(self, jobs: Sequence[ReadPage]) -> int:
         """Fill the jobs' memory and the headers; returns bytes read."""
-        first = jobs[0].place
         buffers: list[memoryview] = []
         for index, job in enumerate(jobs):
             padded = record_bytes(job.record.page_bytes) - HEADER_BYTES
             buffers += [self._block(index), memory_at(job.address, padded)]
-        with self._segments.using(first.segment, write=False) as (segment, descriptor):
+        return self._fill(jobs[0].place, buffers)
+
+    def _fill(self, place: Place, buffers: list[memoryview]) -> int:
+        """Read what lies at a place; returns bytes read."""
+        with self._segments.using(place.segment, write=False) as (segment, descriptor):
             try:
-                return read_fully(self._disk, descriptor, buffers, first.offset)
+                return read_fully(self._disk, descriptor, buffers, place.offset)
             except OSError as error:
                 raise self._failure(segment, error) from error
 
@@ -238,12 +251,11 @@ class RecordMover:
         ]
         found = iter(digests(present))
         for job, header in zip(jobs, headers, strict=True):
-            name = f"page {job.record.key.hex()[:16]} in segment {job.place.segment}"
             if header is None:
-                error = PageCorrupt(f"{name}: the record is not there or is not that page's")
-                yield Completion(job.job, error)
+                yield Completion(job.job, _not_there(job))
             elif next(found) != job.record.digest:
-                yield Completion(job.job, PageCorrupt(f"{name}: its bytes do not fit its digest"))
+                error = PageCorrupt(f"{_name(job)}: its bytes do not fit its digest")
+                yield Completion(job.job, error)
             else:
                 self.counts["read_records"] += 1
                 self.counts["read_bytes"] += record_bytes(job.record.page_bytes)
@@ -257,6 +269,14 @@ class RecordMover:
     def _failure(self, segment: LogFile, error: OSError) -> KVStoreError:
         directory = self._segments.directories[segment.directory]
         return failure(directory.path / segment_name(segment.number), error)
+
+
+def _name(job: ReadPage | ReadTokens) -> str:
+    return f"page {job.record.key.hex()[:16]} in segment {job.place.segment}"
+
+
+def _not_there(job: ReadPage | ReadTokens) -> PageCorrupt:
+    return PageCorrupt(f"{_name(job)}: the record is not there or is not that page's")
 
 
 def _header_of(job: Write, sequence: int) -> Header:

@@ -175,7 +175,7 @@ def test_a_name_of_several_spaces_is_answered_with_all_of_them():
         with pytest.raises(InvalidArgument) as refused:
             short.space(name)
         told = str(refused.value)
-        assert "any of 2:" in told
+        assert "matches 2: give more of it" in told
         assert f"{LABEL[:12]}  m\n" in told
         assert f"{OTHER[:12]}  m (tenant acme, revision r1)" in told
     assert short.space("4f2a91c1") == OTHER
@@ -192,7 +192,7 @@ def test_a_key_is_named_by_first_digits_that_no_other_has():
     assert short.key(OTHER, "AB12CD") == third
     assert short.key(None, "ab12ce") == second, "one key of two spaces is one"
     assert short.key(LABEL, third) == third, "all digits are taken as they are"
-    with pytest.raises(InvalidArgument, match=f"any of 2:\n  {first}\n  {third}"):
+    with pytest.raises(InvalidArgument, match=f"matches 2: give more of it\n  {first}\n  {third}"):
         short.key(None, "ab12cd")
     with pytest.raises(NotFound, match="all 64 digits"):
         short.key(LABEL, "ab12cf")
@@ -215,7 +215,9 @@ def test_many_that_it_could_be_are_cut_short():
     keys = [f"ab12cd{number:02d}" + "0" * 56 for number in range(30)]
     short = Names(Listings([space(LABEL, "m")], {LABEL: keys}))
 
-    with pytest.raises(InvalidArgument, match=r"any of 30:(\n  \w+){10}\n  and 20 more"):
+    with pytest.raises(
+        InvalidArgument, match=r"matches 30: give more of it(\n  \w+){10}\n  and 20 more"
+    ):
         short.key(LABEL, "ab12cd")
 
 
@@ -286,7 +288,7 @@ def test_emptying_a_node_asks_at_a_terminal_and_needs_a_word_elsewhere(spawn, tm
         for answer in ("\n", "n\n", "Q\n"):
             status, shown = at_a_terminal(answer, *clear)
             assert status == 1
-            assert "Take all 3 pages of 1 spaces out of node local? [y/N]" in shown
+            assert "Remove all 3 pages of 1 spaces from node local? [y/N]" in shown
             assert "nothing was done" in shown
         assert stored.space.lookup(keys).pages == 3
         status, shown = at_a_terminal("y\n", *clear)
@@ -365,11 +367,11 @@ def test_stats_count_what_was_stored_what_left_and_what_was_refused(capsys):
 
     assert re.search(r"stored\s.*1,200 pages, 3\.0 GiB since the start", told), told
     assert re.search(r"loaded\s.*1\.0 GiB", told), told
-    assert re.search(r"pages left\s.*corrupt 1, evicted 300", told), told
+    assert re.search(r"pages dropped\s.*corrupt 1, evicted 300", told), told
     assert re.search(r"refused\s.*capacity 7", told), told
     show.stats({**answer, "counts": {}}, show.console())
     told = capsys.readouterr().out
-    assert not re.search("stored|loaded|pages left|refused", told), "nothing happened"
+    assert not re.search("stored|loaded|pages dropped|refused", told), "nothing happened"
     assert "no engine is connected" in told
 
 

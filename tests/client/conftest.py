@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.link import Link
+from kvstore.client.mapping import Mapping
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
@@ -60,6 +61,14 @@ class Daemon:
         return KVStore.connect(self.address, timeout_s=TIMEOUT_S, **options)
 
 
+def still_serves(daemon: Daemon) -> bool:
+    with daemon.connect() as store:
+        space = open_space(store)
+        keys, pages = new_keys(space, 2), content(2, SIZE)
+        space.put(keys, pages)
+        return space.get(keys, content(2, SIZE, seed=9)) == 2
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("daemon")
@@ -95,6 +104,12 @@ def ssd_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield Daemon(process)
     finally:
         assert process.stop() == 0, process.report()
+
+
+def mapped_bytes(mapping: Mapping) -> int:
+    """Bytes that a client has mapped, read-only and writable mappings counted apart."""
+    regions = [*mapping._read.values(), *mapping._write.values(), *mapping._dropped]
+    return sum(region.size for region in regions)
 
 
 SLAB = DeviceSlabConfig(device="cpu", capacity_bytes=1 << 20)
@@ -134,6 +149,9 @@ def identity(**fields: Any) -> SpaceIdentity:
     """A space of its own unless a model is named."""
     defaults = {"model": f"model-{next(_models)}", "kv_dtype": "float32", "page_tokens": 4}
     return SpaceIdentity(**{**defaults, **fields})
+
+
+SIZE = FLAT.page_bytes(identity())
 
 
 def open_space(store: KVStore, *shards: ShardSpec, **fields: Any) -> Space:

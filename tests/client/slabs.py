@@ -9,9 +9,8 @@ from kvstore import wire
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.page import PrefixKeys
-from tests.client.conftest import FLAT, identity
+from tests.client.conftest import SIZE
 
-SIZE = FLAT.page_bytes(identity())
 BLOCK = 64 * 4 * 4 * 2
 """Bytes of 4 tokens of 2 heads: one block of a plane is one page's."""
 

@@ -1,12 +1,9 @@
-"""Goal: the daemon as engines, operators and strangers meet it: socket, HTTP, events, signals."""
+"""Goal: the daemon as engines, operators and strangers meet it: socket, HTTP, events."""
 
-import gc
 import socket
 import stat
 import struct
-import sys
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,27 +11,21 @@ import pytest
 import zmq
 
 from kvstore import wire
-from kvstore.errors import TierUnavailable
 from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
 from kvstore.mover.kvpool import KVPool
 from kvstore.server import client
-from kvstore.server.daemon import spare_survivors, take_back
-from kvstore.state.tree.slots import SlotTable
-from kvstore.tier.host import HostMemory
 from tests.client.conftest import (
     FLAT,
-    READY,
+    SIZE,
     TIMEOUT_S,
     Daemon,
     Pool,
-    arguments,
     content,
     identity,
     new_keys,
     open_space,
+    still_serves,
 )
-
-SIZE = FLAT.page_bytes(identity())
 
 
 class Raw:
@@ -75,14 +66,6 @@ def raw(daemon: Daemon) -> Iterator[Raw]:
     stranger = Raw(daemon.socket)
     yield stranger
     stranger.close()
-
-
-def still_serves(daemon: Daemon) -> bool:
-    with daemon.connect() as store:
-        space = open_space(store)
-        keys, pages = new_keys(space, 2), content(2, SIZE)
-        space.put(keys, pages)
-        return space.get(keys, content(2, SIZE, seed=9)) == 2
 
 
 # Strangers
@@ -324,142 +307,3 @@ def test_stored_and_removed_pages_are_published(daemon, wait_until):
     assert (stored.block_size, stored.medium, stored.shard) == (4, "CPU", 0)
     assert removed.block_hashes == list(reversed(keys)), "leaves first"
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
-
-
-# Start and end
-
-
-def test_a_second_daemon_on_the_same_socket_is_refused_and_does_no_harm(daemon, spawn):
-    second = spawn(arguments(daemon.socket))
-
-    assert second.wait(TIMEOUT_S) == 2
-    assert "another node listens there" in second.stderr
-    assert "socket.path" in second.stderr
-    assert still_serves(daemon)
-
-
-def test_something_else_at_the_sockets_path_is_left_alone(spawn, tmp_path):
-    path = tmp_path / "precious"
-    path.write_text("data")
-
-    refused = spawn(arguments(path))
-
-    assert refused.wait(TIMEOUT_S) == 2
-    assert "is not a socket" in refused.stderr
-    assert path.read_text() == "data"
-
-
-def test_sigterm_ends_it_cleanly_and_removes_the_socket(own_daemon):
-    with own_daemon.connect() as store:
-        space = open_space(store)
-        keys = new_keys(space, 2)
-        space.put(keys, content(2, SIZE))
-
-        assert own_daemon.process.stop() == 0
-
-        assert not own_daemon.socket.exists()
-        assert space.lookup(keys).pages == 0, "a miss, not an error"
-    assert "Traceback" not in own_daemon.process.stderr
-
-
-def test_a_daemon_that_was_killed_leaves_a_socket_that_the_next_one_takes(own_daemon, spawn):
-    own_daemon.process.kill()
-    assert own_daemon.socket.exists()
-
-    again = Daemon(spawn(arguments(own_daemon.socket), ready=READY))
-
-    assert still_serves(again)
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        (
-            "host.capacity_byte=1",
-            "unknown key host.capacity_byte; did you mean host.capacity_bytes",
-        ),
-        ("host.capacity_bytes=big", "host.capacity_bytes"),
-        ("host.extent_bytes=1000", "host.extent_bytes"),
-        ("nonsense", "expected key=value"),
-        ("events.endpoint=foo", "config: events.endpoint"),
-        ("events.replay_endpoint=tcp://1.2.3.4:1", "events.follow_token"),
-        ("events.replay_endpoint=ipc://@everybody", "config: events.replay_endpoint"),
-    ],
-)
-def test_a_wrong_setting_ends_it_with_2_and_the_keys_name(spawn, tmp_path, setting, said):
-    refused = spawn([*arguments(tmp_path / "s.sock"), "--set", setting])
-
-    assert refused.wait(TIMEOUT_S) == 2
-    assert said in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert not (tmp_path / "s.sock").exists()
-
-
-def test_the_effective_configuration_can_be_printed(spawn, tmp_path):
-    command = [*arguments(tmp_path / "s.sock"), "--print-config"]
-    printed = spawn(command, env={"KVSTORE__NODE__NAME": "from-env"})
-
-    assert printed.wait(TIMEOUT_S) == 0
-    assert 'name = "from-env"  # KVSTORE__NODE__NAME' in printed.stdout
-    assert "capacity_bytes = 67108864  # --set host.capacity_bytes" in printed.stdout
-
-
-def test_it_does_not_run_without_its_assertions(spawn):
-    refused = spawn([sys.executable, "-O", "-m", "kvstore.server.daemon", "--print-config"])
-
-    assert refused.wait(TIMEOUT_S) == 2
-    assert "python -O" in refused.stderr
-
-
-def test_what_outlived_a_full_collection_is_not_walked_again_and_garbage_still_goes():
-    class Ring:
-        def __init__(self) -> None:
-            self.me = self
-
-    gc.callbacks.append(spare_survivors)
-    try:
-        gc.collect()
-        before = gc.get_freeze_count()
-        kept = [[] for _ in range(10_000)]
-        gc.collect()
-        assert gc.get_freeze_count() >= before + len(kept)
-
-        ring = weakref.ref(Ring())
-        assert ring() is not None
-        gc.collect()
-        assert ring() is None
-    finally:
-        gc.callbacks.remove(spare_survivors)
-        gc.unfreeze()
-
-
-def test_too_few_descriptors_end_the_start_and_say_what_to_raise(spawn, tmp_path):
-    command = arguments(tmp_path / "own.sock", host__extent_bytes="64KiB")
-    process = spawn(["sh", "-c", 'ulimit -n 100; exec "$@"', "sh", *command])
-
-    assert process.wait() == 2
-    assert "ulimit -n" in process.stderr
-    assert "Traceback" not in process.stderr
-
-
-def test_memory_that_cannot_be_taken_back_yet_ends_nobody(caplog):
-    slots, made = SlotTable(1 << 16, 1, withheld=3), list[int]()
-
-    class Memory(HostMemory):
-        def __init__(self, room: int) -> None:
-            self.room = room
-
-        def create(self, numbers: Iterable[int]) -> None:
-            for number in numbers:
-                if len(made) == self.room:
-                    raise TierUnavailable("too many open files")
-                made.append(number)
-
-    assert take_back(slots, Memory(1), 3) == 1
-    assert (slots.withheld, made, len(slots.extents)) == (2, [1], 2)
-    assert "too many open files" in caplog.text
-
-    assert take_back(slots, Memory(9), 3) == 2
-    assert (slots.withheld, made) == (0, [1, 2, 3])
-    assert [extent.number for extent in slots.extents] == [0, 1, 2, 3]
-    assert take_back(slots, Memory(9), -1) == 0

@@ -12,7 +12,14 @@ import pytest
 from kvstore import wire
 from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from tests.client.conftest import CAPACITY_BYTES, TIMEOUT_S, content, new_keys, open_space
+from tests.client.conftest import (
+    CAPACITY_BYTES,
+    TIMEOUT_S,
+    content,
+    mapped_bytes,
+    new_keys,
+    open_space,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +48,14 @@ def test_memory_stays_mapped_until_the_last_move_has_ended(wait_until):
         closing = threading.Thread(target=store.close)
         closing.start()
         wait_until(lambda: not store.connected)
-        assert memory.mapped_bytes > 0
+        assert mapped_bytes(memory._mapping) > 0
         assert np.array_equal(view, pages[0])
         assert closing.is_alive()
         del view
     closing.join(TIMEOUT_S)
 
     assert not closing.is_alive()
-    assert memory.mapped_bytes == 0
+    assert mapped_bytes(memory._mapping) == 0
 
 
 def test_a_lookup_that_waits_ends_with_the_store(wait_until):

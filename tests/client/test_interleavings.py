@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from kvstore.client.exchange import Connection
 from kvstore.client.link import SETTLE_WAIT_S, Link
 from kvstore.client.mapping import Use
 from kvstore.errors import KVStoreError
+from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
@@ -33,6 +35,20 @@ TIME = 19
 """Let time pass; any other choice is of a thread."""
 
 
+class Line:
+    """One connection at the node, as its desk has it."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+
+    def answer(self, answer: wire.Answer) -> None:
+        self._socket.answers += wire.encode(answer)
+
+    def cut(self) -> None:
+        self._socket.sent.clear()
+        self._socket.shut = True
+
+
 class World:
     """A node, a client, and whoever disturbs them, on one schedule."""
 
@@ -42,10 +58,10 @@ class World:
         self.schedule = Schedule(self._choose, self._check)
         self._tokens = (bytes([number]) * 16 for number in range(1, 200))
         self._boots = count(1)
-        self._numbers = count(1)
         self._names = count(1)
         self._chains = count(1)
-        self.sockets: dict[int, Socket] = {}
+        self._serial = count(1)
+        self.sockets: list[Socket] = []
         self.moving: dict[int, list[tuple[Node, Slot, int]]] = {}
         self.nodes: dict[bytes, Node] = {}
         self.link: Link | None = None
@@ -56,6 +72,8 @@ class World:
         slots = SlotTable(4096 * SLOTS, 1)
         limits = NodeLimits(4096 * SLOTS, LEASE_MS)
         self.node = Node("n", boot, slots, limits, lambda: next(self._tokens))
+        memory = SimpleNamespace(replace=list.clear)
+        self.desk = Desk(self.node, memory, lambda _actions: None, clock=lambda: 1)
         self.nodes[boot] = self.node
 
     def _choose(self, most: int) -> int:
@@ -77,48 +95,32 @@ class World:
     def open_socket(self, path: str) -> Socket:
         self.schedule.pause()
         socket = Socket(self.schedule)
-        number = next(self._numbers)
-        self.sockets[number] = socket
-        node = self.node
-        self.schedule.spawn(f"node-{number}", lambda: self._serve(number, socket, node))
+        self.sockets.append(socket)
+        desk = self.desk
+        self.schedule.spawn(f"node-{next(self._serial)}", lambda: self._serve(socket, desk))
         return socket
 
-    def _serve(self, number: int, socket: Socket, node: Node) -> None:
+    def _serve(self, socket: Socket, desk: Desk) -> None:
         """What the node does for one connection, a message at a time."""
-        reader, began = wire.FrameReader(), False
+        reader, connection = wire.FrameReader(), 0
         while True:
             self.schedule.pause(lambda: bool(socket.sent) or socket.shut)
-            if node is not self.node:  # it has ended, and its end of every connection with it
+            if desk is not self.desk:  # it has ended, and its end of every connection with it
                 socket.shut = True
-                self.sockets.pop(number, None)
+                self.sockets.remove(socket)
                 return
             data = bytes(socket.sent)
             socket.sent.clear()
             for body in reader.feed(data):
-                if not began:
-                    began = True
-                    node.connected(number, Peer(1))
-                node.receive(number, wire.decode_request(body), 1)
-                node.pages.check()
-                self._answer(node)
+                connection = connection or desk.connect(Peer(1), Line(socket))
+                desk.receive(connection, wire.decode_request(body))
+                desk.node.pages.check()
                 self.schedule.pause()
             if socket.shut and not socket.sent:
-                if began:
-                    node.disconnected(number, 1, ended=False)
-                    self._answer(node)
-                self.sockets.pop(number, None)
+                if connection:
+                    desk.disconnect(connection, ended=False)
+                self.sockets.remove(socket)
                 return
-
-    def _answer(self, node: Node) -> None:
-        for number, answer in node.outbox:
-            if number in self.sockets:
-                self.sockets[number].answers += wire.encode(answer)
-        node.outbox.clear()
-        while node.closing:
-            given_up = self.sockets.get(node.closing.pop())
-            if given_up is not None:
-                given_up.sent.clear()
-                given_up.shut = True
 
     # ---- the client
 
@@ -217,13 +219,13 @@ class World:
     def cut(self, made: Link) -> None:
         """The connection breaks, best while something moves; what was said is still read."""
         self._wait_for_moves(made)
-        for socket in list(self.sockets.values()):
+        for socket in list(self.sockets):
             socket.shut = True
 
     def drop(self, made: Link) -> None:
         """The node cuts it off, without reading what was said; not while we hang up ourselves."""
         self._wait_for_moves(made)
-        for socket in list(self.sockets.values()):
+        for socket in list(self.sockets):
             if not made._reconnecting.closing:
                 socket.sent.clear()
             socket.shut = True
@@ -232,7 +234,7 @@ class World:
         """Another boot of the node, with nothing in it."""
         self._wait_for_moves(made)
         self.start_node()
-        for socket in list(self.sockets.values()):
+        for socket in list(self.sockets):
             socket.shut = True
 
     def _wait_for_moves(self, made: Link) -> None:

@@ -21,6 +21,7 @@ from tests.client.conftest import (
     arguments,
     content,
     identity,
+    mapped_bytes,
     new_keys,
     open_space,
 )
@@ -66,7 +67,7 @@ def tenant(daemon: Daemon, name: str, **options: object) -> tuple[KVStore, Space
 
 def mapped(store: KVStore) -> int:
     assert isinstance(store._link, Link)
-    return sum(one.mapped_bytes for one in store._link._mappings.values())
+    return sum(mapped_bytes(one) for one in store._link._mappings.values())
 
 
 def test_two_tenants_that_take_turns_keep_no_memory_of_each_others_turn(small, wait_until):

@@ -16,6 +16,7 @@ from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
 from tests.client.conftest import (
     FLAT,
     OPAQUE,
+    SIZE,
     TIMEOUT_S,
     Pool,
     content,
@@ -23,8 +24,6 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-
-SIZE = FLAT.page_bytes(identity())
 
 
 def read(space: Space, keys: PrefixKeys, shard: int = 0) -> list[bytes]:

@@ -217,7 +217,7 @@ def test_a_token_that_others_may_read_or_wrote_does_not_count(tmp_path, monkeypa
     path.chmod(0o600)
     (tmp_path / "d").chmod(0o777)
     assert privatefile.find("x.token") is None
-    with pytest.raises(ConfigError, match="alone"):
+    with pytest.raises(ConfigError, match="other users"):
         privatefile.write("y.token", "secret")
     (tmp_path / "d").chmod(0o700)
     path.rename(tmp_path / "elsewhere")

@@ -219,7 +219,7 @@ def test_the_command_says_so_and_ends_with_1(spawn: Any) -> None:
     )
     process = spawn([sys.executable, "-c", code])
     assert process.wait() == 1
-    assert "a bug: the Conductor ends" in process.stderr
+    assert "a bug: the Conductor stops" in process.stderr
     assert "AssertionError: a bug" in process.stderr
 
 

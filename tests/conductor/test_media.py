@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvstore.events.publisher import END_OF_REPLAY, EventBatch
 from kvstore.index.foreign import ForeignBlocks
-from kvstore.index.holders import PrefixIndex
+from kvstore.index.holders import PrefixIndex, prefix_length
 from kvstore.index.ingest import WorkerIngest
 from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.server.publish import events_of
@@ -44,7 +44,7 @@ class Index:
             pass
 
     def prefix(self, space: str, keys: list[PrefixKey]) -> int:
-        return self.pages.match(space, b"".join(keys)).prefix("node/n")
+        return prefix_length(self.pages.match(space, b"".join(keys)).present("node/n"))
 
 
 def test_a_page_is_there_until_it_has_left_its_last_tier():

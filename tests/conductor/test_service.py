@@ -277,7 +277,7 @@ def test_an_unknown_key_or_policy_is_refused_and_named(tmp_path) -> None:
         load_conductor(None, {}, ["queue.waiting=1"])
     with pytest.raises(ConfigError, match="KVSTORE_CONDUCTOR__QUEUE__TRIES"):
         load_conductor(None, {"KVSTORE_CONDUCTOR__QUEUE__TRIES": "0"})
-    with pytest.raises(ConfigError, match=r"--set policy.name: policy: name: 'best' is none of"):
+    with pytest.raises(ConfigError, match=r"--set policy.name: policy: name: 'best' is not one of"):
         load_conductor(None, {}, ["policy.name=best"])
 
 

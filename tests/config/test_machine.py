@@ -81,7 +81,7 @@ def test_a_group_that_slows_down_is_warned_of(tree, tmp_path):
     tree({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.high": 4 * GIB})
 
     assert checked(tmp_path, 4 * GIB)["cgroup"].status == "warn"
-    assert "held up" in checked(tmp_path, 4 * GIB)["cgroup"].advice
+    assert "throttled" in checked(tmp_path, 4 * GIB)["cgroup"].advice
     tree({"sys/fs/cgroup/a/memory.max": 2 * GIB})
     assert checked(tmp_path, 4 * GIB)["cgroup"].status == "fail"
 

@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +47,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "ssd.admission": "all",
         }
         settings |= dict(one.split("=", 1) for one in chosen)
-        server = Server(tmp_path, settings)
+        server = running.enter_context(Server(tmp_path, settings))
         started.append(server)
         if wait:
             server.wait_ready()
         return server
 
-    yield make
-    for server in started:
-        if not server.ended:
-            assert server.stop() == 0, server.errors
-        assert "Traceback" not in server.errors
+    with ExitStack() as running:
+        yield make
+        for server in started:
+            if not server.ended:
+                assert server.stop() == 0, server.errors
+            assert "Traceback" not in server.errors
 
 
 @pytest.fixture

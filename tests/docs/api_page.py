@@ -19,21 +19,21 @@ PAGE: Final = ROOT / "docs" / "python-api.md"
 INTRODUCTION: Final = """\
 # Python API
 
-`python -m tests.docs.api_page` makes this page from the docstrings; do not edit it. Import the
-names from `kvstore` (`from kvstore import KVStore`), except those under
-[Further classes](#further-classes), which say where they come from. Other names, and methods that
-are not listed here, may change from one version to the next.
+This page is generated from the docstrings by `python -m tests.docs.api_page`; do not edit it.
+Import the names from `kvstore` (`from kvstore import KVStore`), except those under
+[Further classes](#further-classes), which name their module. Other names, and methods that are not
+listed here, may change between versions.
 
 - Sizes are in bytes and times in seconds, unless a name says otherwise.
 - A **buffer** (`Buffer`) is `bytes`, a `bytearray`, a `memoryview` or a NumPy array of any dtype.
   It must be C-contiguous. The caller owns it: the store keeps no reference after the call.
 - **Tokens** (`Tokens`) are a sequence of `int`, or a one-dimensional NumPy array of an integer
   dtype. Each must be in 0..2**32-1.
-- For `lookup`, `get` and `restore_to_kvpool` a store in trouble is a miss. They raise an error only
-  for a wrong argument.
+- In `lookup`, `get` and `restore_to_kvpool` a failure of the store is a miss. They raise an error
+  only for a wrong argument.
 
-[examples/embedded.py](../examples/embedded.py) is a whole program;
-[engines/reference.md](engines/reference.md) says how an engine uses the store, step by step.
+[examples/embedded.py](../examples/embedded.py) is a complete program.
+[engines/reference.md](engines/reference.md) describes step by step how an engine uses the store.
 """
 SECTIONS: Final = {
     "Store": ["KVStore", "Space"],
@@ -58,7 +58,6 @@ INSIDE: Final = {
     "KVPool": {"pieces"},
     "KVStore": {"forked"},
     "PageViews": {"forked"},
-    "PutResult": {"plus"},
     "RestoreJob": {"forked", "run"},
     "Space": {"load_pieces", "numbers", "put_pieces"},
     "StoreJob": {"forked", "run"},
@@ -69,7 +68,7 @@ OPERATORS: Final = {
     "__eq__": "`==`", "__hash__": "`hash(…)`",
 }  # fmt: skip
 _WIDTH: Final = 100
-_PROSE_WIDTH: Final = 118
+_PROSE_WIDTH: Final = 100
 _SECTION: Final = re.compile(r"^(Args|Attributes|Returns|Raises):\n", re.MULTILINE)
 _ROLE: Final = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -9,12 +9,8 @@ import pytest
 from tests.conftest import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-WRAPPED = [
-    ROOT / "docs/python-api.md",
-    ROOT / "docs/engines/writing-an-adapter.md",
-    *sorted((ROOT / "docs/operations").glob("*.md")),
-]
-WIDTH = 120
+WRAPPED = [page for page in PAGES if page.name != "CHANGELOG.md"]
+WIDTH = 100
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#:]*)#([^)\s]+)\)")
 
@@ -41,7 +37,8 @@ def test_links_to_sections_are_found():
     assert sum(len(_LINK.findall(page.read_text())) for page in PAGES) > 20
 
 
-@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_of_a_page_is_wrapped(page):
     lines = _FENCE.sub("", page.read_text()).splitlines()
-    assert not [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
+    long = [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
+    assert not [line for line in long if len(line.split()) > 1]  # one word cannot be wrapped

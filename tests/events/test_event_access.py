@@ -141,18 +141,16 @@ def test_the_token_is_shown_to_nobody():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_reads_neither_events_nor_their_replay(spawn, tmp_path):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    daemon = Daemon(spawn(arguments(tmp_path / "kv.sock"), ready=READY))
+def test_another_user_reads_neither_events_nor_their_replay(spawn, open_folder):
+    daemon = Daemon(spawn(arguments(open_folder / "kv.sock"), ready=READY))
     with daemon.connect() as store:
         space = open_space(store)
         space.put(new_keys(space, 2), content(2, space.page_bytes[0]))
     connect = (
-        "import socket, sys\n"
+        "import os, socket, sys\n"
         "for path in sys.argv[1:]:\n"
         "    try: socket.socket(socket.AF_UNIX).connect(path)\n"
-        "    except PermissionError: print('refused')\n"
+        "    except PermissionError: print('refused' if os.path.exists(path) else 'hidden')\n"
     )
     paths = [at.removeprefix("ipc://") for at in (daemon.events, daemon.replay)]
     spy = subprocess.run(

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -200,14 +199,6 @@ def test_a_node_waits_for_the_lock_before_it_touches_the_socket(spawn: Spawn, tm
         assert "another node listens there" in late.stderr
     finally:
         os.close(descriptor)
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that other users get into; pytest's own closes whenever another run begins."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
 
 
 def said(spawn: Spawn, daemon: Daemon, uid: int, gid: int, groups: str, *tenants: str) -> object:

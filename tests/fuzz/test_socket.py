@@ -3,13 +3,16 @@
 import gc
 import json
 import sys
+from collections.abc import Callable
 from random import Random, SystemRandom
 from time import monotonic, thread_time
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore import wire
-from kvstore.errors import ProtocolError, TierUnavailable
+from kvstore.errors import KVStoreError, ProtocolError, TierUnavailable
+from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.state.choice.admission import Admission
@@ -33,6 +36,39 @@ STALLS_MAX = 2
 MS = 1_000_000
 
 
+class StillTier:
+    """An SSD tier of which nothing moves: its jobs end when the test says so."""
+
+    def __init__(self, node: Node, pages: DiskPages) -> None:
+        self._node = node
+        self._pages = pages
+        self.jobs: list[DiskJob] = []
+        self.ended: list[tuple[int, KVStoreError | None]] = []
+
+    def flush(self) -> None:
+        self.jobs += self._pages.jobs
+        self._pages.jobs.clear()
+
+    def poll(self, now_ns: int) -> None:
+        ended, self.ended = self.ended, []
+        for job, error in ended:
+            self._node.disk_completed(job, error, now_ns)
+
+
+class Line:
+    """One connection: keeps what it was told, and whether it was cut."""
+
+    def __init__(self) -> None:
+        self.answers: list[wire.Answer] = []
+        self.is_cut = False
+
+    def answer(self, answer: wire.Answer) -> None:
+        self.answers.append(answer)
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
 class Fuzzed:
     """A node with an SSD tier of which nothing moves, and its clients."""
 
@@ -45,13 +81,18 @@ class Fuzzed:
             chance.choice(list(WritePolicy)), chance.choice(list(SyncPolicy)), 5 * MS, 1 << 18,
             20 * MS,
         )  # fmt: skip
-        self.disk = DiskPages(
+        self.node.pages.disk = DiskPages(
             self.node.pages, SegmentLog(8, 1 << 17), Admission("all", 0, 1 << 20), rules
         )
-        self.node.pages.disk = self.disk
-        self.jobs: list[DiskJob] = []
         self.now_ns = 1
-        self.clients: dict[int, tuple[Client, Peer]] = {}
+        #: What the desk goes on with in a later turn.
+        self.later: list[Callable[[], None]] = []
+        memory = SimpleNamespace(replace=list.clear)
+        self.desk = Desk(
+            self.node, memory, lambda _actions: None, lambda: self.now_ns, self.later.append
+        )
+        self.disk = self.desk.disk = StillTier(self.node, self.node.pages.disk)
+        self.clients: dict[int, tuple[Client, Peer, Line]] = {}
         self.connections = 0
         self.longest_s = 0.0
 
@@ -74,38 +115,37 @@ class Fuzzed:
         elif roll < 0.01:
             self.disconnect(self.chance.choice(list(self.clients)))
         elif roll < 0.02:
-            _, peer = self.chance.choice(list(self.clients.values()))
+            _, peer, _ = self.chance.choice(list(self.clients.values()))
             if peer.watched:
-                self.turn(lambda: self.node.process_ended(peer.identity, self.now_ns))
+                self.turn(lambda: self.desk.process_ended(peer.identity))
         elif roll < 0.2:
             self.now_ns += self.chance.choice((0, 1, MS, 100 * MS))
-            self.turn(lambda: self.node.advance(self.now_ns))
+            self.turn(self.desk.advance)
         elif roll < 0.4:
             self.end_job()
         else:
             self.say(self.chance.choice(list(self.clients)))
-        self.flush()
+        self.settle()
 
     def connect(self) -> None:
         self.connections += 1
-        number = self.connections
         identity = self.chance.randrange(1, 6)
-        peer = Peer(identity if self.chance.random() < 0.7 else -number, watched=identity < 5)
-        if peer.identity < 0:
-            peer = Peer(-number, watched=False)
-        self.clients[number] = Client(self.chance), peer
-        self.node.connected(number, peer)
-        client = self.clients[number][0]
+        if self.chance.random() >= 0.7:
+            identity = -self.connections
+        peer = Peer(identity, watched=0 < identity < 5)
+        client, line = Client(self.chance), Line()
+        number = self.desk.connect(peer, line)
+        self.clients[number] = client, peer, line
         self.tell(number, wire.Hello(1, 1, 2, "fuzz", b"", b""))
         self.tell(number, client.open_space())
 
     def disconnect(self, number: int) -> None:
-        _, peer = self.clients.pop(number)
+        _, peer, _ = self.clients.pop(number)
         ended = peer.watched and self.chance.random() < 0.5
-        self.turn(lambda: self.node.disconnected(number, self.now_ns, ended=ended))
+        self.turn(lambda: self.desk.disconnect(number, ended=ended))
 
     def say(self, number: int) -> None:
-        client, _ = self.clients[number]
+        client, _, _ = self.clients[number]
         frame = client.frame()
         try:
             bodies = wire.FrameReader().feed(frame)
@@ -120,53 +160,51 @@ class Fuzzed:
                 return
 
     def tell(self, number: int, request: wire.Request) -> None:
-        client, _ = self.clients[number]
-        before = len(self.node.outbox)
-        self.turn(lambda: self.node.receive(number, request, self.now_ns))
-        for connection, answer in self.node.outbox[before:]:
-            if connection == number and getattr(answer, "id", 0) == getattr(request, "id", -1):
+        client, _, line = self.clients[number]
+        before = len(line.answers)
+        self.turn(lambda: self.desk.receive(number, request))
+        for answer in line.answers[before:]:
+            if getattr(answer, "id", 0) == getattr(request, "id", -1):
                 client.told(request, answer)
 
-    def turn(self, work) -> None:
+    def turn(self, work: Callable[[], None]) -> None:
         before = thread_time()
         work()
         self.longest_s = max(self.longest_s, thread_time() - before)
 
     def end_job(self) -> None:
-        self.jobs += self.disk.jobs
-        self.disk.jobs.clear()
-        if self.jobs:
-            job = self.jobs.pop(self.chance.randrange(len(self.jobs)))
+        if self.disk.jobs:
+            job = self.disk.jobs.pop(self.chance.randrange(len(self.disk.jobs)))
             error = TierUnavailable("fuzz") if self.chance.random() < 0.05 else None
-            self.turn(lambda: self.node.disk_completed(job.job, error, self.now_ns))
+            self.disk.ended.append((job.job, error))
+            self.turn(self.desk.poll_disk)
 
-    def flush(self) -> None:
-        for frame in (wire.encode(answer) for _, answer in self.node.outbox):
-            wire.decode_answer(memoryview(frame)[4:])
-        self.node.outbox.clear()
-        self.node.actions.clear()
-        self.node.pages.slots.replaced.clear()
-        while self.node.closing:
-            number = self.node.closing.pop()
-            if number in self.clients:
+    def settle(self) -> None:
+        """What was said goes out, who was cut goes, and what waits for its turn is done."""
+        for number, (_, _, line) in list(self.clients.items()):
+            answers, line.answers = line.answers, []
+            for frame in map(wire.encode, answers):
+                wire.decode_answer(memoryview(frame)[4:])
+            if line.is_cut:
                 self.disconnect(number)
-        while self.node.unfinished:
-            self.turn(lambda: self.node.go_on(self.now_ns))
+        while self.later:
+            self.turn(self.later.pop())
 
     def leave(self) -> None:
         """Everybody goes; then nothing may be held."""
-        for number, (_, peer) in list(self.clients.items()):
-            self.node.disconnected(number, self.now_ns, ended=peer.watched)
+        for number, (_, peer, _) in list(self.clients.items()):
+            self.desk.disconnect(number, ended=peer.watched)
+        self.clients.clear()
         for identity in range(-self.connections, 10):
-            self.node.process_ended(identity, self.now_ns)
-        while self.jobs or self.disk.jobs:
-            self.end_job()
+            self.desk.process_ended(identity)
         for _ in range(5):
-            self.now_ns += 2_000 * MS
-            self.node.advance(self.now_ns)
-            self.flush()
-            while self.jobs or self.disk.jobs:
+            while self.disk.jobs:
                 self.end_job()
+            self.now_ns += 2_000 * MS
+            self.desk.advance()
+            self.settle()
+        while self.disk.jobs:
+            self.end_job()
         self.node.pages.check()
         stats = self.node.stats()
         assert stats["sessions"] == []

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
 from kvstore.index.followers import Follower, Followers, Source, SourceBounds
-from kvstore.index.holders import PrefixIndex
+from kvstore.index.holders import PrefixIndex, prefix_length
 from kvstore.page import PrefixKeys, page_keys
 from tests.loops import eventually
 
@@ -129,7 +129,7 @@ class Following:
         return sum(n for cause, n in self.node.faults.counts.items() if cause != "connection")
 
     def prefix(self, keys: PrefixKeys = KEYS, worker: str = "node/n", domain: str = SPACE) -> int:
-        return self.index.match(domain, keys.packed).prefix(worker)
+        return prefix_length(self.index.match(domain, keys.packed).present(worker))
 
     async def follow(self, endpoint: str | None, replay_endpoint: str | None) -> None:
         assert endpoint is not None

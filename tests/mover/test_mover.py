@@ -4,142 +4,21 @@ import itertools
 import mmap
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, TierUnavailable
-from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, Word, native
+from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, native
+from tests.mover.layouts import Layout, address, even_layout, expected, layouts, noise, u64
 
-Bytes = npt.NDArray[np.uint8]
-WAIT_S = 20.0
 SEEDS = (0, 1, 0x9E3779B185EBCA87, 2**64 - 1)
 
-
-def implementations() -> Iterator[Native | Fallback]:
-    yield Fallback()
-    library = native.load(native.LIBRARY)
-    if library is not None:
-        for isa in range(library.kv_best_isa() + 1):
-            yield Native(library, isa)
-
-
-@pytest.fixture(params=list(implementations()), ids=lambda each: each.description, autouse=True)
-def implementation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Native | Fallback:
-    chosen: Native | Fallback = request.param
-    monkeypatch.setattr(mover, "_chosen", chosen)
-    return chosen
-
-
-def noise(count: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
-
-
-def u64(*values: int) -> npt.NDArray[np.uint64]:
-    return np.array(values, dtype=np.uint64)
-
-
-def zeros(count: int) -> Bytes:
-    """Memory that begins at a multiple of 64, as the fastest stores want it."""
-    memory = np.zeros(count + 64, dtype=np.uint8)
-    return memory[-address(memory) % 64 :][:count]
-
-
-def address(array: npt.NDArray[np.generic]) -> int:
-    return int(array.ctypes.data)
-
-
-def expected(page: Bytes, seed: int) -> bytes:
-    return xxhash.xxh3_128_digest(page.tobytes(), seed)
-
-
-class Layout:
-    """Random pages and, in another buffer, the shuffled pieces they are made of."""
-
-    def __init__(self, lengths: list[list[int]], segments: int, seed: int, shift: int) -> None:
-        """``lengths[p]``: of page p's pieces; ``shift`` bytes put both sides out of alignment."""
-        dice = random.Random(seed)
-        self.page_bytes = sum(lengths[0])
-        self.page_count = len(lengths)
-        flat = [length for page in lengths for length in page]
-        order = list(range(len(flat)))
-        dice.shuffle(order)
-        self.offsets = [0] * len(flat)
-        at = shift
-        for index in order:
-            self.offsets[index] = at
-            at += flat[index] + dice.choice((0, 64, 128)) + shift % 16
-        self.lengths = flat
-        self.pool = zeros(at + 64)
-        self.memory = zeros(self.page_count * self.page_bytes + shift + 64)
-        start = address(self.memory) + shift
-        self.pages = u64(*(start + i * self.page_bytes for i in range(self.page_count)))
-        self.view = self.memory[shift : shift + self.page_count * self.page_bytes].reshape(
-            self.page_count, self.page_bytes
-        )
-        self.seeds = u64(*(dice.getrandbits(64) for _ in lengths))
-        ends, total = [], 0
-        for page in lengths:
-            cuts = sorted(dice.randint(0, len(page)) for _ in range(segments - 1))
-            ends += [total + cut for cut in [*cuts, len(page)]]
-            total += len(page)
-        where = u64(*(address(self.pool) + offset for offset in self.offsets))
-        self.pieces = Pieces(where, u64(*flat), np.array(ends, dtype=np.int64), segments)
-
-    def spread(self, pages: Bytes) -> Bytes:
-        """The pool as a scatter of ``pages`` must leave it (it was zero)."""
-        pool, at, flat = np.zeros_like(self.pool), 0, pages.reshape(-1)
-        for offset, length in zip(self.offsets, self.lengths, strict=True):
-            pool[offset : offset + length] = flat[at : at + length]
-            at += length
-        return pool
-
-    def scatter(
-        self, progress: Progress | None = None, order: Order = "page"
-    ) -> npt.NDArray[np.bool_]:
-        args = (self.pages, self.page_bytes, self.digests(), self.seeds, self.pieces)
-        return mover.scatter(*args, progress, order)
-
-    def digests(self) -> Bytes:
-        found = b"".join(map(expected, self.view, self.seeds.tolist()))
-        return np.frombuffer(found, dtype=np.uint8).reshape(-1, 16)
-
-
-def even_layout(pages: int = 3, piece: int = 1 << 15, segments: int = 4, shift: int = 0) -> Layout:
-    """Pages of 1 MiB."""
-    layout = Layout([[piece] * ((1 << 20) // piece)] * pages, 1, seed=1, shift=shift)
-    each = (1 << 20) // piece // segments
-    ends = np.arange(1, pages * segments + 1, dtype=np.int64) * each
-    layout.pieces = layout.pieces._replace(end=ends, segments=segments)
-    layout.view[:] = noise(layout.view.size).reshape(layout.view.shape)
-    return layout
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    unit = draw(st.sampled_from((1, 16, 64, 2048)))
-    pages = draw(st.integers(1, 4))
-    units = draw(st.integers(1, 700 if unit < 2048 else 200))
-    lengths = []
-    for _ in range(pages):
-        inner = draw(st.lists(st.integers(1, units), max_size=12, unique=True))
-        cuts = sorted({0, units, *inner})
-        lengths.append([(b - a) * unit for a, b in itertools.pairwise(cuts)])
-    shift = draw(st.sampled_from((0, 0, 16, 32, 7)))
-    segments = draw(st.integers(1, 4))
-    return Layout(lengths, segments, draw(st.integers(0, 2**32)), shift)
-
-
+pytestmark = pytest.mark.usefixtures("implementation")
 each_layout = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -331,122 +210,6 @@ def test_parts_of_a_job_keep_their_pieces() -> None:
         args = (layout.pages[chosen], layout.page_bytes, digests[chosen], layout.seeds[chosen])
         assert mover.scatter(*args, part).all()
     assert (layout.pool == layout.spread(layout.view)).all()
-
-
-# Progress
-
-
-class Running:
-    """A scatter in another thread."""
-
-    def __init__(self, layout: Layout, order: Order) -> None:
-        self.layout, self.order, self.progress = layout, order, Progress()
-        self.digests = layout.digests()
-        self.ok: npt.NDArray[np.bool_] | None = None
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        layout = self.layout
-        args = (layout.pages, layout.page_bytes, self.digests, layout.seeds, layout.pieces)
-        self.ok = mover.scatter(*args, self.progress, self.order)
-        self.progress.finish()
-
-    def join(self) -> npt.NDArray[np.bool_]:
-        self.thread.join(WAIT_S)
-        assert self.ok is not None
-        return self.ok
-
-
-def test_segments_are_counted_in_order_and_hold_their_bytes_when_they_are() -> None:
-    segments = 8
-    layout = even_layout(pages=24, segments=segments)
-    whole = layout.spread(layout.view)
-    job = Running(layout, "segment")
-    job.thread.start()
-    for segment in range(segments):
-        assert job.progress.wait(segment + 1, WAIT_S)
-        assert job.progress.good_pages == layout.page_count
-        for page in range(layout.page_count):
-            slot = page * segments + segment
-            first = int(layout.pieces.end[slot - 1]) if slot else 0
-            for index in range(first, int(layout.pieces.end[slot])):
-                offset = layout.offsets[index]
-                part = slice(offset, offset + layout.lengths[index])
-                assert (layout.pool[part] == whole[part]).all(), (segment, page)
-    assert job.join().all()
-    assert not job.progress.wait(segments + 1, WAIT_S), "it finished with fewer"
-
-
-def test_a_waiter_wakes_when_its_segment_is_done_and_when_the_job_finishes() -> None:
-    progress, answers = Progress(), dict[int, bool]()
-    arrived = threading.Barrier(3)
-
-    def wait(count: int) -> None:
-        arrived.wait(WAIT_S)
-        answers[count] = progress.wait(count, 2 * WAIT_S)  # longer than the joins below
-
-    threads = [threading.Thread(target=wait, args=(count,)) for count in (1, 2)]
-    for thread in threads:
-        thread.start()
-    arrived.wait(WAIT_S)
-    mover._chosen.publish(progress, Word.DONE, 1)
-    threads[0].join(WAIT_S)
-    assert answers == {1: True}
-    progress.finish()
-    threads[1].join(WAIT_S)
-    assert answers == {1: True, 2: False}
-
-
-def test_a_wait_for_what_does_not_come_ends_when_time_is_up() -> None:
-    assert not Progress().wait(1, 0.01)
-    assert Progress().wait(0, 0.0)
-
-
-@pytest.mark.parametrize("order", ["page", "segment"])
-def test_a_job_cancelled_beforehand_writes_nothing(order: Order) -> None:
-    job = Running(even_layout(), order)
-    job.progress.cancel()
-    job.thread.start()
-    assert not job.join().any()
-    assert not job.layout.pool.any()
-    assert job.progress.done == 0
-
-
-def test_a_gather_cancelled_beforehand_writes_nothing() -> None:
-    layout, progress = even_layout(), Progress()
-    before = layout.memory.copy()
-    layout.pool[:] = 1
-    progress.cancel()
-    args = (layout.pages, layout.page_bytes, layout.pieces, layout.seeds)
-    assert not mover.gather(*args, progress).any()
-    assert (layout.memory == before).all()
-
-
-@pytest.mark.parametrize("order", ["page", "segment"])
-def test_other_threads_run_while_a_job_does_and_can_cancel_it(
-    implementation: Native | Fallback, wait_until: Callable[..., None], order: Order
-) -> None:
-    """One page ten thousand times over takes most of a second; its first byte shows that it began.
-
-    A job that kept the GIL would be at its end before this thread could cancel it.
-    """
-    layout, count = even_layout(pages=1, segments=1), 10_000
-    layout.pool = zeros(1 << 20)
-    layout.pieces = Pieces.contiguous(u64(address(layout.pool)).repeat(count), 1 << 20)
-    layout.view[0, 0] = 200
-    job = Running(layout, order)
-    job.digests = job.digests.repeat(count, axis=0)
-    layout.pages, layout.seeds = layout.pages.repeat(count), layout.seeds.repeat(count)
-    job.thread.start()
-    if order == "page" and isinstance(implementation, Native):  # the fallback verifies all first
-        wait_until(lambda: layout.pool[0] == 200)
-    job.progress.cancel()
-    ok = job.join()
-    finished = int(np.count_nonzero(ok))
-    assert finished < (count if order == "page" else 1)
-    assert ok[:finished].all()
-    layout.pool[:] = 0
-    assert not layout.pool.any()
 
 
 # Memory

@@ -17,9 +17,9 @@ import pytest
 from kvstore import mover
 from kvstore.mover import Fallback, Native, Pieces, Progress, native
 from tests.faulted import FaultedMemory
-from tests.mover.test_mover import address, expected, implementation, noise, u64, zeros
+from tests.mover.layouts import address, expected, noise, u64, zeros
 
-assert implementation  # the fixture: every test runs on every implementation
+pytestmark = pytest.mark.usefixtures("implementation")
 
 PAGES, SEGMENTS = 3, 4
 # Pages of whole stripes and of odd lengths, larger than a step, and one that is digested as short.

@@ -187,3 +187,26 @@ def test_statistics_are_those_of_the_node_and_of_its_disk(desk):
     assert desk.stats()["node"] == "n"
     desk.disk = None
     assert desk.stats()["ssd"] is None
+
+
+def test_the_longest_turn_is_named_once_and_all_are_counted(desk):
+    ticks = iter([0, 5, 10, 100, 200, 230])
+    desk._clock = lambda: next(ticks)
+    number = desk.connect(Peer(1), Line([]))
+
+    desk.receive(number, wire.Lookup(1, 0, [0], bytes(96)))
+    desk.advance()
+    desk.disconnect(number, ended=True)
+
+    assert desk.take_longest() == (90, "deadlines")
+    assert desk.take_longest() == (0, "")
+    assert sum(desk.node.pages.meter.loop_turn.counts) == 3
+
+
+def test_a_turn_that_was_a_request_is_named_by_it_and_by_how_much_it_asked(desk):
+    ticks = iter([0, 5])
+    desk._clock = lambda: next(ticks)
+
+    desk.receive(desk.connect(Peer(1), Line([])), wire.Lookup(1, 0, [0], bytes(96)))
+
+    assert desk.take_longest() == (5, "Lookup of 3 keys")

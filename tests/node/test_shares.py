@@ -412,3 +412,25 @@ def test_a_page_of_four_gibibytes_can_be_evicted():
     ghost = made.node.pages.ghosts.find(space, page_keys(range(100, 102), 2)[0])
     assert ghost is not None
     assert ghost.wanted_bytes == 1 << 32
+
+
+def test_what_follows_a_page_that_was_damaged_leaves_in_turns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvstore.state.table.residents.DROP_AT_ONCE", 2)
+    monkeypatch.setattr("kvstore.node.node.SWEEP_STEPS", 2)
+    made = Wire()
+    made.join(1)
+    made.store(1, KEYS)
+    leased = made.ask(1, wire.Acquire(0, 1, 0, 0, KEYS.packed, 100))
+    assert isinstance(leased, wire.Acquired)
+    _, generation, _ = wire.unpack_addresses(leased.addresses)[0]
+
+    made.ask(1, wire.Corrupt(0, 0, KEYS[0], generation, made.node.boot))
+
+    assert made.lookup(1, KEYS) == (0, 0)
+    turns = 0
+    while made.node.unfinished:
+        made.node.go_on(made.now_ns)
+        turns += 1
+    assert turns > len(KEYS) // 2
+    assert made.node.pages.counts["removed_corrupt"] == len(KEYS)
+    assert not next(iter(made.node.pages.spaces)).nodes

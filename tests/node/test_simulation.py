@@ -3,7 +3,8 @@
 import pytest
 
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
-from kvstore.testing.simulation import PAGE_BYTES, FaultRates, Simulation
+from kvstore.testing.simulation import Simulation
+from kvstore.testing.timeline import PAGE_BYTES, FaultRates
 
 SEEDS = 30
 

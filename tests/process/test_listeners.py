@@ -85,14 +85,12 @@ def test_a_unix_socket_is_never_wider_than_it_should_be(tmp_path, monkeypatch, u
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(("mode", "group", "let_in"), [(0o600, 0, False), (0o660, 0, True)])
-def test_others_are_let_in_by_the_group_only(tmp_path, mode, group, let_in):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+def test_others_are_let_in_by_the_group_only(open_folder, mode, group, let_in):
     connect = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
-    with listening(tmp_path / "s", mode):
+    with listening(open_folder / "s", mode):
         stranger, member = (
             subprocess.run(
-                ["/usr/bin/env", "python3", "-c", connect, str(tmp_path / "s")],
+                ["/usr/bin/env", "python3", "-c", connect, str(open_folder / "s")],
                 user=NOBODY, group=NOBODY, extra_groups=groups, capture_output=True, check=False,
                 timeout=30,
             )

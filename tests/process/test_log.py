@@ -282,7 +282,7 @@ def test_what_ends_the_admin_process_is_in_the_nodes_log_and_not_beside_it():
         command = [sys.executable, "-P", "-m", "kvstore.server.admin", str(its.fileno())]
         child = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
         its.close()
-        begin = msgspec.msgpack.encode(Begin([9999], {}, False, False, "", []))
+        begin = msgspec.msgpack.encode(Begin([9999], {}, False, False, False, "", []))
         mine.sendall(len(begin).to_bytes(4, "little") + begin)
         _, beside = child.communicate(timeout=30)
         with mine.makefile("rb") as told:

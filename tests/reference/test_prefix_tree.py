@@ -122,7 +122,7 @@ def test_releasing_a_free_block_is_a_programmers_error() -> None:
     blocks = allocator.allocate(1)
     assert blocks is not None
     allocator.release(blocks)
-    with pytest.raises(AssertionError, match="more than it is held"):
+    with pytest.raises(AssertionError, match="released too often"):
         allocator.release(blocks)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapters.reference.sampler import Sampling, sample, uniform
-from engine_adapters.reference.tokenizer import TextStream, decode, encode
+from engine_adapters.reference.tokenizer import TextStream, encode
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 2.0])
 
@@ -46,13 +46,14 @@ def test_random_numbers_lie_in_the_half_open_unit_interval(seed: int, position: 
 
 @given(st.text(max_size=40))
 def test_tokens_of_a_text_are_its_bytes(text: str) -> None:
-    assert decode(encode(text)) == text
+    assert bytes(encode(text)).decode() == text
 
 
 @given(st.binary(max_size=40))
 def test_streamed_text_equals_the_text_of_the_whole(raw: bytes) -> None:
     stream = TextStream()
-    assert "".join(stream.feed(token) for token in raw) + stream.flush() == decode(list(raw))
+    text = "".join(stream.feed(token) for token in raw) + stream.flush()
+    assert text == raw.decode(errors="replace")
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))

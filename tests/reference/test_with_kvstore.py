@@ -104,6 +104,22 @@ def test_a_second_engine_does_not_compute_what_the_first_has_stored(
     assert answer.request.timings.restored_tokens == len(text) // 64 * 64
 
 
+def test_pages_are_stored_with_the_prompts_tokens_and_the_tail_without(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed
+) -> None:
+    text = "a prompt of three pages and some more tokens. " * 5
+    engine = make_engine(store, mode="prefill")
+    ask(engine, text, 1, to_handoff=True).wait()
+    assert engine.close(10.0)  # its puts have ended then
+
+    spaces = store._store._link.node.pages.spaces
+    nodes = [node for space in spaces for node in space.nodes.values()]
+    known = {node.depth: node.tokens for node in nodes if not node.read_once}
+    tokens = text.encode("utf-32-le")  # a byte is a token
+    assert known == {at + 1: tokens[256 * at : 256 * at + 256] for at in range(3)}
+    assert [node.tokens for node in nodes if node.read_once] == [b""]
+
+
 def test_an_engine_with_a_slab_answers_the_same_and_reads_the_node_once(
     make_engine: MakeEngine, ask: Ask
 ) -> None:

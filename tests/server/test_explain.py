@@ -11,10 +11,9 @@ from kvstore.server.admin import prompts
 from kvstore.server.inspect import Inspection
 from kvstore.server.operations import Operation
 from kvstore.state.ask.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
-from kvstore.state.ask.traversal import ended
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
-from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, identity, key
+from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, ended, identity, key
 
 SECOND = 1_000_000_000
 
@@ -35,7 +34,8 @@ class Asked:
     def why(
         self, path: str, space: PrefixTree | None = None, shard: int | None = None
     ) -> Explanation:
-        found = Explainer(self.table, 100 * SECOND).key(key(path), space or self.space, shard)
+        explainer = Explainer(self.table, 100 * SECOND)
+        found = ended(explainer.steps(key(path), space or self.space, shard))
         assert found.verdict in VERDICTS
         assert found.text
         return found
@@ -180,15 +180,15 @@ def test_without_a_space_the_best_answer_of_all_is_given(asked):
 
     explainer = Explainer(asked.table, 100 * SECOND)
 
-    assert explainer.key(key("a"), None).space == asked.space.label
-    assert explainer.key(key("a"), other).verdict == "operator"
-    assert explainer.key(key("q"), None).verdict == "never_stored"
+    assert ended(explainer.steps(key("a"), None)).space == asked.space.label
+    assert ended(explainer.steps(key("a"), other)).verdict == "operator"
+    assert ended(explainer.steps(key("q"), None)).verdict == "never_stored"
 
 
 @pytest.fixture
 def prompt(asked, monkeypatch):
     """``prompt(chains, space, shard)``: explains a prompt whose keys are those, by page size."""
-    inspection = Inspection(SimpleNamespace(node=SimpleNamespace(pages=asked.table)))
+    inspection = Inspection(SimpleNamespace(pages=asked.table), SimpleNamespace())
 
     async def ask(operation: Operation, _kind: object) -> object:
         return ended(inspection.handlers[type(operation)](operation))

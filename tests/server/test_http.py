@@ -100,7 +100,8 @@ def test_long_prompts_wait_for_each_other_and_are_refused_when_it_takes_too_long
     monkeypatch.setattr(app, "BUSY_S", 0.0)
 
     async def run() -> None:
-        made = App(SimpleNamespace(), Access({}, group=False, token_file=""), [], open_metrics=True)
+        access = Access({}, group=False, tenants=False, token_file="")
+        made = App(SimpleNamespace(), access, [], open_metrics=True)
         await made._acquire_prompt()
         with pytest.raises(Refusal, match="prompts are being explained") as refused:
             await made._acquire_prompt()
@@ -268,7 +269,8 @@ def test_a_request_that_turns_out_to_be_no_http_gets_no_second_answer():
     ],
 )  # fmt: skip
 def test_who_asks_decides_what_may_be_asked(peer, group, authorization, role, held):
-    access = Access({"read": "rrr", "operate": "ooo"}, group=group, token_file="/run/token")
+    tokens = {"read": "rrr", "operate": "ooo"}
+    access = Access(tokens, group=group, tenants=True, token_file="/run/token")
     if isinstance(held, int):
         with pytest.raises(Refusal) as refused:
             access.check(peer, authorization, role)
@@ -276,6 +278,26 @@ def test_who_asks_decides_what_may_be_asked(peer, group, authorization, role, he
         assert held == 403 or "it is in /run/token" in str(refused.value)
     else:
         assert access.check(peer, authorization, role).role == held
+
+
+@pytest.mark.parametrize(
+    ("uid", "tenants", "authorization", "allowed"),
+    [
+        (0, True, "", True), (77, False, "", True), (77, True, "", False),
+        (77, True, "Bearer rrr", False), (77, True, "Bearer ooo", True),
+    ],
+)  # fmt: skip
+def test_in_a_group_of_several_tenants_nobody_reads_the_prompts_of_the_others(
+    uid, tenants, authorization, allowed
+):
+    tokens = {"read": "rrr", "operate": "ooo"}
+    access = Access(tokens, group=True, tenants=tenants, token_file="")
+    peer = HttpPeer("p", unix=True, uid=uid, groups={os.getegid()})
+    if allowed:
+        assert access.check(peer, authorization, "operate", prompts=True).role == "operate"
+    else:
+        with pytest.raises(Refusal):
+            access.check(peer, authorization, "operate", prompts=True)
 
 
 # The log
@@ -328,7 +350,7 @@ from kvstore.server import daemon, inspect
 
 def broken(self, _asked):
     yield from ()
-    self._observed.node.pages.slots.extents[0].pinned = 7
+    self._table.slots.extents[0].pinned = 7
     assert False, "an invariant of the state"
 
 inspect.Inspection.quotas = broken

@@ -5,20 +5,22 @@ import os
 import signal
 import socket
 import stat
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvstore.config import ServerConfig, load
 from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.server import client, http
 from kvstore.server.admin.connections import TCP_MAX
 from kvstore.server.http import HttpServer
+from kvstore.server.status import NodeStatus
 from kvstore.state.tree.slots import SlotTable
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import TIMEOUT_S, Api, Stored
@@ -133,13 +135,14 @@ def test_a_node_ends_at_once_whoever_is_connected(own):
 
 
 @pytest.fixture
-def observed(tmp_path) -> SimpleNamespace:
+def parts(tmp_path) -> tuple[Any, ...]:
+    """What a server is made of."""
     sets = [f"socket.path={tmp_path / 'in.sock'}", "http.port=0"]
     node = Node("in", b"b" * 16, SlotTable(1 << 16, 1), NodeLimits(1, 1), lambda: b"t" * 16)
-    return SimpleNamespace(desk=None,
-        node=node, memory=None, loaded=load(ServerConfig, None, {}, sets), movements=None,
-        stats=dict, tiers=list, policy=dict, unready=str,
-    )  # fmt: skip
+    memory = SimpleNamespace()
+    desk = Desk(node, memory, lambda _actions: None)
+    loaded = load(ServerConfig, None, {}, sets)
+    return loaded, desk, memory, NodeStatus(desk, memory, "lru", started_s=0.0)
 
 
 @pytest.fixture
@@ -148,11 +151,11 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(http, "PAUSE_MAX_S", 0.002)
 
 
-def test_a_child_that_does_not_come_up_ends_the_start(observed, monkeypatch):
+def test_a_child_that_does_not_come_up_ends_the_start(parts, monkeypatch):
     monkeypatch.setattr(http, "_MODULE", ("-c", "raise SystemExit(7)"))
 
     async def start() -> None:
-        server = HttpServer(observed)
+        server = HttpServer(*parts)
         try:
             await server.start()
         finally:
@@ -160,16 +163,16 @@ def test_a_child_that_does_not_come_up_ends_the_start(observed, monkeypatch):
 
     with pytest.raises(TierUnavailable, match=r"does not serve HTTP \(exit status 7"):
         asyncio.run(start())
-    assert list(Path(observed.loaded.config.socket.path).parent.iterdir()) == []
+    assert list(Path(parts[0].config.socket.path).parent.iterdir()) == []
 
 
 def test_a_child_that_ends_again_and_again_is_started_at_a_bounded_rate(
-    observed, monkeypatch, quick, caplog
+    parts, monkeypatch, quick, caplog
 ):
     pauses: list[float] = []
 
     async def run() -> None:
-        server = HttpServer(observed)
+        server = HttpServer(*parts)
         sleep = asyncio.sleep
 
         async def counted(seconds: float) -> None:
@@ -195,13 +198,13 @@ def test_a_child_that_ends_again_and_again_is_started_at_a_bounded_rate(
     assert [one.message for one in caplog.records].count("admin process not started") >= 3
 
 
-def test_a_child_that_is_silent_is_ended_and_started_again(observed, monkeypatch, quick):
+def test_a_child_that_is_silent_is_ended_and_started_again(parts, monkeypatch, quick):
     monkeypatch.setattr(http, "ALIVE_S", 0.5)
     monkeypatch.setattr(http, "SILENT_S", 4.0)
     monkeypatch.setattr(http, "END_S", 0.1)
 
     async def run() -> None:
-        server = HttpServer(observed)
+        server = HttpServer(*parts)
         try:
             await server.start()
             watching = asyncio.create_task(server.watch())
@@ -251,14 +254,14 @@ def test_what_is_no_socket_is_left_where_it_is(spawn, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_ipv6_address_is_served_and_nonsense_is_refused(spawn, tmp_path):
+def test_an_ipv6_address_is_served_and_nonsense_is_refused(spawn, tmp_path, parts):
     own = Daemon(spawn(arguments(tmp_path / "own.sock", http__host="::1"), ready=READY))
     assert client.send(own.http, "GET", "/healthz", timeout_s=TIMEOUT_S)[0] == 200
 
     settings = ["http.host=300.0.0.1", "http.read_token=" + "r" * 16]
     config = load(ServerConfig, None, {}, settings)
     with pytest.raises(ConfigError, match=r"300\.0\.0\.1"):
-        HttpServer(SimpleNamespace(loaded=config, desk=None, node=None, memory=None))
+        HttpServer(config, *parts[1:])
 
 
 # Who may
@@ -314,16 +317,9 @@ def test_without_a_token_tcp_shows_health_and_metrics_and_nothing_else(own):
     assert known.ended(known.post("/v1/clear", all=True))["state"] == "done"
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that every user of this machine can look into."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
 def as_nobody(url: str, method: str, path: str, groups: Sequence[int] = ()) -> int:
     """What another user, in further groups, gets for a status; 0 = it may not even connect."""
+    "".encode("idna")  # a host's name needs it, and the other user may not read Python's library
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

@@ -166,6 +166,29 @@ def test_what_left_one_tier_is_told_of_as_stored_in_the_other_behind_it():
     assert stored.medium == "STORAGE"
 
 
+@pytest.mark.parametrize("kind", [TierStored, TierRemoved])
+@pytest.mark.parametrize(
+    ("first", "second", "asked", "told"),
+    [
+        (b"aaaabbbb", b"ccccdddd", True, [0x61616161, 0x62626262, 0x63636363, 0x64646464]),
+        (b"aaaabbbb", b"", True, []),
+        (b"aaaabbbb", b"ccccdddd", False, []),
+    ],
+)
+def test_pages_that_change_their_tier_tell_all_their_tokens_or_none(
+    kind, first, second, asked, told
+):
+    moved = [kind(SPACES[0], 0, keys(1), PrefixKey(b""), "host", first),
+             kind(SPACES[0], 0, keys(2), keys(1)[0], "host", second)]  # fmt: skip
+    if kind is TierRemoved:
+        moved.reverse()  # leaves leave first
+
+    event = events_of(moved, tokens=asked)[-1]
+
+    assert isinstance(event, StoredEvent)
+    assert (event.block_hashes, event.token_ids) == (keys(1, 2), told)
+
+
 def test_what_leaves_the_index_leaves_every_tier_it_was_in():
     events = events_of([Removed(SPACES[0], 0, keys(1), "corrupt", ("host", "ssd"))])
 

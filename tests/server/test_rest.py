@@ -142,7 +142,7 @@ def test_all_routes_are_described_with_the_types_of_their_answers(api):
         shown = described["paths"][path][route.method.lower()]
         assert shown["description"], path
         refused = shown["responses"]["default"]["content"]["application/json"]["schema"]
-        assert refused["$ref"].endswith("/Refusal"), path
+        assert refused["$ref"].endswith("/ErrorAnswer"), path
         assert ("security" in shown) == (route.role is not None), path
         if route.gives is not None:
             given = shown["responses"][str(route.status)]["content"]["application/json"]["schema"]

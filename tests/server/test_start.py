@@ -62,7 +62,7 @@ STEPS = {
         {"http__operate_token_file": "{here}/file"},
         "http.operate_token_file={here}/file has 5 characters"),
     "a setting is unknown": ({"http__prot": "1"}, "did you mean http.port"),
-    "a setting does not fit": ({"host__policy": "arc"}, "one of kvstore, lru"),
+    "a setting is not allowed": ({"host__policy": "arc"}, "one of kvstore, lru"),
     "the machine is too small": (
         {"host__capacity_bytes": "15TiB"}, "host.capacity_bytes=15TiB: memory:"),
 }  # fmt: skip

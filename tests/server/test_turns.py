@@ -28,6 +28,7 @@ from kvstore.server.channel import (
 )
 from kvstore.server.dispatch import Dispatcher
 from kvstore.server.refusal import Refusal
+from kvstore.server.status import NodeStatus
 from kvstore.server.turns import TURN_S, Turns, Work
 from kvstore.state.tree.slots import SlotTable
 
@@ -207,13 +208,11 @@ class Operators:
     def __init__(self, loop: Loop, node: Node) -> None:
         self.loop = loop
         self.sent: list[Answered | Refused] = []
-        self.observed = SimpleNamespace(
-            node=node, memory=None, movements=None, unready=str, stats=node.stats, tiers=list,
-            policy=lambda: {"name": "lru", "known": ["lru", "lfu"], "configured": "lru"},
-            set_policy=node.pages.eviction.change_policy,
-        )  # fmt: skip
-        self.turns = Turns(at(node))
-        self.dispatcher = Dispatcher(self.observed, self.turns, self.sent.append)
+        desk = at(node)
+        memory = SimpleNamespace()
+        status = NodeStatus(desk, memory, "lru", started_s=0.0)
+        self.turns = Turns(desk)
+        self.dispatcher = Dispatcher(node, memory, status, self.turns, self.sent.append)
         self._number = 0
 
     def begin(self, name: str, arguments: object) -> int:

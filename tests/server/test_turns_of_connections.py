@@ -9,9 +9,12 @@ import pytest
 from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.server import rounds
-from kvstore.server.connection import SessionConnection
+from kvstore.server.connection import (
+    UNREAD_BYTES_MAX,
+    SessionConnection,
+    SessionConnections,
+)
 from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
-from kvstore.server.socket import UNREAD_BYTES_MAX, SocketServer
 from kvstore.state.tree.sessions import Peer
 
 
@@ -47,13 +50,13 @@ def test_a_process_with_many_busy_connections_delays_others_by_one_round(clock):
         made = Rounds()
         flood = [Busy(clock, taken, 1, turns=100) for _ in range(300)]
         for one in flood:
-            made.want(one)
+            made.want(one.process, one.take)
         assert len(taken) <= ROUND_S / TURN_S + 1, "the others wait for their turn"
 
         await asyncio.sleep(0)
         before = len(taken)
         other = Busy(clock, taken, 2, turns=1)
-        made.want(other)
+        made.want(other.process, other.take)
         await asyncio.sleep(0)
         assert other in taken
         assert len(taken) - before <= ROUND_S / TURN_S + 1
@@ -71,7 +74,7 @@ def test_the_connections_of_a_process_have_equal_turns_and_all_come_to_an_end(cl
         made = Rounds()
         all_of_it = [Busy(clock, taken, 1 + at % 3, turns=4) for at in range(9)]
         for one in all_of_it:
-            made.want(one)
+            made.want(one.process, one.take)
         for _ in range(36):
             await asyncio.sleep(0)
         assert Counter(taken) == dict.fromkeys(all_of_it, 4)
@@ -99,7 +102,7 @@ class Quiet:
 
 
 class Served:
-    """A server that notes what it gets; ``full`` after so many messages."""
+    """All connections, noting what it gets; ``full`` after so many messages."""
 
     def __init__(self, full: int) -> None:
         self.got: list[bytes] = []
@@ -111,7 +114,7 @@ class Served:
         connection.peer = Peer(1)
 
     def want(self, connection: SessionConnection) -> None:
-        self._rounds.want(connection)
+        self._rounds.want(connection.peer.identity, connection.take)
 
     def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
         self.got.append(bytes(body))
@@ -159,15 +162,14 @@ def made(server: object) -> SessionConnection:
 
 def test_who_sends_the_most_of_long_messages_loses_one_of_them():
     refused: list[SessionConnection] = []
-    server = SocketServer.__new__(SocketServer)
-    server.unread_bytes = 0
+    server = SessionConnections.__new__(SessionConnections)
     server.refuse = lambda connection, error: refused.append(connection)  # type: ignore[method-assign]
-    server.connections = {}
+    server.open = {}
     for number, process, size in ((1, 1, UNREAD_BYTES_MAX // 2), (2, 1, 8), (3, 2, 1 << 20)):
-        connection = server.connections[number] = made(server)
+        connection = server.open[number] = made(server)
         connection.peer, connection.unread_bytes = Peer(process), size
     server.unread_bytes = UNREAD_BYTES_MAX
 
     server.unread(1)
 
-    assert refused == [server.connections[1]]
+    assert refused == [server.open[1]]

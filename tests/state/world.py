@@ -2,14 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.ask.traversal import Removal
+from kvstore.state.ask.traversal import Removal, Steps
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus, Removed, Stored
 from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention
 from kvstore.state.tree.sessions import Lease, Peer, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
+
+T = TypeVar("T")
 
 PAGE = 4096
 ROOT = PrefixKey(b"")
@@ -37,6 +40,16 @@ def key(path: str) -> PrefixKey:
 def chain(path: str, start: int = 0) -> list[PrefixKey]:
     """Keys of all pages of a path from its letter ``start`` on."""
     return [key(path[:end]) for end in range(start + 1, len(path) + 1)]
+
+
+def ended(steps: Steps[T]) -> T:
+    """The result of steps that are taken all at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
 
 def drop_below(table: PageTable, top: PrefixNode, cause: str) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
         64, 64, 96, 64, 128,
     ]  # fmt: skip
     assert read_options({"page_tokens": 256}).page_tokens_for(128) == 256
-    with pytest.raises(ConfigError, match="extra_config: page_tokens: 96 is no multiple"):
+    with pytest.raises(ConfigError, match="extra_config: page_tokens: 96 is not a multiple"):
         page_tokens_of(read_options({"page_tokens": 96}), [FULL, blocks_of(64)])
 
 

@@ -20,31 +20,38 @@ class Access:
     Args:
         tokens: role → token; at least one.
         group: whether peers of the node's group may operate over the Unix socket.
+        tenants: whether these have tenants of their own, and must not read each other's prompts.
         token_file: where the token is that the node made itself; empty = it made none.
     """
 
-    def __init__(self, tokens: Mapping[str, str], *, group: bool, token_file: str) -> None:
+    def __init__(
+        self, tokens: Mapping[str, str], *, group: bool, tenants: bool, token_file: str
+    ) -> None:
         self._tokens = {role: token.encode() for role, token in tokens.items()}
         self._group = group
+        self._tenants = tenants
         where = f"; it is in {token_file}" if token_file else ""
         self._advice = (
             f"send 'Authorization: Bearer TOKEN' with a known token{where}; over its Unix socket"
             " the node's user needs none"
         )
 
-    def check(self, peer: HttpPeer | None, authorization: str, role: Role) -> Caller:
+    def check(
+        self, peer: HttpPeer | None, authorization: str, role: Role, *, prompts: bool = False
+    ) -> Caller:
         """Who asks; if they may not, they are refused.
 
         Args:
             peer: who is at the other end.
             authorization: the header of that name.
             role: what is needed.
+            prompts: whether the answer tells what engines of any tenant were asked.
 
         Raises:
             Refusal: 401 without a known token, 403 when it does not suffice.
         """
         peer = peer or _NO_PEER
-        if peer.unix and self._admits(peer):
+        if peer.unix and self._admits(peer, prompts=prompts):
             return Caller("operate", peer.address)
         kind, _, token = authorization.partition(" ")
         held = self._role(token.strip().encode()) if kind.lower() == "bearer" else None
@@ -56,9 +63,10 @@ class Access:
             )
         return Caller(held, peer.address)
 
-    def _admits(self, peer: HttpPeer) -> bool:
+    def _admits(self, peer: HttpPeer, *, prompts: bool) -> bool:
         """Whether a process may operate because of whose it is: as for the node's own socket."""
-        return peer.uid in (0, os.geteuid()) or (self._group and os.getegid() in peer.groups)
+        group = self._group and not (prompts and self._tenants)
+        return peer.uid in (0, os.geteuid()) or (group and os.getegid() in peer.groups)
 
     def _role(self, token: bytes) -> str | None:
         found = [role for role, known in self._tokens.items() if hmac.compare_digest(token, known)]

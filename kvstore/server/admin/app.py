@@ -5,7 +5,6 @@ header. Every answer that is no success is ``{"error": {"code", "message", "fiel
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,6 @@ from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
 from kvstore.state.ask.explain import Explanation
-
-log = logging.getLogger(__name__)
 
 HEALTH_S: Final = 2.0
 """A node whose loop does not answer by then is not healthy."""
@@ -105,7 +102,7 @@ class App:
             if route.role is not None and not (route.asks is ShowMetrics and self._open_metrics):
                 peer = request.scope["state"].get("peer")
                 authorization = request.headers.get("authorization", "")
-                by = self._access.check(peer, authorization, route.role)
+                by = self._access.check(peer, authorization, route.role, prompts=route.prompts)
             prompt = route.asks is Question
             if prompt:
                 await self._acquire_prompt()

@@ -1,4 +1,4 @@
-"""``/openapi.json``, made from the table of routes and the types that travel."""
+"""Generates ``/openapi.json`` from the table of routes and their message types."""
 
 import re
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def described(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     schema = schemas[route.asks.__name__]
     in_path = re.findall(r"{(\w+)", route.path)
-    success: dict[str, Any] = {"description": "It was done." if route.role else "All is well."}
+    success: dict[str, Any] = {"description": "Done." if route.role else "OK."}
     if route.gives is None:
         success["content"] = {"text/plain": {"schema": {"type": "string"}}}
     else:
@@ -72,6 +72,6 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 def _refusal() -> dict[str, Any]:
     reference = _REFERENCE.format(name=answers.ErrorAnswer.__name__)
     return {
-        "description": "It was refused, or failed.",
+        "description": "The request was refused or failed.",
         "content": {"application/json": {"schema": {"$ref": reference}}},
     }

@@ -69,7 +69,9 @@ async def _live(node: socket.socket) -> int:
 async def _serve(link: AdminLink) -> None:
     async with asyncio.timeout(_BEGIN_S):
         begin = await link.begun
-    access = Access(begin.tokens, group=begin.group, token_file=begin.token_file)
+    access = Access(
+        begin.tokens, group=begin.group, tenants=begin.tenants, token_file=begin.token_file
+    )
     app = App(link, access, begin.values, open_metrics=begin.open_metrics).starlette()
     HttpConnection.all = Connections()
     config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""All routes: the table from which requests are served and ``/openapi.json`` is made."""
+"""The table of all routes; ``/openapi.json`` is generated from it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -16,9 +16,10 @@ PROMPT_BYTES_MAX: Final = 32 << 20
 
 
 class Question(operations.Operation, frozen=True):
-    """Why a key, or a prompt's tokens, are a hit or not.
+    """Explain why a key, or the tokens of a prompt, are a hit or a miss.
 
-    Either ``key``, or ``tokens`` from the prompt's beginning; ``shard`` is one of ``space``.
+    Give either ``key``, or ``tokens`` from the beginning of the prompt; ``shard`` is a shard of
+    ``space``.
     """
 
     key: operations.Name | None = None
@@ -28,11 +29,11 @@ class Question(operations.Operation, frozen=True):
 
 
 class ShowMetrics(operations.Operation, frozen=True):
-    """Prometheus series."""
+    """Show the metrics for Prometheus."""
 
 
 class ShowConfiguration(operations.Operation, frozen=True):
-    """Every configured value and where it came from; secrets are masked."""
+    """Show all settings with their sources; secrets are masked."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,15 @@ class Route:
     """One route.
 
     Attributes:
-        method: of HTTP.
-        path: parts in braces are fields of ``asks``; ``{job:int}`` is a number.
-        asks: what a request is: its query, or its body, and the parts of its path.
-        gives: the answer's JSON; None = it is no JSON.
-        role: who may ask; None = everybody.
-        status: of success.
-        rows: name of the rows of a listing that is put together from several answers of the node.
-        body_bytes_max: a longer body is refused.
+        method: HTTP method.
+        path: the path; parts in braces are fields of ``asks``; ``{job:int}`` is a number.
+        asks: type of the request: its query or body, and the parts of its path.
+        gives: type of the answer's JSON; None = the answer is not JSON.
+        role: role needed for the request; None = no role.
+        status: status code of a success.
+        prompts: whether the answer shows token ids of prompts.
+        rows: name of the list in the answer, for listings made of several answers of the node.
+        body_bytes_max: maximum size of the body.
     """
 
     method: Literal["GET", "POST", "PUT", "DELETE"]
@@ -56,12 +58,13 @@ class Route:
     gives: Any
     role: Role | None = "read"
     status: int = 200
+    prompts: bool = False
     rows: str = ""
     body_bytes_max: int = BODY_BYTES_MAX
 
     @property
     def has_body(self) -> bool:
-        """Whether what is asked is in the body."""
+        """Whether the request is in the body."""
         return self.method in ("POST", "PUT")
 
 
@@ -73,6 +76,14 @@ ROUTES: Final = (
     Route("GET", "/v1/spaces", operations.ListSpaces, answers.SpaceList, rows="spaces"),
     Route("GET", "/v1/pages", operations.ListPages, answers.PageList, rows="pages"),
     Route("GET", "/v1/pages/{space}/{key}", operations.ShowPage, answers.PageDetail),
+    Route(
+        "GET",
+        "/v1/pages/{space}/{key}/tokens",
+        operations.ShowTokens,
+        answers.PromptPart,
+        "operate",
+        prompts=True,
+    ),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),

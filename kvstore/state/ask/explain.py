@@ -12,7 +12,7 @@ from typing import Any, Final, TypedDict
 import msgspec
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.ask.traversal import Steps, ended
+from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
@@ -107,12 +107,6 @@ class Explainer:
     def __init__(self, pages: PageTable, now_ns: int) -> None:
         self._pages = pages
         self._now_ns = now_ns
-
-    def key(
-        self, key: PrefixKey, space: PrefixTree | None, shard: int | None = None
-    ) -> Explanation:
-        """:meth:`steps` at once."""
-        return ended(self.steps(key, space, shard))
 
     def steps(
         self,

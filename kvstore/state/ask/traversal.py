@@ -31,16 +31,6 @@ _CHILDREN: Final = 100
 """Children of one node that a pass takes at least."""
 
 
-def ended(steps: Steps[T]) -> T:
-    """The result of steps that are taken all at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: T = end.value
-            return found
-
-
 def subtree(
     space: PrefixTree, top: PrefixKey, after: PrefixKey, depth: int, limit: int
 ) -> Steps[tuple[list[PrefixNode], bool]]:

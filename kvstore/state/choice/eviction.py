@@ -16,7 +16,7 @@ GRACE_NS: Final = 10_000_000_000
 """A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
-"""Leaves within their grace that are passed over until :meth:`Eviction.end_choice`."""
+"""Leaves within their grace that are passed over before one of them goes."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
@@ -44,6 +44,8 @@ class Eviction:
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
         #: Leaves within their grace that wait for the end of the choice, by queue.
         self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
+        #: Queues of which leaves within their grace go, until the end of the choice.
+        self._graceless: set[tuple[str, int]] = set()
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
@@ -108,10 +110,9 @@ class Eviction:
 
     def end_choice(self) -> None:
         """All room that one message needs is made: what was passed over may be chosen again."""
-        passed, self._passed = self._passed, {}
-        for nodes in passed.values():
-            for node in nodes:
-                self.add_candidate(node)
+        self._graceless.clear()
+        for queue in list(self._passed):
+            self._end_passing(queue)
 
     def evictable(self, node: PrefixNode) -> bool:
         """Whether nothing forbids that the node's pages leave memory."""
@@ -141,21 +142,39 @@ class Eviction:
         before = self._before.get((name, slot_bytes))
         if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
             del self._before[name, slot_bytes]
-        passed = self._passed.setdefault((name, slot_bytes), [])
         node = queue.pop(self._tick)
-        while node is not None:
-            if self.quotas.queue_name(node.space) != name:
+        while node is not None or self._lift_grace((name, slot_bytes)):
+            if node is None:
+                pass
+            elif self.quotas.queue_name(node.space) != name:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
             elif slot_bytes in classes(node) and self.evictable(node):
-                if len(passed) == GRACE_LOOKS or not self._has_grace(node):
+                if not self._passes_over((name, slot_bytes), node):
                     return node
-                passed.append(node)
             node = queue.pop(self._tick)
-        while passed:
-            node = passed.pop(0)
-            if self.evictable(node):
-                return node
         return None
+
+    def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
+        """Whether ``node`` is within its grace and something else may go in its place."""
+        if queue in self._graceless or not self._has_grace(node):
+            return False
+        passed = self._passed.setdefault(queue, [])
+        passed.append(node)
+        if len(passed) == GRACE_LOOKS:
+            self._lift_grace(queue)
+        return True
+
+    def _lift_grace(self, queue: tuple[str, int]) -> bool:
+        """Leaves within their grace go from now on, in the policy's order; False when none waits."""
+        self._graceless.add(queue)
+        return self._end_passing(queue)
+
+    def _end_passing(self, queue: tuple[str, int]) -> bool:
+        passed = self._passed.pop(queue, [])
+        for node in passed:
+            if is_live(node):
+                self.add_candidate(node)
+        return bool(passed)
 
     def _has_grace(self, node: PrefixNode) -> bool:
         return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS

@@ -81,11 +81,6 @@ class Ghosts:
     def __bool__(self) -> bool:
         return bool(self._index)
 
-    @property
-    def entries_max(self) -> int:
-        """How many are remembered."""
-        return self._max
-
     def add(self, node: PrefixNode, shard: int, cause: str, now_ns: int) -> None:
         """A page of ``node`` leaves the index now."""
         if not self._max:

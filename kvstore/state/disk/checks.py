@@ -1,17 +1,17 @@
-"""Pages that are read again where they lie on disk, to see whether they are whole. Pure.
+"""Records that are read again where they lie: are they whole, what tokens are in them? Pure.
 
 Loads go first: little is read at a time, and next to nothing while somebody waits for a page.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskCheck, DiskJob, page_name
+from kvstore.state.disk.jobs import DiskCheck, DiskJob, DiskTokens, page_name
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.places import record_bytes
+from kvstore.state.tree.places import HEADER_BYTES, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 CHECKS_MAX: Final = 8
@@ -26,14 +26,19 @@ class CheckRun:
 
     Attributes:
         waiting: (node, shard) not begun yet.
+        tokens_only: nobody wants the pages, only what their records have of tokens.
+        tokens: node → its tokens, for those that a run of ``tokens_only`` found.
         under_way: being read.
         checked: were read and compared.
         corrupt: of those, what was not what had been written; quarantined.
         unreadable: the disk failed; they stay, and the next load decides.
-        skipped: were on disk no longer, or moved, when their turn came or their read ended.
+        skipped: were on disk no longer, or moved, when their turn came or their read ended; or
+            their node's tokens were found in the record of another shard.
     """
 
     waiting: deque[tuple[PrefixNode, int]]
+    tokens_only: bool = False
+    tokens: dict[PrefixNode, bytes] = field(default_factory=dict)
     under_way: int = 0
     checked: int = 0
     corrupt: int = 0
@@ -109,28 +114,33 @@ class DiskChecks:
 
     def _begin(self, run: CheckRun, node: PrefixNode, shard: int) -> None:
         place = node.disk.get(shard) if is_live(node) else None
-        if place is None:
+        if place is None or node in run.tokens:
             run.skipped += 1
             return
-        job = DiskCheck(self._number(), place, page_name(node, shard))
+        kind = DiskTokens if run.tokens_only else DiskCheck
+        job = kind(self._number(), place, page_name(node, shard))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
-        self._bytes += _size(node, shard)
+        self._bytes += _size(job)
         run.under_way += 1
         self._submit(job)
 
-    def completed(self, job: DiskCheck, error: KVStoreError | None) -> None:
-        """One has been read."""
+    def completed(
+        self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
+    ) -> None:
+        """One has been read; ``tokens`` are what its record has of them."""
         node, shard, _, digest = job.page
         run = self._jobs.pop(job.job)
-        self._bytes -= _size(node, shard)
+        self._bytes -= _size(job)
         self._log.unpin_segment(job.place.segment)
         run.under_way -= 1
         if not is_live(node) or node.disk.get(shard) != job.place or node.digests[shard] != digest:
             run.skipped += 1
         elif error is None or isinstance(error, PageCorrupt):
             run.checked += 1
-            self._counts["disk_checked_records"] += 1
+            self._counts["disk_checked_records"] += not run.tokens_only
+            if run.tokens_only and len(tokens) == node.space.token_bytes:
+                run.tokens[node] = tokens
             if error is not None:
                 run.corrupt += 1
                 self._counts["disk_corrupt_records"] += 1
@@ -139,5 +149,6 @@ class DiskChecks:
             run.unreadable += 1
 
 
-def _size(node: PrefixNode, shard: int) -> int:
-    return record_bytes(node.space.shards[shard].page_bytes)
+def _size(job: DiskCheck | DiskTokens) -> int:
+    page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+    return HEADER_BYTES if isinstance(job, DiskTokens) else record_bytes(page_bytes)

@@ -108,6 +108,15 @@ class DiskCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTokens:
+    """Read what the record at ``place`` has of its page's tokens; nobody wants the page."""
+
+    job: int
+    place: Place
+    page: PageName
+
+
+@dataclass(frozen=True, slots=True)
 class DiskCopy:
     """Copy the record at ``source`` to ``place``."""
 
@@ -152,8 +161,9 @@ class DiskDrop:
 
 
 DiskJob = (
-    DiskWrite | DiskRead | DiskCheck | DiskCopy | DiskTombstone | DiskSync | DiskSeal | DiskDrop
-)
+    DiskWrite | DiskRead | DiskCheck | DiskTokens | DiskCopy | DiskTombstone | DiskSync | DiskSeal
+    | DiskDrop
+)  # fmt: skip
 
 
 DURABLES_MAX: Final = 1024
@@ -202,7 +212,6 @@ class Write:
 class PageLoad:
     """A page on its way from disk, and who waits for it."""
 
-    job: DiskRead
     since_ns: int
     waiters: list[Fetch] = field(default_factory=list)
 
@@ -232,8 +241,8 @@ class PageMemory(Protocol):
         """A page came to a tier, or left it and stays in the other."""
         ...
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
-        """The page was loaded to ``slot``, which is still WRITING."""
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
+        """The page was loaded to ``slot``, which is still WRITING, its record had ``tokens``."""
         ...
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:

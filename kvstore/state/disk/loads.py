@@ -70,8 +70,8 @@ class DiskLoads:
             self._memory.add_candidate(node)
         pinned.clear()
 
-    def loaded(self, job: DiskRead, error: KVStoreError | None) -> None:
-        """A load has ended."""
+    def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
+        """A load has ended; the record had these ``tokens``."""
         node, shard, slot = job.page.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self._log.unpin_segment(job.place.segment)
@@ -84,7 +84,7 @@ class DiskLoads:
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
         if wanted and error is None:
             self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
-            self._memory.promoted(node, shard, slot)
+            self._memory.promoted(node, shard, slot, tokens)
             for fetch in waiters:
                 self._keep(fetch, node, slot)
             self._memory.add_candidate(node)
@@ -112,6 +112,6 @@ class DiskLoads:
             return None
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
-        load = self._loads[node, shard] = PageLoad(job, self._memory.now_ns)
+        load = self._loads[node, shard] = PageLoad(self._memory.now_ns)
         self._submit(job)
         return load

@@ -31,6 +31,7 @@ from kvstore.state.disk.jobs import (
     DiskRead,
     DiskRules,
     DiskSync,
+    DiskTokens,
     DiskTombstone,
     DiskWrite,
     Durable,
@@ -254,6 +255,10 @@ class DiskPages:
         """A node may have become a leaf that may go, or lost a pin."""
         self.limits.add_candidate(node)
 
+    def needs_space(self, space: PrefixTree) -> bool:
+        """Whether something on disk stands under the number of an empty space."""
+        return self.limits.quotas.is_limited(space) or self.graves.waits_for(space)
+
     def unpinned(self) -> None:
         """Less may have to be kept."""
         self._reclaimer.reconsider()
@@ -305,6 +310,12 @@ class DiskPages:
         self._checks.begin(run)
         return run
 
+    def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
+        """Read the tokens of pages from their records, and nothing more of them."""
+        run = CheckRun(deque(pages), tokens_only=True)
+        self._checks.begin(run)
+        return run
+
     def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
         if shard in node.slots:
@@ -314,8 +325,11 @@ class DiskPages:
 
     # ---- what the tier says -----------------------------------------------------------------
 
-    def completed(self, job: int, error: KVStoreError | None) -> None:
-        """A job has ended; ``error`` None = all of it was done."""
+    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> None:
+        """A job has ended; ``error`` None = all of it was done.
+
+        ``tokens``: of one that read a record, those that it has of its page.
+        """
         ended = self._under_way.pop(job)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
@@ -330,10 +344,10 @@ class DiskPages:
                 if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
-                self.loads.loaded(ended, error)
+                self.loads.loaded(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.tick)
-            case DiskCheck():
-                self._checks.completed(ended, error)
+            case DiskCheck() | DiskTokens():
+                self._checks.completed(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.tick)
             case DiskTombstone():
                 if error is not None:

@@ -4,13 +4,18 @@ Nobody waits for it: an index that does not know of a page yet only misses it.
 """
 
 from collections import deque
+from itertools import islice
 from typing import Final
 
+from kvstore.state.disk.checks import CheckRun
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import TierStored
+from kvstore.state.tree.prefix_tree import PrefixNode
 
 SHELVES: Final = 2
 """Shelves of one step: about 500 pages, two or three milliseconds."""
+READ_NS: Final = 5_000_000_000
+"""How long the tokens of these are waited for; then they are told of without what is missing."""
 
 
 class Announcement:
@@ -18,9 +23,13 @@ class Announcement:
 
     Args:
         table: whose pages; nothing of it has been told yet.
+        tokens: tell their tokens too, which are read from their records first.
     """
 
-    def __init__(self, table: PageTable) -> None:
+    def __init__(self, table: PageTable, *, tokens: bool = False) -> None:
+        self._tokens = tokens
+        #: Reads the tokens of the pages that are told of next, until a time.
+        self._reading: tuple[CheckRun, int] | None = None
         self._waiting = deque(
             (space, number) for space in table.spaces for number in space.by_creation.numbers(0)
         )
@@ -32,10 +41,30 @@ class Announcement:
 
     def step(self, table: PageTable) -> None:
         """Tell of some pages that are on disk now; one that left meanwhile is not told of."""
+        pages = [
+            (node, shard)
+            for space, number in islice(self._waiting, SHELVES)
+            for shard in range(len(space.shards))
+            for node in space.by_creation.nodes(number)
+            if shard in node.disk
+        ]
+        if self._tokens and self._is_reading(table, pages):
+            return
+        found = self._reading[0].tokens if self._reading is not None else {}
+        for node, shard in pages:
+            table.emit(TierStored, node, shard, "ssd", found.get(node, b""))
+        self._reading = None
         for _ in range(min(SHELVES, len(self._waiting))):
-            space, number = self._waiting.popleft()
-            nodes = space.by_creation.nodes(number)
-            for shard in range(len(space.shards)):
-                for node in nodes:
-                    if shard in node.disk:
-                        table.emit(TierStored, node, shard, "ssd")
+            self._waiting.popleft()
+
+    def _is_reading(self, table: PageTable, pages: list[tuple[PrefixNode, int]]) -> bool:
+        """Whether the tokens of some pages are still to come; begins to read them."""
+        if self._reading is None:
+            assert table.disk is not None
+            unknown = [page for page in pages if not page[0].tokens]
+            self._reading = table.disk.read_tokens(unknown), table.now_ns + READ_NS
+        run, until_ns = self._reading
+        if table.now_ns >= until_ns:
+            run.cancel()
+            return False
+        return not run.finished

@@ -6,22 +6,22 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.choice.quotas import SHRINK_MAX
+from kvstore.state.table.deadlines import Deadlines
+from kvstore.state.table.grants import follows, known_page, new_pages
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.match import longest_match
-from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 4096
+EXPIRE_MAX: Final = 512
 """Pages whose deadline one turn applies."""
 
 
@@ -41,11 +41,7 @@ class PageTable(Residents):
         """
         super().__init__(slots, policy)
         self.pins = Pins()
-        #: (deadline_ns, number, process, number of the lease, lease)
-        self._lease_deadlines = NodeHeap(_still_held)
-        #: (expires_ns, number, shard, node)
-        self._page_deadlines = NodeHeap(_still_expires)
-        self._sequence = count()
+        self._deadlines = Deadlines()
 
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
@@ -180,16 +176,17 @@ class PageTable(Residents):
         put = Put([], shard, 0, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
         while (at := len(statuses)) < len(keys):
-            known = self._known(space, shard, keys[at])
+            known = known_page(space, shard, keys[at], self.tick)
             if known is not None:
                 statuses.append(known)
                 continue
             granted, refusal = self._grant(
                 process, put, space, keys[at:], keys[at - 1] if at else parent
             )
-            if tokens:
-                each = len(tokens) // len(keys)
-                put.tokens += tokens[at * each : (at + granted) * each]
+            each = len(tokens) // len(keys)
+            for number in range(granted):
+                start = (at + number) * each
+                put.pages[number - granted][0].learn(tokens[start : start + each])
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
@@ -228,7 +225,7 @@ class PageTable(Residents):
             node.stored_ns = self.now_ns
             self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
             if keep.expires_ns:
-                self._page_deadlines.push((keep.expires_ns, next(self._sequence), put.shard, node))
+                self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
             statuses.append(PageStatus.STORED)
             self.add_candidate(node)
@@ -379,34 +376,25 @@ class PageTable(Residents):
 
     def expire(self, now_ns: int) -> bool:
         """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
-        leases, pages = self._lease_deadlines, self._page_deadlines
         left = EXPIRE_MAX
-        while leases and leases.first()[0] <= now_ns and left > 0:
-            _, _, process, lease_id, lease = leases.pop()
+        for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
+            lease.expired = True
+            self.slots.pin_to_hold(lease.slots)
+            self.counts["expired_leases"] += 1
+            for node, _, _ in lease.pages:
+                self.add_candidate(node)
             left -= 1 + len(lease.pages)
-            if process.leases.get(lease_id) is lease and not lease.expired:
-                lease.expired = True
-                self.slots.pin_to_hold(lease.slots)
-                self.counts["expired_leases"] += 1
-                for node, _, _ in lease.pages:
-                    self.add_candidate(node)
-        while pages and pages.first()[0] <= now_ns and left > 0:
-            left -= 1
-            expires_ns, _, shard, node = pages.pop()
-            if is_live(node) and node.expires.get(shard) == expires_ns:
-                self.drop(node, shard, "expired")
+            if left <= 0:
+                break
+        for node, shard in self._deadlines.pages_due(now_ns, left):
+            self.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
-        return left <= 0 and 0 < self.next_deadline_ns() <= now_ns
+        return 0 < self.next_deadline_ns() <= now_ns
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        leases, pages = self._lease_deadlines, self._page_deadlines
-        due = (
-            leases.first()[0] if leases else 0,
-            pages.first()[0] if pages else 0,
-            self.pins.next_deadline_ns(),
-        )
+        due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
         return min((at for at in due if at), default=0)
 
     def check(self) -> None:
@@ -420,36 +408,21 @@ class PageTable(Residents):
         """Whether something stands under the number of an empty space."""
         if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
             return True
-        disk = self.disk
-        return disk is not None and (
-            disk.limits.quotas.is_limited(space) or disk.graves.waits_for(space)
-        )
+        return self.disk is not None and self.disk.needs_space(space)
 
     def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
         """Add one Stored action for each run of ``stored`` in which page follows page."""
-        size = len(put.tokens) // len(put.pages)
-        tokens = {
-            id(node): put.tokens[at * size : (at + 1) * size]
-            for at, (node, _) in enumerate(put.pages)
-        }
         run: list[PrefixNode] = []
         for node in [*stored, None]:
             if run and (node is None or node.parent is not run[-1]):
                 assert run[0].parent is not None
                 keys = [member.key for member in run]
-                told = b"".join(tokens[id(member)] for member in run)
-                self.actions.append(Stored(run[0].space, put.shard, keys, run[0].parent.key, told))
+                told = [member.tokens for member in run]
+                tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
+                self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
                 run = []
             if node is not None:
                 run.append(node)
-
-    def _known(self, space: PrefixTree, shard: int, key: PrefixKey) -> PageStatus | None:
-        """What a put is told of a page that is there, or is being written; None for no page."""
-        node = space.nodes.get(key)
-        if node is None or not node.present >> shard & 1:
-            return None
-        node.access = self.tick
-        return PageStatus.EXISTS if node.ready >> shard & 1 else PageStatus.PENDING
 
     def _grant(
         self, process: Process, put: Put, space: PrefixTree, keys: list[PrefixKey],
@@ -461,7 +434,8 @@ class PageTable(Residents):
             how many were granted; and why the next is not, None when it is there or is none.
         """
         shard, slot_bytes = put.shard, space.shards[put.shard].slot_bytes
-        count, refusal = self._new_pages(space, shard, keys, parent)
+        count, refusal, contradicts = new_pages(space, shard, keys, parent)
+        self.counts["contradicting_pages"] += contradicts
         admitted = process.session.free_bytes // slot_bytes
         if count > admitted:
             count, refusal = admitted, PageStatus.NO_ROOM
@@ -471,7 +445,7 @@ class PageTable(Residents):
         slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
         self._spared = None
         head.unhold()
-        if not self._follows(space, shard, parent):
+        if not follows(space, shard, parent):
             self.slots.abort(slots)  # its head was lost while room was made
             count, slots, refusal = 0, [], PageStatus.NO_PARENT
         if len(slots) < count:
@@ -488,31 +462,6 @@ class PageTable(Residents):
         self._hold(process, len(slots) * slot_bytes)
         return len(slots), refusal
 
-    def _new_pages(
-        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey
-    ) -> tuple[int, PageStatus | None]:
-        """How many leading ``keys`` are of no page yet and may follow each other; why no more."""
-        if not self._follows(space, shard, parent):
-            return 0, PageStatus.NO_PARENT
-        head, seen = space.node_of(parent), set[PrefixKey]()
-        for new, key in enumerate(keys):
-            known = space.nodes.get(key)
-            if key in seen or (known is not None and known.present >> shard & 1):
-                return new, None
-            if known is not None and space.contradicts(known, parent, head):
-                self.counts["contradicting_pages"] += 1
-                return new, PageStatus.NO_PARENT
-            seen.add(key)
-            parent = key
-        return len(keys), None
-
-    def _follows(self, space: PrefixTree, shard: int, parent: PrefixKey) -> bool:
-        """Whether a page behind that of ``parent`` can be reached."""
-        if not parent or space.shards[shard].window_pages:
-            return True
-        head = space.nodes.get(parent)
-        return head is not None and bool(head.present >> shard & 1)
-
     def _within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
         """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
         if not self.quotas.is_limited(space):
@@ -525,9 +474,7 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
-        self._lease_deadlines.push(
-            (lease.deadline_ns, next(self._sequence), process, lease_id, lease)
-        )
+        self._deadlines.add_lease(process, lease_id, lease)
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
@@ -536,13 +483,3 @@ class PageTable(Residents):
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
         self._hold(process, -put.size_bytes)
-
-
-def _still_expires(deadline: Entry) -> bool:
-    expires_ns, _, shard, node = deadline
-    return is_live(node) and node.expires.get(shard) == expires_ns
-
-
-def _still_held(deadline: Entry) -> bool:
-    _, _, process, lease_id, lease = deadline
-    return process.leases.get(lease_id) is lease

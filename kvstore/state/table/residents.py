@@ -5,8 +5,10 @@ it is there, is written there first if that is worth it, or leaves the index wit
 to. Nothing here knows about engines; :mod:`kvstore.state.table.pages` does.
 """
 
-from collections import Counter
+import sys
+from collections import Counter, deque
 from heapq import nlargest
+from itertools import islice
 from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -16,13 +18,16 @@ from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
+from kvstore.state.table.orphans import Orphans, tails_first
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.slots import Slot, SlotState, SlotTable
 from kvstore.state.tree.spaces import Spaces
 
-EMPTY_MAX: Final = 1024
+DROP_AT_ONCE: Final = 128
+"""Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
+EMPTY_MAX: Final = 128
 """Pages that leave an extent of another class for one request, which is then asked again."""
 
 
@@ -37,6 +42,7 @@ class Residents:
         actions: what became READY or left the index, in order.
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
+        orphans: pages whose head has left, and that are still there.
         emptying: room is being made in an extent, and was not all there when it was asked for.
     """
 
@@ -54,6 +60,7 @@ class Residents:
         self.now_ns = 0
         self.tick = 0
         self.emptying = False
+        self.orphans: deque[Orphans] = deque()
         #: The page behind which room is being made, which stays.
         self._spared: PrefixNode | None = None
         #: All and only the slots of pages in the trees.
@@ -103,9 +110,13 @@ class Residents:
                 for shard in {*node.slots, *node.disk}:
                     head = node.parent
                     assert head is not None
-                    if head is not space.root and not space.shards[shard].window_pages:
-                        assert head.present >> shard & 1
-                        assert shard in head.disk or shard not in node.disk
+                    if head is space.root or space.shards[shard].window_pages:
+                        continue
+                    if space.holes.get(head, 0) >> shard & 1:
+                        assert not head.present >> shard & 1
+                        continue
+                    assert head.present >> shard & 1
+                    assert shard in head.disk or shard not in node.disk
                 if self.eviction.evictable(node):
                     assert classes(node) <= set(node.queued), "a leaf is in all its queues"
         assert owned == self._owners
@@ -129,20 +140,26 @@ class Residents:
         self.ghosts.wanted = None
         return taken
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot) -> None:
+    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
         """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
+        node.learn(tokens)
         self._owners[slot] = node
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
     def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
-    ) -> None:
-        """A page came to a tier, or left it and stays in the other."""
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str,
+        tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        """A page came to a tier, or leaves it and stays in the other.
+
+        ``tokens`` are those of its record, for a page that is in no memory.
+        """
         assert node.parent is not None
-        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier))
+        known = node.tokens or tokens
+        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier, known))
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
@@ -181,15 +198,43 @@ class Residents:
         self._tidy(node)
 
     def _drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take out what lies below ``node``: without their head nobody reaches those pages."""
+        """Take out what lies below ``node``: without their head nobody reaches those pages.
+
+        Of many pages none goes now, and all of them in turns, see :meth:`sweep`.
+        """
         if node.space.shards[shard].window_pages:
             return
-        for below in reversed(subtree(node)[1:]):
-            if below.ready >> shard & 1:
-                self._remove(below, shard, cause)
-            elif below.present >> shard & 1:
-                self._abandon(below, shard)  # its writer will find it DROPPED
-            self._tidy(below)
+        found = subtree(node, most=DROP_AT_ONCE)
+        if len(found) > DROP_AT_ONCE:
+            node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
+            self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
+            return
+        for below in reversed(found[1:]):
+            self._drop_orphan(below, shard, cause)
+
+    def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
+        """Take a page out, whatever its state, below which there is none."""
+        if node.ready >> shard & 1:
+            self._remove(node, shard, cause)
+        elif node.present >> shard & 1:
+            self._abandon(node, shard)  # its writer will find it DROPPED
+        self._tidy(node)
+
+    def sweep(self, steps: int) -> None:
+        """Take out pages whose head has left, in ``steps`` steps; see :attr:`orphans`."""
+        left = steps
+        while self.orphans and left > 0:
+            top, shard, cause, walk = self.orphans[0]
+            self.ghosts.head = top.key
+            for node in islice(walk, left):
+                left -= 1
+                if node is not None:
+                    self._drop_orphan(node, shard, cause)
+            self.ghosts.head = PrefixKey(b"")
+            if left > 0:  # the walk has ended
+                self.orphans.popleft()
+                top.space.fill_hole(top, shard)
+                self._tidy(top)
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
@@ -312,10 +357,10 @@ class Residents:
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
+        self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slot = node.forget(shard)
         del self._owners[slot]
         self.counts["evicted_to_disk"] += 1
-        self.emit(TierRemoved, node, shard, "host")
         self.slots.release([slot])
 
     def _empty_extent(self, position: int, space: PrefixTree) -> bool:
@@ -382,8 +427,10 @@ class Residents:
         node.hits += 1
 
 
-def subtree(*tops: PrefixNode) -> list[PrefixNode]:
+def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:
     """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of one node's it stops when there are more than ``most``.
 
     Of nodes that lie below each other only the first way to a node is gone: looking below each page
     of a long prompt would take a time that grows with the square of its length.
@@ -391,7 +438,9 @@ def subtree(*tops: PrefixNode) -> list[PrefixNode]:
     if len(tops) == 1:
         found = list(tops)
         for at in found:
-            found.extend(at.children.values())
+            found.extend(islice(at.children.values(), most))
+            if len(found) > most:
+                break
         return found
     seen: dict[PrefixNode, None] = {}
     for top in tops:

@@ -25,7 +25,11 @@ class PageStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Action: these pages became READY, in memory."""
+    """Action: these pages became READY, in memory.
+
+    Attributes:
+        tokens: of exactly these pages, uint32 little-endian; empty unless those of all are known.
+    """
 
     space: PrefixTree
     shard: int
@@ -51,24 +55,26 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class TierStored:
-    """Action: a READY page is in one more tier now, ``host`` or ``ssd``."""
+    """Action: a READY page is in one more tier now, ``host`` or ``ssd``; ``tokens`` as above."""
 
     space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
     tier: str
+    tokens: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class TierRemoved:
-    """Action: a page left ``tier`` and is READY in the other one still."""
+    """Action: a page left ``tier`` and is READY in the other one still; ``tokens`` as above."""
 
     space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
     tier: str
+    tokens: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,24 +101,29 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
             low, last = middle, node
         else:
             high = middle - 1
-    if last.depth - first.depth != low - 1 or len(space.writing) > _WRITING_MAX:
-        # Keys that are no chain, or too much being written.
+    if last.depth - first.depth != low - 1 or len(space.writing) + len(space.holes) > _WRITING_MAX:
+        # Keys that are no chain, or too much being written or leaving.
         return _scan(space, {0: mask}, packed)
+    found = low
+    for node, gone in space.holes.items():
+        if gone & mask and _is_at(node, first, packed, low):
+            low = node.depth - first.depth
     ready = low
     for node in space.writing:
-        at = node.depth - first.depth
-        if (
-            0 <= at < ready
-            and node.ready & mask != mask
-            and node.key == packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-        ):
-            ready = at
-    if ready and ready < low:
+        if node.ready & mask != mask and _is_at(node, first, packed, ready):
+            ready = node.depth - first.depth
+    if ready and ready < found:
         before = nodes.get(PrefixKey(packed[(ready - 1) * KEY_BYTES : ready * KEY_BYTES]))
         if before is None:  # no chain either: its ends only fit by their depth
             return _scan(space, {0: mask}, packed)
         last = before
     return Match(ready, low - ready, last if ready else None)
+
+
+def _is_at(node: PrefixNode, first: PrefixNode, packed: bytes, below: int) -> bool:
+    """Whether a node is of the first ``below`` keys of the chain that begins at ``first``."""
+    at = node.depth - first.depth
+    return 0 <= at < below and node.key == packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
 
 
 def _scan(space: PrefixTree, windows: dict[int, int], packed: bytes) -> Match:

@@ -52,6 +52,8 @@ class PrefixNode:
         slots: shard number → slot, for every page of this node that is WRITING or READY in memory.
         disk: shard number → place in the SSD log, for every page that was written there.
         digests: shard number → digest, for all and only the READY pages.
+        tokens: of the page, uint32 little-endian, if they are known and a page of it is in memory;
+            else empty. On disk they are in its records.
         memory: bit i set = the page of shard i has a slot.
         present: bit i set = the page of shard i is WRITING or READY, in whatever tier.
         ready: bit i set = the page of shard i is READY, in whatever tier.
@@ -104,6 +106,7 @@ class PrefixNode:
         "slots",
         "space",
         "stored_ns",
+        "tokens",
         "turns",
         "use_interval",
         "used_ns",
@@ -120,6 +123,7 @@ class PrefixNode:
         self.slots: Mapping[int, Slot] = _NO_SLOTS
         self.disk: dict[int, Place] = {}
         self.digests: dict[int, bytes] = {}
+        self.tokens = b""
         self.memory = 0
         self.present = 0
         self.ready = 0
@@ -155,6 +159,11 @@ class PrefixNode:
         """The page of ``shard``, which is in memory, has this slot from now on."""
         self.slots = {**self.slots, shard: slot}
         self.memory |= 1 << shard
+
+    def learn(self, tokens: bytes) -> None:
+        """Keep the tokens of a page in memory: the first that are given, if they are one page's."""
+        if not self.tokens and len(tokens) == self.space.token_bytes and self.slots:
+            self.tokens = tokens
 
     def commit(self, shard: int, digest: bytes, keep: Retention = ORDINARY) -> None:
         """The page of ``shard`` is READY."""
@@ -194,6 +203,8 @@ class PrefixNode:
         self.slots = {at: of for at, of in self.slots.items() if at != shard} or _NO_SLOTS
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= self.space.shards[shard].slot_bytes
+        if not self.slots:
+            self.tokens = b""
         if not self.in_memory:
             self._count_above(-1)
         self._leave(shard)
@@ -284,6 +295,8 @@ class PrefixTree:
         number: names the space on this node's wire.
         nodes: all and only the nodes below ``root``.
         writing: all and only the nodes with a page that is being written.
+        holes: nodes without a page of the shards of a mask, below which there are pages of them
+            that are leaving; see :mod:`kvstore.state.table.orphans`.
         by_creation: the nodes of ``nodes`` in the order they were made.
         shard_numbers: the position of each spec in ``shards``.
         needs: KV group → the window and the head size that all its shards have.
@@ -293,6 +306,7 @@ class PrefixTree:
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
         label: hex digest of the identity: the space's name in events and statistics.
+        token_bytes: what the tokens of a page take, a uint32 each.
     """
 
     number: int
@@ -300,6 +314,7 @@ class PrefixTree:
     shards: list[Shard] = field(default_factory=list)
     nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
     writing: set[PrefixNode] = field(default_factory=set)
+    holes: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -310,9 +325,11 @@ class PrefixTree:
     prefill_s_per_token: float = 0.0
     root: PrefixNode = field(init=False)
     label: str = field(init=False)
+    token_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.label = self.identity.digest.hex()
+        self.token_bytes = self.identity.page_tokens * 4
         self.root = PrefixNode(self, PrefixKey(b""), None)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
@@ -370,6 +387,7 @@ class PrefixTree:
             del self.nodes[node.key]
             del parent.children[node.key]
             self.by_creation.remove(node)
+            self.holes.pop(node, None)
             parent.access = max(parent.access, node.access)
             parent.hits += node.hits
             parent.uses += node.uses
@@ -377,6 +395,12 @@ class PrefixTree:
             node.parent = None
             node = parent
         return node
+
+    def fill_hole(self, node: PrefixNode, shard: int) -> None:
+        """Nothing of ``shard`` is below a hole any more."""
+        left = self.holes.pop(node, 0) & ~(1 << shard)
+        if left:
+            self.holes[node] = left
 
     def check(self) -> None:
         """Assert every invariant of the tree."""
@@ -391,6 +415,7 @@ class PrefixTree:
             assert (node in self.writing) == (node.present != node.ready)
             assert node.memory == sum(1 << shard for shard in node.slots)
             assert node.ready == sum(1 << shard for shard in node.digests)
+            assert not node.tokens or (node.slots and len(node.tokens) == self.token_bytes)
             in_memory = sum(1 for child in node.children.values() if child.in_memory)
             assert node.children_in_memory == in_memory
             assert node.present >> len(self.shards) == 0

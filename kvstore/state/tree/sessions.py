@@ -74,7 +74,6 @@ class Put:
         pages: (node, slot) of each granted page, in chain order.
         shard: the shard number they are all of.
         size_bytes: slot bytes, counted against the quota until the put is gone.
-        tokens: uint32 little-endian tokens of the granted pages, or empty.
         lost: its writer may still write, its slots are in LIMBO.
         since_ns: when its slots were granted.
     """
@@ -82,7 +81,6 @@ class Put:
     pages: list[tuple[PrefixNode, Slot]]
     shard: int
     size_bytes: int
-    tokens: bytes = b""
     lost: bool = False
     since_ns: int = 0
 

@@ -2,7 +2,7 @@
 
 import gc
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -14,11 +14,20 @@ from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Lease
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import ROOT, World, identity, key
 
 PAGES = 2000
 NODES_MAX = 600
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_comes_now_is_counted() -> Iterator[None]:
+    """A look at all that the whole test run has imported takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def alive(kind: type) -> int:

@@ -6,8 +6,8 @@ from kvstore.errors import PageCorrupt
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.checks import CHECKS_MAX, CheckRun
 from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskRead
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld, flood
-from tests.state.world import chain, key
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
+from tests.state.world import chain, ended, key
 
 FLIPPED = PageCorrupt("flipped")
 
@@ -49,7 +49,7 @@ def test_a_page_that_is_not_what_was_written_leaves_with_what_follows_it(world):
     assert world.removed("corrupt") == [key("abc"), key("ab")]
     assert world.lookup(world.mine, "abc") == (1, 0)
     explainer = Explainer(world.table, 1)
-    assert explainer.key(key("ab"), world.mine).verdict == "quarantined"
+    assert ended(explainer.steps(key("ab"), world.mine)).verdict == "quarantined"
     assert world.table.counts["disk_corrupt_records"] == 1
 
 

@@ -10,8 +10,8 @@ from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
-from tests.state.world import FULL, FULL_2, PAGE, World, identity, key
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
+from tests.state.world import FULL, FULL_2, PAGE, World, ended, identity, key
 
 RECORD = 2 * PAGE
 SEGMENT = 1 << 17
@@ -86,7 +86,7 @@ def test_what_is_on_disk_only_leaves_the_index_and_explain_says_why(world):
     world.limit(world.mine, quota=1)
 
     assert world.removed("quota") == [key("a")]
-    told = Explainer(world.table, 2).key(key("a"), world.mine)
+    told = ended(Explainer(world.table, 2).steps(key("a"), world.mine))
     assert (told.verdict, "quota" in told.text) == ("evicted", True)
 
 

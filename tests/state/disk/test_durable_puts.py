@@ -7,7 +7,7 @@ from kvstore.state.disk import pages as disk
 from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import Retention
-from tests.state.disk.test_disk_pages import IO_ERROR, DiskWorld
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 
 
 def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():

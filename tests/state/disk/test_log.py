@@ -1,6 +1,6 @@
 """Goal: whatever is put, taken out, reclaimed and cut off, the log and its index agree."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from hypothesis import settings
@@ -29,32 +29,22 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
-from kvstore.state.tree.places import Place, footer_bytes, record_bytes
+from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from tests.state.world import DIGEST, FULL, PAGE, ROOT, World, identity, key
+from tests.state.disk.log_files import (
+    NAMES,
+    PATH_OF,
+    RECORD,
+    SEGMENT_BYTES,
+    SEGMENTS,
+    Files,
+    Record,
+)
+from tests.state.world import DIGEST, FULL, ROOT, World, identity, key
 
 DROPS_MAX = keeper.DROPS_MAX
-SEGMENTS = 5
-SEGMENT_BYTES = 112 << 10
-"""Four or five records and a footer."""
-RECORD = record_bytes(PAGE)
-NAMES = ("a", "ab", "abc", "b", "c", "cd", "e", "f", "g", "h")
-PATH_OF = {key(name): name for name in NAMES}
 ERROR = TierUnavailable("no such disk")
 RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30)
-
-
-@dataclass(eq=False)
-class Record:
-    """What was handed to the disk; it is in the file at the latest when it is ``synced``."""
-
-    place: Place
-    size: int
-    sequence: int
-    names: tuple[str, ...]
-    tombstone: bool = False
-    synced: bool = False
-    written: bool = False
 
 
 @dataclass
@@ -65,24 +55,14 @@ class Write:
     record: Record
 
 
-@dataclass
-class File:
-    """A segment on the disk."""
-
-    records: list[Record] = field(default_factory=list)
-    sealed: bool = False
-
-
 class LogMachine(RuleBasedStateMachine):
     """Drives a log, its keeper and its tombstones; is their disk."""
 
     @initialize(drops=st.sampled_from((1, DROPS_MAX)))
     def begin(self, drops: int) -> None:
         keeper.DROPS_MAX = drops
-        self.files: dict[int, File] = {}
-        self.sequences = count(1)
+        self.files = Files()
         self.tick = self.cut_after = 0
-        self.used_numbers: set[int] = set()
         #: Names that must be there, and that must not, after a cut.
         self.durable: set[str] = set()
         self.gone: set[str] = set()
@@ -94,7 +74,7 @@ class LogMachine(RuleBasedStateMachine):
         admission = Admission("all", 0, self.log.capacity_bytes)
         world.table.disk = DiskPages(world.table, self.log, admission, RULES)
         self.space: PrefixTree = world.table.spaces.adopt(identity(), [FULL])[0]
-        adopt(world.table, found, [(identity(), FULL)], max(self.used_numbers, default=0) + 1)
+        adopt(world.table, found, [(identity(), FULL)], max(self.files.used_numbers, default=0) + 1)
         numbers, self.jobs = count(1), dict[int, DiskJob]()
         counts = world.table.counts
         self.records: dict[int, Record] = {}
@@ -117,30 +97,13 @@ class LogMachine(RuleBasedStateMachine):
                 names = [keys[at : at + 32] for at in range(0, len(keys), 32)]
                 every = NAMES if ALL_KEYS in names else tuple(PATH_OF[one] for one in names)
                 size = record_bytes(len(keys))
-                self.records[job.job] = self._record(place, size, every, tombstone=True)
+                self.records[job.job] = self.files.record(place, size, every, tombstone=True)
             case DiskCopy(place=place):
-                self.records[job.job] = self._record(place, RECORD, (PATH_OF[job.page.node.key],))
+                self.records[job.job] = self.files.record(
+                    place, RECORD, (PATH_OF[job.page.node.key],)
+                )
             case DiskSync():
-                files = self.files.values()
-                self.covered[job.job] = [r for file in files for r in file.records if r.written]
-
-    def _record(
-        self, place: Place, size: int, names: tuple[str, ...], *, tombstone: bool = False
-    ) -> Record:
-        """Put a record where the log says; nothing else may ever have been there."""
-        if place.segment not in self.files:
-            assert place.segment not in self.used_numbers, "a number is used once"
-            self.used_numbers.add(place.segment)
-            self.files[place.segment] = File()
-        file = self.files[place.segment]
-        assert not file.sealed
-        end = max((one.place.offset + one.size for one in file.records), default=0)
-        assert place.offset >= end, "a place is given away once"
-        room = footer_bytes(len(file.records) + 1)
-        assert place.offset + size + room <= SEGMENT_BYTES
-        made = Record(place, size, next(self.sequences), names, tombstone)
-        file.records.append(made)
-        return made
+                self.covered[job.job] = [one for one in self.files.records() if one.written]
 
     def _acknowledge(self, durable: Durable) -> None:
         durable.ended = True
@@ -183,7 +146,7 @@ class LogMachine(RuleBasedStateMachine):
             self.gone.discard(name)
             for _, names in self.burials:
                 names.discard(name)
-            self.writes.append(Write(node, self._record(place, RECORD, (name,))))
+            self.writes.append(Write(node, self.files.record(place, RECORD, (name,))))
         self.keeper.advance_reclaim(self.tick)
 
     @rule(
@@ -326,65 +289,37 @@ class LogMachine(RuleBasedStateMachine):
                     self.syncs.ended(None)
             case _:
                 if isinstance(job, DiskSeal):
-                    file = self.files[job.segment]
+                    file = self.files.by_number[job.segment]
                     file.sealed = True
                     for one in file.records:
                         one.synced = one.synced or one.written
                 if isinstance(job, DiskDrop) and error is None:
-                    del self.files[job.segment]
+                    del self.files.by_number[job.segment]
                 self.keeper.completed(job, error, self.tick)
         self._go_on()
 
     def _note_durable(self) -> None:
-        there = {one.place for file in self.files.values() for one in file.records if one.synced}
+        there = self.files.synced()
         for name, place in sorted(self._on_disk().items()):
             head = name[:-1]
             if place in there and (not head or head in self.durable):
                 self.durable.add(name)
 
-    @precondition(lambda self: len(self.used_numbers) >= self.cut_after)
+    @precondition(lambda self: len(self.files.used_numbers) >= self.cut_after)
     @rule(data=st.data(), more=st.sampled_from((0, 2, 5)))
     def cut(self, data: st.DataObject, more: int) -> None:
         """The power fails; what was not synced is there afterwards, or not."""
-        self.cut_after = len(self.used_numbers) + more
+        self.cut_after = len(self.files.used_numbers) + more
         chance = data.draw(st.randoms(use_true_random=False))
         for job in self.jobs.values():
             if isinstance(job, DiskDrop) and chance.random() < 0.5:
-                del self.files[job.segment]
-        for file in self.files.values():
-            file.records = [one for one in file.records if one.synced or chance.random() < 0.5]
-            for one in file.records:
-                one.synced = one.written = True
-        self._start(self._found())
+                del self.files.by_number[job.segment]
+        self.files.cut_power(chance)
+        self._start(self.files.found())
         on_disk = self._on_disk()
         assert self.durable <= on_disk.keys(), "what was synced is there"
         assert not self.gone & on_disk.keys(), "what was taken out is not"
         self.durable = set(on_disk)
-
-    def _found(self) -> list[FoundSegment]:
-        """What a start reads, by the words of the format."""
-        every = [one for file in self.files.values() for one in file.records]
-        newest: dict[str, int] = {}
-        for one in every:
-            for name in one.names:
-                newest[name] = max(newest.get(name, 0), one.sequence)
-        found = []
-        for number, file in sorted(self.files.items()):
-            pages = [one for one in file.records if not one.tombstone]
-            stand = [one for one in pages if newest[one.names[0]] == one.sequence]
-            names = [one.names[0] for one in stand]
-            found.append(
-                FoundSegment(
-                    number, SEGMENT_BYTES, file.sealed,
-                    max((one.place.offset + one.size for one in file.records), default=0),
-                    len(file.records), [key(name) for name in names],
-                    [key(name[:-1]) or bytes(32) for name in names], [DIGEST] * len(stand),
-                    [one.place.offset for one in stand], [0] * len(stand),
-                    min((one.sequence for one in pages), default=0),
-                    max((one.sequence for one in file.records if one.tombstone), default=0),
-                )
-            )  # fmt: skip
-        return found
 
     def teardown(self) -> None:
         keeper.DROPS_MAX = DROPS_MAX
@@ -405,12 +340,12 @@ class LogMachine(RuleBasedStateMachine):
         assert stats.dead_bytes == ends - stats.live_bytes
         assert stats.segments == len(self.log.segments) <= SEGMENTS
         assert stats.used_bytes == stats.segments * SEGMENT_BYTES <= stats.capacity_bytes
-        assert self.files.keys() <= self.log.segments.keys(), "a file that nobody counts"
+        assert self.files.by_number.keys() <= self.log.segments.keys(), "a file that nobody counts"
 
     @invariant()
     def every_page_of_the_index_can_be_reached_and_read(self) -> None:
         on_disk = self._on_disk()
-        at = {one.place: one for file in self.files.values() for one in file.records}
+        at = {one.place: one for one in self.files.records()}
         for name, place in on_disk.items():
             assert not name[:-1] or name[:-1] in on_disk
             assert at[place].names == (name,)

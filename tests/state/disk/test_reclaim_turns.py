@@ -3,8 +3,8 @@
 from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.jobs import DiskDrop, DiskJob
 from kvstore.state.disk.log import SegmentState
+from tests.state.disk.disk_world import IO_ERROR
 from tests.state.disk.test_disk_limits import LimitedWorld
-from tests.state.disk.test_disk_pages import IO_ERROR
 
 
 def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_back():

@@ -5,7 +5,7 @@ import pytest
 
 from kvstore.page import ShardSpec
 from kvstore.state.table.adopt import FoundSegment, adopt
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import DIGEST, FULL, WINDOW, identity, key
 
 RECORD = 8192

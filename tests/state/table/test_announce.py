@@ -2,7 +2,7 @@
 
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.actions import TierStored
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import key
 
 

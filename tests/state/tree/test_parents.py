@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.state.table.adopt import adopt
 from kvstore.state.tree.actions import PageStatus
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.table.test_adopt import found
 from tests.state.world import FULL, FULL_2, WINDOW, World, identity, key
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
 from kvstore.page import CanonicalLayout
-from tests.state.disk.test_disk_pages import DiskWorld
+from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import FULL, WINDOW, World, identity
 
 

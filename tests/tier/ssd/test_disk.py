@@ -151,7 +151,7 @@ def test_a_capacity_that_the_file_system_can_never_hold_is_refused_by_its_key(di
     with pytest.raises(ConfigError, match=r"ssd\.capacity_bytes.*/log/0.*lower it"):
         open_log(small, capacity_bytes=101 * SEGMENT_BYTES)
     assert small.open_files() == 0
-    assert small.names_below(HOME / "0") == [], "nothing was written there"
+    assert small.names(HOME / "0") == [], "nothing was written there"
     open_log(small, capacity_bytes=100 * SEGMENT_BYTES).close()
     with pytest.raises(ConfigError, match=r"ssd\.capacity_bytes"):
         SSDLog("n", [Directory(tmp_path, 1 << 60)], SEGMENT_BYTES)

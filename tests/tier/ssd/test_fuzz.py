@@ -7,7 +7,8 @@ from time import monotonic
 
 import pytest
 
-from tests.tier.ssd.fuzzed import Case, Corpus
+from tests.tier.ssd.corpus import Corpus
+from tests.tier.ssd.fuzzed import Case
 
 SECONDS = 10
 

@@ -6,14 +6,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.errors import ConfigError
 from kvstore.page import KEY_BYTES, SpaceIdentity
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
 from kvstore.tier.base import WriteTombstone
 from kvstore.tier.directories import Directory
-from kvstore.tier.record import IDENTITY_NAME, SEGMENT_MAX, segment_name
+from kvstore.tier.record import SEGMENT_MAX, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
 from kvstore.tier.ssd import SSDLog
 from tests.tier.ssd.conftest import HOME, SEGMENT_BYTES, open_log, recovered
@@ -48,7 +48,7 @@ def test_a_start_finds_keys_parents_digests_and_places(disk, sealed):
 
     (segment,) = found.segments
     assert (segment.number, segment.sealed, segment.records) == (7, sealed, 5)
-    assert (segment.directory, segment.size_bytes) == (0, SEGMENT_BYTES)
+    assert segment.size_bytes == SEGMENT_BYTES
     assert segment.end == 5 * record_bytes(5000)
     records = [page.record for _, page in placed]
     assert segment.entries["key"].tolist() == [record.key for record in records]
@@ -256,7 +256,7 @@ def test_a_file_with_a_segments_number_does_not_hide_the_segment(disk, other):
 def of(disk: SimulatedDisk, number: int) -> Path:
     """Where a segment is."""
     name = segment_name(number)
-    return next(p for at in "01" for p in disk.names_below(HOME / at) if p.name == name)
+    return next(HOME / at / name for at in "01" if name in disk.names(HOME / at))
 
 
 def test_a_file_that_is_larger_than_any_segment_is_left_as_it_is(tmp_path):
@@ -357,86 +357,6 @@ def _unreadable(disk: SimulatedDisk) -> FaultyDisk:
     faulty = FaultyDisk(disk)
     faulty.arm("read", DiskFault.IO_ERROR)
     return faulty
-
-
-def test_a_directory_of_another_node_is_refused_and_unchanged(disk):
-    recovered(disk).close()
-    before = disk.read_file(HOME / "0" / IDENTITY_NAME)
-
-    with pytest.raises(ConfigError, match=r"/log/0.*belongs to node 'node', this is 'else'"):
-        open_log(disk, node="else")
-
-    assert disk.read_file(HOME / "0" / IDENTITY_NAME) == before
-    recovered(disk).close()
-
-
-def test_a_log_of_a_newer_version_is_refused_and_unchanged(disk):
-    recovered(disk).close()
-    path = HOME / "0" / IDENTITY_NAME
-    newer = disk.read_file(path).replace(b'"format": 1', b'"format": 2')
-    disk.write_file(path, newer)
-
-    with pytest.raises(ConfigError, match=r"/log/0.*format 2"):
-        open_log(disk)
-
-    assert disk.read_file(path) == newer
-
-
-def test_directories_of_two_logs_are_refused(disk):
-    recovered(disk).close()
-    one = disk.read_file(HOME / "0" / IDENTITY_NAME)
-    disk.make_directory(HOME / "1")
-    disk.write_file(HOME / "1" / IDENTITY_NAME, one.replace(b'"log": "', b'"log": "00')[:-1])
-
-    with pytest.raises(ConfigError, match="damaged"):
-        open_log(disk, paths=2)
-    changed = bytearray(one)
-    at = one.index(b'"log": "') + 8
-    changed[at : at + 2] = b"00" if one[at : at + 2] != b"00" else b"11"
-    disk.write_file(HOME / "1" / IDENTITY_NAME, bytes(changed))
-    with pytest.raises(ConfigError, match="different logs"):
-        open_log(disk, paths=2)
-    assert disk.open_files() == 0
-
-
-def test_segments_without_an_identity_are_refused(disk):
-    disk.make_directory(HOME / "0")
-    disk.write_file(HOME / "0" / segment_name(1), b"")
-
-    with pytest.raises(ConfigError, match=r"no kvstore-log\.json"):
-        open_log(disk)
-
-
-def test_a_directory_is_one_process_s_at_a_time(disk):
-    log = recovered(disk)
-
-    with pytest.raises(TierUnavailable, match="another process"):
-        open_log(disk)
-    log.close()
-    recovered(disk).close()
-
-
-def test_a_capacity_below_one_segment_is_refused(disk):
-    with pytest.raises(ConfigError, match=r"/log/0.*no room for one segment"):
-        open_log(disk, capacity_bytes=SEGMENT_BYTES - 1)
-
-
-@pytest.mark.parametrize("call", ["write_file", "lock"])
-def test_a_read_only_directory_is_unavailable_and_named(disk, call):
-    faulty = FaultyDisk(disk)
-    faulty.arm(call, DiskFault.READ_ONLY)
-
-    with pytest.raises(TierUnavailable, match="/log/0: Read-only file system"):
-        open_log(faulty)
-    assert disk.open_files() == 0
-
-
-def test_a_file_where_the_directory_should_be_is_refused(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-
-    with pytest.raises(ConfigError, match="not a directory"):
-        SSDLog("node", [Directory(path, 1 << 30)], SEGMENT_BYTES)
 
 
 def test_without_direct_io_the_log_says_so(caplog):

@@ -1,20 +1,25 @@
-"""One page there and back when a worker starts: what is wrong shows before the first request."""
+"""Prepares the engine's memory when a worker starts.
+
+The self-test stores and loads one page, to detect problems before the first request. Then the
+memory is touched, so that first loads are not slowed down.
+"""
 
 import ctypes
 import logging
 import os
+import threading
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
 
 import msgspec
 
+from kvstore import mover
 from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
-
-log = logging.getLogger("vllm.kvstore")
 
 _SCOPE: Final = "selftest"
 _TTL_S: Final = 10.0
@@ -22,13 +27,22 @@ _WAIT_S: Final = 5.0
 _END_WAIT_S: Final = 60.0
 
 
-def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: KVPool) -> str:
+def round_trip(
+    store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: KVPool, log: logging.Logger
+) -> str:
     """Store a page of random bytes from the engine's memory and restore it.
 
-    The engine's blocks must not be in use yet; those that were used are zero afterwards.
+    The engine's blocks must not be in use yet; the blocks used here are zeroed at the end.
+
+    Args:
+        store: the worker's client.
+        identity: identity of the engine's space; the page is stored in a separate one.
+        shard: the worker's shard.
+        pool: its memory.
+        log: the engine's log; the time is logged there.
 
     Returns:
-        what is wrong, in words; empty when the page came back as it was, or nobody is there yet.
+        The error as text; empty if the page was restored, or no node runs yet.
     """
     if not store.connected:
         return ""
@@ -51,7 +65,7 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
             try:
                 restored = restoring.result(_WAIT_S)
             finally:
-                # The engine is about to use these blocks: no byte may come later.
+                # The engine is about to use these blocks: nothing may be written to them later.
                 restoring.cancel()
                 restoring.wait(_END_WAIT_S)
             came_back = restored.pages == 1 and _read(pieces) == pattern
@@ -60,12 +74,38 @@ def round_trip(store: KVStore, identity: SpaceIdentity, shard: ShardSpec, pool: 
     except KVStoreError as error:
         return f"{error.code}: {error}"
     if not came_back:
-        return "a page did not come back as it was stored"
+        return "a page was not restored as it was stored"
     log.info(
-        "kvstore: a page of %d bytes went to the node and back in %.1f ms; layout %s",
+        "kvstore: stored and restored a page of %d bytes in %.1f ms; layout %s",
         size, (perf_counter() - began) * 1000, shard.digest.hex()[:16],
     )  # fmt: skip
     return ""
+
+
+def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
+    """Touch the engine's KV memory in the background, so that first loads are not slowed down.
+
+    A first touch takes several times as long as a copy. This needs the native mover, which can
+    touch memory while the engine writes to it.
+
+    Args:
+        pools: pools whose blocks are touched.
+        log: the engine's log.
+    """
+    if not mover.is_native:
+        return
+
+    def touch() -> None:
+        for pool in pools:
+            for plane in pool.planes:
+                size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
+                try:
+                    mover.populate(plane, size, write=True)
+                except KVStoreError as error:
+                    log.debug("KV memory was not touched in advance: %s", error)
+                    return
+
+    threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
 
 
 def _write(pieces: Pieces, data: bytes) -> None:

@@ -1,15 +1,19 @@
 """The page that a worker sends to the node and back before the engine serves."""
 
+import logging
+
 import numpy as np
 import pytest
 
-from engine_adapters.vllm import selftest
 from kvstore.client.jobs import RestoreJob
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.engine.start import round_trip
 from kvstore.errors import TransferTimeout
 from kvstore.mover.kvpool import KVPool
 from tests.engine.engine import IDENTITY, SHARD
+
+LOG = logging.getLogger(__name__)
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def pool(memory):
 
 
 def test_a_page_that_comes_back_says_nothing_and_leaves_nothing(store, memory, pool):
-    assert selftest.round_trip(store, IDENTITY, SHARD, pool) == ""
+    assert round_trip(store, IDENTITY, SHARD, pool, LOG) == ""
     assert not memory.any()
 
 
@@ -51,6 +55,6 @@ def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
     monkeypatch.setattr(Space, "load_pieces", slow)
     monkeypatch.setattr(RestoreJob, "result", out_of_time)
 
-    assert "transfer_timeout" in selftest.round_trip(store, IDENTITY, SHARD, pool)
+    assert "transfer_timeout" in round_trip(store, IDENTITY, SHARD, pool, LOG)
     assert ended == [1]
     assert not memory.any()

@@ -1,0 +1,49 @@
+"""What operators name: a space by its label, a page by its key."""
+
+from collections.abc import Iterable
+
+from kvstore.errors import InvalidArgument
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.server.refusal import Refusal
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+
+def space_of(spaces: Iterable[PrefixTree], label: str, field: str = "space") -> PrefixTree:
+    """The space of a label, or of the beginning of one (8 or more hex digits).
+
+    Args:
+        spaces: those there are.
+        label: what the operator said.
+        field: the request's, for the message.
+
+    Raises:
+        Refusal: 404 none, 400 more than one.
+    """
+    short = len(label) >= 8
+    found = [one for one in spaces if one.label == label or (short and one.label.startswith(label))]
+    if not found:
+        raise Refusal(404, "not_found", f"{label[:80]!r} is not open here; see /v1/spaces", field)
+    if len(found) > 1:
+        raise Refusal(400, "invalid_argument", f"{label!r} begins several spaces", field)
+    return found[0]
+
+
+def key_of(text: str, field: str = "key") -> PrefixKey:
+    """A key from its 64 hex digits.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise InvalidArgument(field, f"{text[:80]!r} is not a key ({2 * KEY_BYTES} hex digits)")
+    return PrefixKey(key)
+
+
+def not_stored(key: str, field: str) -> Refusal:
+    """What is asked of a page that a space does not have."""
+    message = f"{key[:80]} is not stored in this space; explain says why"
+    return Refusal(404, "not_found", message, field)

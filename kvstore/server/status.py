@@ -1,0 +1,92 @@
+"""What a node says of itself: whether it is ready, what it counts, its tiers, its policies."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from time import monotonic
+from typing import Any, Final
+
+from kvstore import mover
+from kvstore.config.machine import version_of
+from kvstore.node.desk import Desk
+from kvstore.state.choice.policy import POLICIES
+from kvstore.tier.host import HostMemory
+
+_WITHHELD: Final = "all memory is held by clients of the previous boot"
+
+
+class NodeStatus:
+    """One node, as its log, its engines and its operators see it; call it on the state's loop.
+
+    Args:
+        desk: the node's.
+        memory: the bytes of the host tier.
+        configured_policy: the eviction policy that the node began with.
+        started_s: when it began, in monotonic seconds.
+    """
+
+    def __init__(
+        self, desk: Desk, memory: HostMemory, configured_policy: str, started_s: float
+    ) -> None:
+        self._desk = desk
+        self._table = desk.node.pages
+        self._memory = memory
+        self._configured_policy = configured_policy
+        self._started_s = started_s
+        self._version = version_of()
+        self._sources: list[Callable[[], Mapping[str, object]]] = []
+
+    def add(self, source: Callable[[], Mapping[str, object]]) -> None:
+        """Take over what another part of the daemon counts into :meth:`stats`."""
+        self._sources.append(source)
+
+    def unready(self) -> str:
+        """Why no page can be stored; empty when they can."""
+        return "" if self._table.slots.extents else _WITHHELD
+
+    def stats(self) -> dict[str, Any]:
+        """One snapshot of everything that can be counted.
+
+        It is a :class:`kvstore.server.counts.NodeStats`. Its values are plain, and
+        it takes less than a turn however much there is.
+        """
+        stats = {
+            **self._desk.stats(),
+            "version": self._version,
+            "uptime_s": monotonic() - self._started_s,
+            "unready": self.unready(),
+            "policy": self._table.eviction.policy,
+            "populated_bytes": self._memory.populated_bytes(),
+            "missing_bytes": self._memory.missing_bytes(),
+            "memory_failures": self._memory.failures,
+            "mover": mover.description,
+        }
+        for source in self._sources:
+            stats |= source()
+        return stats
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """Each tier's name, sizes and state: those of :class:`kvstore.server.counts.TierList`."""
+        slots = self._table.slots.stats()
+        tiers: list[dict[str, Any]] = [
+            {
+                "tier": "host",
+                "state": "ready" if slots.capacity_bytes else "withheld",
+                **asdict(slots),
+                "populated_bytes": self._memory.populated_bytes(),
+            }
+        ]
+        if self._desk.disk is not None:
+            tiers.append({"tier": "ssd", **self._desk.disk.stats()})
+        return tiers
+
+    def policy(self) -> dict[str, Any]:
+        """The policies at work: a :class:`kvstore.server.answers.Policy`."""
+        shown: dict[str, Any] = {
+            "name": self._table.eviction.policy,
+            "known": list(POLICIES),
+            "configured": self._configured_policy,
+        }
+        if self._desk.disk is not None:
+            ssd = self._desk.disk.stats()
+            shown["ssd"] = {name: ssd[name] for name in ("write", "sync", "admission", "wear")}
+        return shown

@@ -1,0 +1,206 @@
+"""The processes of engines in a simulation: what they ask a node for, and do to its memory.
+
+They copy bytes a piece at a time, so that everything else happens between two pieces, and compare
+what they read with what the page's key says it must be.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from kvstore import wire
+from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state.tree.actions import PageStatus
+from kvstore.testing.followers import page_token
+from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
+
+PIECES: Final = 4
+DELAY_NS_MAX: Final = 2_000_000
+WAIT_MS: Final = 30
+LEASE_MS_MAX: Final = 20
+_SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+_ORIGINS: Final = count(1)
+
+Script = Generator[int | wire.Request, wire.Answer | None, None]
+"""What a process does: yields nanoseconds to pass, or a request; gets its answer, None if lost."""
+
+
+@dataclass(eq=False)
+class Actor:
+    """One simulated process of an engine.
+
+    Attributes:
+        pid: what the kernel would call it.
+        tenant: whose pages it uses.
+        session: the token it shows; empty before its first Welcome.
+        connection: number of the open connection; 0 = none.
+        mapped: extents it has mapped; it goes on using them whatever becomes of its connection.
+        watched: the kernel tells the node when it ends.
+    """
+
+    pid: int
+    tenant: str
+    session: bytes = b""
+    connection: int = 0
+    alive: bool = True
+    watched: bool = True
+    mapped: dict[int, bytearray] = field(default_factory=dict)
+    origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
+    awaited: int = 0
+    script: Script | None = None
+    serial: int = 0
+    names: "count[int]" = field(default_factory=lambda: count(1))
+
+
+class Engines:
+    """What processes of engines do.
+
+    Args:
+        time: of the simulation.
+        extents: the node's memory, by number.
+        connect: opens a connection of a process.
+        tell: sends a message of a process that has no answer.
+
+    Attributes:
+        sessions: tenant → the token that its engine was given last.
+    """
+
+    def __init__(
+        self, time: Timeline, extents: dict[int, bytearray],
+        connect: Callable[[Actor], int], tell: Callable[[Actor, wire.Request], None],
+    ) -> None:  # fmt: skip
+        self.sessions: dict[str, bytes] = {}
+        self._time = time
+        self._random = time.random
+        self._faults = time.faults
+        self._outcome = time.outcome
+        self._extents = extents
+        self._connect_process = connect
+        self._tell = tell
+        self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
+
+    def live(self, process: Actor) -> Script:
+        """A process from its start to its end, whenever that is."""
+        identity = SpaceIdentity(tenant=process.tenant, model="m", kv_dtype="uint8", page_tokens=1)
+        space = -1
+        while True:
+            if not process.connection:
+                space = yield from self._connect(process, identity)
+                continue
+            keys = self._prompt(process.tenant)
+            actions = (self._put, self._put, self._read, self._read, self._wait, self._persist)
+            action = self._random.choice(actions)
+            yield from action(process, space, keys)
+            yield self._random.randrange(DELAY_NS_MAX)
+
+    def _connect(self, process: Actor, identity: SpaceIdentity) -> Generator[
+        int | wire.Request, wire.Answer | None, int
+    ]:  # fmt: skip
+        yield self._random.randrange(DELAY_NS_MAX)
+        number = self._connect_process(process)
+        hello = wire.Hello(
+            0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, "simulated", process.session,
+            process.origin, number,
+        )  # fmt: skip
+        welcome = yield hello
+        if not isinstance(welcome, wire.Welcome):
+            return -1
+        process.session = self.sessions[process.tenant] = welcome.session
+        # A script does one thing at a time: nothing of an earlier connection is under way.
+        self._tell(process, wire.Settled(number))
+        opened = yield wire.OpenSpace(0, identity, [_SHARD])
+        return opened.space if isinstance(opened, wire.SpaceOpened) else -1
+
+    def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
+        put = next(process.names)
+        wait_ms = self._random.choice((0, WAIT_MS))
+        tokens = b"".join(map(page_token, keys)) if put % 3 else b""
+        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", tokens, wait_ms)
+        if not isinstance(granted, wire.PutGranted) or not granted.addresses:
+            return
+        chosen = [
+            key
+            for key, status in zip(keys, granted.statuses, strict=True)
+            if status == PageStatus.GRANTED
+        ]
+        places = self._map(process, granted.addresses)
+        digests = b""
+        for key, place in zip(chosen, places, strict=True):
+            content = page_content(key)
+            for start in range(0, PAGE_BYTES, PAGE_BYTES // PIECES):
+                if place is not None:
+                    memory, offset = place
+                    piece = content[start : start + PAGE_BYTES // PIECES]
+                    memory[offset + start : offset + start + len(piece)] = piece
+                    self._outcome.late_pieces += not process.connection
+                yield self._piece_ns()
+            digests += sha256(content).digest()[:16]
+        if self._random.random() < 0.1 or None in places:
+            self._tell(process, wire.AbortPut(put))
+            return
+        ttl_ms = self._random.choice((0, 0, 5))
+        commit = wire.CommitPut(0, put, digests, ttl_ms, self._random.random() < 0.1)
+        committed = yield commit
+        if isinstance(committed, wire.Committed):
+            self._outcome.pages_stored += committed.statuses.count(PageStatus.STORED)
+
+    def _read(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
+        lease = next(process.names)
+        lease_ms = self._random.randrange(1, LEASE_MS_MAX + 1)
+        wait_ms = self._random.choice((0, WAIT_MS - 1))
+        leased = yield wire.Acquire(0, lease, space, 0, keys.packed, lease_ms, wait_ms)
+        if not isinstance(leased, wire.Acquired):
+            return
+        places = self._map(process, leased.addresses)
+        for key, place in zip(keys, places, strict=False):
+            if place is None:
+                break
+            memory, offset = place
+            content = page_content(key)
+            for start in range(0, PAGE_BYTES, PAGE_BYTES // PIECES):
+                stop = start + PAGE_BYTES // PIECES
+                seen = memory[offset + start : offset + stop]
+                assert seen == content[start:stop], f"wrong bytes under {key.hex()[:8]}"
+                yield self._piece_ns()
+            self._outcome.pages_read += 1
+        self._tell(process, wire.Release(lease))
+
+    def _wait(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
+        before_ns = self._time.now_ns
+        found = yield wire.Lookup(0, space, [0], keys.packed, self._random.randrange(WAIT_MS))
+        if isinstance(found, wire.Found):
+            assert found.pages + found.pending <= len(keys)
+            self._outcome.lookups_waited += self._time.now_ns - before_ns > 2 * DELAY_NS_MAX
+
+    def _persist(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
+        answer = yield wire.Persist(0, space, 0, keys.packed, WAIT_MS - 1)
+        if isinstance(answer, wire.Persisted):
+            self._outcome.pages_persisted += len(keys)
+
+    def _map(self, process: Actor, addresses: bytes) -> list[tuple[bytearray, int] | None]:
+        """Where slots are; None where the extent is gone and was not mapped before."""
+        places: list[tuple[bytearray, int] | None] = []
+        for extent, _, offset in np.frombuffer(addresses, dtype=wire.ADDRESS).tolist():
+            if extent not in process.mapped and extent in self._extents:
+                process.mapped[extent] = self._extents[extent]
+            memory = process.mapped.get(extent)
+            places.append(None if memory is None else (memory, offset))
+        return places
+
+    def _piece_ns(self) -> int:
+        slow = self._random.random() < self._faults.slowness
+        return LEASE_MS_MAX * 1_500_000 if slow else self._random.randrange(300_000)
+
+    def _make_prompts(self, tenant: str) -> list[PrefixKeys]:
+        """Prompts that branch: a common start and many ends."""
+        common = [len(tenant), 1, 2]
+        ends = [[self._random.randrange(3) for _ in range(6)] for _ in range(6)]
+        return [page_keys(common + end, 1) for end in ends]
+
+    def _prompt(self, tenant: str) -> PrefixKeys:
+        keys = self._random.choice(self._prompts[tenant])
+        return keys[: self._random.randrange(1, len(keys) + 1)]

@@ -1,0 +1,81 @@
+"""A page table with an SSD tier, of which every job ends when a test says so."""
+
+from itertools import count
+
+from kvstore.errors import TierUnavailable
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import (
+    DiskJob,
+    DiskRules,
+    DiskWrite,
+    Durable,
+    SyncPolicy,
+    WritePolicy,
+)
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import PrefixNode
+from tests.state.world import World, chain, key
+
+IO_ERROR = TierUnavailable("no such disk")
+
+
+class DiskWorld(World):
+    """A page table with a disk whose jobs the test ends itself."""
+
+    def __init__(
+        self, write: str = "through", sync: str = "always", extents: int = 4, segments: int = 8,
+        in_flight_max: int = 1 << 30, segment_bytes: int = 1 << 20, admission: str = "all",
+    ) -> None:  # fmt: skip
+        super().__init__(extents)
+        rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
+        log = SegmentLog(segments, segment_bytes)
+        admits = Admission(admission, 0, log.capacity_bytes)
+        self.disk = DiskPages(self.table, log, admits, rules)
+        self.table.disk = self.disk
+        self.open: dict[int, DiskJob] = {}
+        self.letters = count(0x4E00)
+        self.me = self.process()
+        self.mine = self.space(self.me)
+
+    def jobs(self, kind: type[DiskJob]) -> list[DiskJob]:
+        """Jobs of one kind that have not ended, oldest first."""
+        self.open |= {job.job: job for job in self.disk.jobs}
+        self.disk.jobs.clear()
+        return [job for job in self.open.values() if isinstance(job, kind)]
+
+    def write_of(self, path: str) -> DiskWrite:
+        return next(job for job in self.jobs(DiskWrite) if job.page.node.key == key(path))
+
+    def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
+        del self.open[job.job]
+        self.disk.completed(job.job, error)
+        self.table.check()
+
+    def end_all(self) -> None:
+        while jobs := self.jobs(DiskJob):
+            for job in jobs:
+                self.end_job(job)
+
+    def node(self, path: str) -> PrefixNode:
+        return self.mine.nodes[key(path)]
+
+    def on_disk(self, path: str) -> list[bool]:
+        return [0 in self.mine.nodes[one].disk for one in chain(path)]
+
+    def in_memory(self, path: str) -> list[bool]:
+        return [0 in self.mine.nodes[one].slots for one in chain(path)]
+
+    def persist(self, path: str) -> Durable:
+        return self.disk.make_durable([self.mine.nodes[one] for one in chain(path)], 0)
+
+
+def flood(world: DiskWorld, pages: int = 16) -> None:
+    """Take all memory for other pages, one chain each."""
+    for _ in range(pages):
+        path = chr(next(world.letters))
+        while world.store(world.me, world.mine, path) != [PageStatus.GRANTED]:
+            assert world.disk.busy
+            world.end_all()
+        world.end_all()

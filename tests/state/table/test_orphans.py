@@ -1,0 +1,158 @@
+"""Goal: a head that leaves is a miss at once, and whatever follows it leaves in turns, unseen."""
+
+from random import Random
+
+import pytest
+
+from kvstore.page import PrefixKey
+from kvstore.state.table import residents
+from kvstore.state.tree.actions import PageStatus, Removed
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.testing.simulation import Simulation
+from tests.state.world import FULL, FULL_2, World, chain, key
+
+LONG = "abcdefghijkl"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A node whose turns take two pages along, with one long prompt of two ranks."""
+    monkeypatch.setattr(residents, "DROP_AT_ONCE", 2)
+    made = World(extents=16)
+    engine = made.process()
+    space = made.space(engine, [FULL, FULL_2])
+    for shard in (0, 1):
+        made.store(engine, space, LONG, shard=shard)
+    return made
+
+
+def space_of(world: World) -> PrefixTree:
+    [space] = world.table.spaces
+    return space
+
+
+def drop(world: World, path: str) -> None:
+    world.table.drop(space_of(world).nodes[key(path)], 0, "corrupt")
+    world.table.check()
+
+
+def sweep(world: World, steps: int) -> None:
+    world.table.sweep(steps)
+    world.table.check()
+
+
+def test_a_head_that_leaves_is_a_miss_at_once_and_what_follows_it_leaves_in_turns(world: World):
+    space = space_of(world)
+    drop(world, "abc")
+
+    assert world.lookup(space, LONG) == (2, 0), "nothing behind it is a hit, and nobody writes it"
+    assert len(world.removed("corrupt")) == 1
+    left = []
+    while world.table.orphans:
+        sweep(world, 4)
+        left.append(len(world.removed("corrupt")))
+        assert world.lookup(space, LONG) == (2, 0)
+    assert sum(left) == len(LONG) - 3
+    assert max(left) <= 4
+    assert world.lookup(space, LONG, [1]) == (len(LONG), 0), "the other rank keeps its pages"
+    assert not space.holes
+
+
+def test_what_follows_a_head_that_left_leaves_from_the_tails_on(world: World):
+    drop(world, "abc")
+    world.table.sweep(1000)
+
+    removed = [one for one in world.table.actions if isinstance(one, Removed)]
+    assert [one.keys[0] for one in removed][1:] == chain(LONG, start=3)[::-1]
+
+
+def test_a_page_cannot_be_put_where_one_left_until_all_behind_it_has(world: World):
+    space = space_of(world)
+    [engine] = world.sessions["engine"].processes.values()
+    drop(world, "abc")
+
+    assert world.store(engine, space, "abcd", start=2) == [PageStatus.NO_ROOM] * 2
+    world.table.sweep(1000)
+    assert world.store(engine, space, "abcd", start=2) == [PageStatus.GRANTED] * 2
+    assert world.lookup(space, "abcd") == (4, 0)
+
+
+def test_what_is_put_behind_a_page_that_is_about_to_leave_leaves_with_it(world: World):
+    space = space_of(world)
+    [engine] = world.sessions["engine"].processes.values()
+    drop(world, "abc")
+    sweep(world, 3)
+    number, statuses, _ = world.begin(engine, space, "abcdxyz", start=4)
+    assert statuses == [PageStatus.GRANTED] * 3
+
+    world.table.sweep(1000)
+
+    assert world.commit(engine, number) == [PageStatus.DROPPED] * 3
+    assert not [node for node in space.nodes.values() if node.present & 1 and node.depth > 2]
+    world.table.check()
+
+
+def test_the_last_page_that_is_evicted_closes_the_hole_before_it(world: World):
+    space = space_of(world)
+    drop(world, "abc")
+    for end in range(len(LONG), 3, -1):
+        world.table.drop(space.nodes[key(LONG[:end])], 0, "evicted")
+    world.table.drop(space.nodes[key(LONG)], 1, "evicted")
+
+    sweep(world, 1000)
+
+    assert not space.holes
+    assert not world.table.orphans
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookups_find_what_a_look_at_each_page_finds_while_pages_leave_in_turns(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    chance = Random(seed)
+    monkeypatch.setattr(residents, "DROP_AT_ONCE", chance.choice([0, 1, 3]))
+    world = World(extents=8, slots_each=6)
+    engine = world.process()
+    space = world.space(engine, [FULL, FULL_2])
+    dropped = 0
+    for _ in range(120):
+        path = "".join(chance.choice("ab") for _ in range(chance.randrange(1, 10)))
+        nodes = [node for node in space.nodes.values() if node.ready & 1]
+        match chance.choice(["put", "put", "drop", "sweep", "lookup"]):
+            case "put":
+                world.store(engine, space, path, shard=chance.randrange(2))
+            case "drop" if nodes:
+                world.table.drop(chance.choice(nodes), 0, "corrupt")
+                dropped += bool(world.table.orphans)
+            case "sweep":
+                world.table.sweep(chance.randrange(1, 6))
+            case _:
+                shards = chance.choice([[0], [1], [0, 1]])
+                assert world.lookup(space, path, shards)[0] == ready(space, path, shards)
+        world.table.check()
+    world.table.sweep(10_000)
+    assert dropped > 0
+    assert not space.holes
+    assert all(node.parent is space.root or node.parent.present & 1
+               for node in space.nodes.values() if node.present & 1 and node.parent)  # fmt: skip
+
+
+def ready(space: PrefixTree, path: str, shards: list[int]) -> int:
+    """The leading pages that are READY on every shard, by looking at each."""
+    mask = sum(1 << shard for shard in shards)
+    for count, name in enumerate(chain(path)):
+        node = space.nodes.get(PrefixKey(name))
+        if node is None or node.ready & mask != mask:
+            return count
+    return len(path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_history_shows_a_wrong_byte_when_every_head_leaves_its_pages_behind(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(residents, "DROP_AT_ONCE", 0)
+
+    outcome = Simulation(seed, extents=3).run(seconds=0.3)
+
+    assert outcome.pages_read > 0
