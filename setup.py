@@ -18,7 +18,7 @@ BUILD = Path("build", "compiled")
 """Of its own: setuptools puts all that it finds in a build folder into the wheel."""
 CORE = [
     *(path for path in Path("kvstore/state").rglob("*.py") if path.name != "__init__.py"),
-    *(Path("kvstore/node", f"{name}.py") for name in ("desk", "node", "requests", "waiting")),
+    *(path for path in Path("kvstore/node").glob("*.py") if path.name not in ("__init__.py", "ssd.py")),
 ]
 TYPES = f"""
 [mypy]

@@ -5,7 +5,7 @@
 * ``open_folder`` is a folder for tests of what other users of the machine may do.
 * ``spawn`` starts a child process, waits until it says that it is ready, and ends it.
 * ``wait_until`` waits for a condition, with a deadline: tests never sleep.
-* A test that patches compiled code is left out where the core is compiled: it keeps its constants.
+* A test that patches compiled code is left out where the core is compiled (tests/compiled.py).
 * Hypothesis: the default profile is small and deterministic; a soak (or Hypothesis's own
   ``--hypothesis-profile soak``) looks long and at random; see :mod:`tests.soaks`.
 """
@@ -79,29 +79,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As pytest's own; but a test that changes what is compiled is one of the pure core only."""
+    """As pytest's own; but a test that changes a compiled class is one of the pure core only.
+
+    It may change a number of a compiled module that is not ``Final``: those the code has copied.
+    """
     change = monkeypatch.setattr
 
     def changed(target: object, *rest: object, **options: bool) -> None:
-        if _is_compiled(target):
-            pytest.skip("it changes what is compiled")
+        if core() == "compiled":
+            _refuse_compiled(target, rest)
         change(target, *rest, **options)
 
     monkeypatch.setattr = changed
     return monkeypatch
 
 
-def _is_compiled(target: object) -> bool:
-    """Whether a module, class, object or dotted name is of a compiled module."""
-    if core() == "pure":
-        return False
+def _refuse_compiled(target: object, rest: tuple[object, ...]) -> None:
+    """Skip or fail a test whose change compiled code would not notice."""
     if isinstance(target, str):
-        module = import_module(target.rpartition(".")[0])
+        module, name = import_module(target.rpartition(".")[0]), target.rpartition(".")[2]
     elif isinstance(target, ModuleType):
-        module = target
+        module, name = target, str(rest[0])
     else:
-        module = import_module((target if isinstance(target, type) else type(target)).__module__)
-    return module.__name__.startswith("kvstore.") and not module.__file__.endswith(".py")
+        module, name = import_module(_class_of(target).__module__), ""
+    if not module.__name__.startswith("kvstore.") or module.__file__.endswith(".py"):
+        return
+    source = ROOT.joinpath(*module.__name__.split(".")).with_suffix(".py").read_text()
+    if re.search(rf"^{name}: Final", source, re.MULTILINE):
+        pytest.fail(f"compiled code has copied {name}, for it is Final")
+    if not re.search(rf"^{name} = \d", source, re.MULTILINE):
+        pytest.skip("it changes compiled code")
+
+
+def _class_of(target: object) -> type:
+    return target if isinstance(target, type) else type(target)
 
 
 # Waiting

@@ -62,9 +62,6 @@ class WaitingRoom:
     def __len__(self) -> int:
         return self.count
 
-    def __bool__(self) -> bool:
-        return self.count > 0
-
     def admits(self, session: bytes, size_bytes: int) -> bool:
         """Whether one more request of so many bytes may wait for a session."""
         count, size = self._counts[session] + 1, self._sizes[session] + size_bytes

@@ -78,9 +78,6 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __bool__(self) -> bool:
-        return bool(self._index)
-
     def add(self, node: PrefixNode, shard: int, cause: str, now_ns: int) -> None:
         """A page of ``node`` leaves the index now."""
         if not self._max:

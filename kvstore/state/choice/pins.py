@@ -65,9 +65,6 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def __bool__(self) -> bool:
-        return bool(self._pins)
-
     def measure(
         self, space: PrefixTree, key: PrefixKey, tier: str = "host"
     ) -> Generator[None, None, tuple[list[PrefixNode], int]]:

@@ -60,9 +60,6 @@ class LeastRecent:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
     def stored(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn."""
 

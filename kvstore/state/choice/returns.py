@@ -18,7 +18,7 @@ from kvstore.state.tree.prefix_tree import PrefixNode
 
 Kind = tuple[int, ...]
 
-REMEMBERED_MAX: Final = 1 << 16
+REMEMBERED_MAX = 1 << 16
 """Pages that are remembered at most; the one that left longest ago is forgotten first."""
 WALK_MAX: Final = 1024
 """Pages before the end of a prompt that are looked at."""
@@ -48,9 +48,6 @@ class Returns:
     def __len__(self) -> int:
         """How many pages are remembered."""
         return len(self._remembered)
-
-    def __bool__(self) -> bool:
-        return bool(self._remembered)
 
     def left(self, end: PrefixNode, tick: int) -> bool:
         """The prompt that ends at ``end`` leaves memory; False if that was known."""

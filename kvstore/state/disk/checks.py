@@ -91,9 +91,6 @@ class DiskChecks:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
-
     def begin(self, run: CheckRun) -> None:
         """Take a run on."""
         self._runs.append(run)

@@ -35,9 +35,6 @@ class DiskLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def __bool__(self) -> bool:
-        return bool(self._loads)
-
     def fetch(self, nodes: Sequence[PrefixNode], shard: int) -> Fetch:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory."""
         fetch = Fetch()

@@ -53,9 +53,6 @@ class Writes:
     def __len__(self) -> int:
         return len(self._writes)
 
-    def __bool__(self) -> bool:
-        return bool(self._writes)
-
     def __contains__(self, page: tuple[PrefixNode, int]) -> bool:
         return page in self._writes
 

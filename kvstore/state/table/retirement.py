@@ -43,9 +43,6 @@ class Retirement:
     def __len__(self) -> int:
         return len(self._lost)
 
-    def __bool__(self) -> bool:
-        return bool(self._lost)
-
     def add(self, process: Process, now_ns: int) -> None:
         """The connection of a process that nobody watches broke; it may still touch its slots."""
         assert process.lost

@@ -44,7 +44,7 @@ class NodeHeap:
     def __len__(self) -> int:
         return len(self._heap) + len(self._former)
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # mypyc does not ask __len__ when it may be None
         return bool(self._heap or self._former)
 
     def push(self, entry: Entry) -> None:
@@ -89,9 +89,6 @@ class NodeLine:
 
     def __len__(self) -> int:
         return len(self._line) + len(self._former) + len(self._newer)
-
-    def __bool__(self) -> bool:
-        return bool(self._line or self._former or self._newer)
 
     def append(self, entry: Entry) -> None:
         """Add an entry behind all others."""
