@@ -18,8 +18,10 @@ BUILD = Path("build", "compiled")
 """Of its own: setuptools puts all that it finds in a build folder into the wheel."""
 CORE = [
     *(path for path in Path("kvstore/state").rglob("*.py") if path.name != "__init__.py"),
-    *(path for path in Path("kvstore/node").glob("*.py") if path.name not in ("__init__.py", "ssd.py")),
-]
+    *(Path("kvstore/node", f"{name}.py") for name in (
+        "desk", "movements", "node", "requests", "waiting",
+    )),
+]  # fmt: skip
 TYPES = f"""
 [mypy]
 cache_dir = {BUILD}/mypy

@@ -1,9 +1,10 @@
-"""``make test-compiled``: tests of the state and the node, against the compiled core.
+"""Run a module of this clone with the compiled core: its tests, its bench.
 
-``python -m tests.compiled [what pytest takes]``. The wheel that ``make wheel`` makes is built from
-a copy of the sources and unpacked outside of the clone, in a folder named by their hash: it is
-built again only when they have changed. Tests run in a folder that has the wheel's ``kvstore``
-beside the clone's tests; child processes find the same one.
+``python -m tests.compiled [MODULE [ARGUMENTS]]``; alone it runs the tests of the state and the node,
+as ``make test-compiled`` does. The wheel that ``make wheel`` makes is built from a copy of the
+sources and unpacked outside of the clone, in a folder named by their hash: it is built again only
+when they have changed. The module runs in a folder that has the wheel's ``kvstore`` beside all else
+of the clone; child processes find the same one.
 """
 
 import hashlib
@@ -23,13 +24,16 @@ SOURCES: Final = ("kvstore", "setup.py", "pyproject.toml", "requirements", "READ
 """What the wheel's ``kvstore`` is made of; the other packages are not looked at."""
 PACKAGES: Final = ("conductor", "engine_adapters")
 BESIDE: Final = ("tests", "bench", "docs", "deploy", "examples", "Makefile", *PACKAGES)
-TESTS: Final = ("-m", "not soak and not vllm", "tests/state", "tests/node")
+TESTS: Final = (
+    "pytest", "-p", "no:cacheprovider", "-n", "auto", "--maxprocesses", "4",
+    "-m", "not soak and not vllm", "tests/state", "tests/node",
+)  # fmt: skip
 KEPT: Final = 8
 """States of the sources whose core is kept, those that were used last: 10 MiB each."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run pytest; returns its exit status."""
+    """Run the module; returns its exit status."""
     core = built()
     with tempfile.TemporaryDirectory(prefix="kvstore-compiled-") as name:
         folder = Path(name)
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         for one in {*SOURCES, *BESIDE} - {"kvstore"}:
             (folder / one).symlink_to(ROOT / one)
         environment = {**os.environ, "PYTHONPATH": name, "KVSTORE_TEST_CORE": "compiled"}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        command = [sys.executable, "-m", *arguments]
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 
@@ -54,7 +58,7 @@ def built() -> Path:
         return target
     for old in sorted(cache.glob("core-*"), key=lambda path: path.stat().st_mtime)[: 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-    sys.stderr.write(f"compiling the core into {target} (two minutes)\n")
+    sys.stderr.write(f"compiling the core into {target} (about two minutes)\n")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="making-", dir=cache) as name:
         source, dist, unpacked = (Path(name, one) for one in ("source", "dist", "core"))
