@@ -1,7 +1,7 @@
 """Run a module of this clone with the compiled core: its tests, its bench.
 
-``python -m tests.compiled [MODULE [ARGUMENTS]]``; alone it runs the tests of the state and the node,
-as ``make test-compiled`` does. The wheel that ``make wheel`` makes is built from a copy of the
+``python -m tests.compiled [MODULE [ARGUMENTS]]``: without a module the tests of the state and the
+node, as ``make test-compiled``. The wheel that ``make wheel`` makes is built from a copy of the
 sources and unpacked outside of the clone, in a folder named by their hash: it is built again only
 when they have changed. The module runs in a folder that has the wheel's ``kvstore`` beside all else
 of the clone; child processes find the same one.

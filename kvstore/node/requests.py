@@ -237,8 +237,8 @@ class Requests:
         lease = self._pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
         return wire.Acquired(
             request.id,
-            b"".join(wire.pack_address(*self._pages.slots.address(at)) for at in lease.slots),
-            b"".join(node.digests[shard] for node, shard, _ in lease.pages),
+            b"".join([wire.pack_address(*self._pages.slots.address(at)) for at in lease.slots]),
+            b"".join([node.digests[shard] for node, shard, _ in lease.pages]),
             max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
         )  # fmt: skip
 

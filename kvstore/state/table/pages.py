@@ -6,7 +6,6 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
