@@ -194,6 +194,9 @@ class Node:
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.sweep(SWEEP_STEPS)
+        if self.pages.draining:
+            self.pages.drain(SWEEP_STEPS)
+            self._room_may_be |= not self.pages.draining
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
@@ -396,7 +399,7 @@ class Node:
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self._ending or self._overdue or self.pages.orphans or self._may_resume
+            self._ending or self._overdue or self.pages.leaving or self._may_resume
         )
 
     def _resume_some(self, now_ns: int) -> None:

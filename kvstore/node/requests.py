@@ -110,7 +110,7 @@ class Requests:
             if fetch.outstanding:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
-            if disk is not None and disk.busy:
+            if self._pages.draining or (disk is not None and disk.busy):
                 return wire.Acquired(request.id, b"", b"", len(run)), ROOM
         return self._lease(process, request, now_ns, len(run)), None
 
@@ -160,7 +160,7 @@ class Requests:
             PrefixKey(request.parent), request.tokens[: asked * token_bytes],
         )  # fmt: skip
         disk, last = self._pages.disk, statuses[-1]
-        coming = self._pages.emptying or (disk is not None and disk.busy)
+        coming = self._pages.draining or (disk is not None and disk.busy)
         busy = last is PageStatus.NO_ROOM and coming
         if asked < count:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)

@@ -148,9 +148,10 @@ class Eviction:
                 pass
             elif self.quotas.queue_name(node.space) != name:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
-            elif slot_bytes in classes(node) and self.evictable(node):
-                if not self._passes_over((name, slot_bytes), node):
-                    return node
+            elif not (slot_bytes in classes(node) and self.evictable(node)):
+                pass
+            elif not self._passes_over((name, slot_bytes), node):
+                return node
             node = queue.pop(self._tick)
         return None
 
@@ -165,7 +166,7 @@ class Eviction:
         return True
 
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
-        """Leaves within their grace go from now on, in the policy's order; False when none waits."""
+        """Leaves within their grace go now, in the policy's order; False when none waits."""
         self._graceless.add(queue)
         return self._end_passing(queue)
 

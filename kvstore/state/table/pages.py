@@ -140,7 +140,6 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         self._hold(process, size)
-        self.emptying = False
         fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)
@@ -166,7 +165,6 @@ class PageTable(Residents):
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
         self.tick += 1
-        self.emptying = False
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")

@@ -7,17 +7,17 @@ to. Nothing here knows about engines; :mod:`kvstore.state.table.pages` does.
 
 import sys
 from collections import Counter, deque
-from heapq import nlargest
 from itertools import islice
 from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction, classes, is_held
+from kvstore.state.choice.eviction import Eviction, classes
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
+from kvstore.state.table.draining import LOOKS, Drain, Moves, leaving
 from kvstore.state.table.orphans import Orphans, tails_first
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
@@ -28,7 +28,7 @@ from kvstore.state.tree.spaces import Spaces
 DROP_AT_ONCE = 128
 """Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
 EMPTY_MAX: Final = 128
-"""Pages that leave an extent of another class for one request, which is then asked again."""
+"""Pages that leave an extent of another class for one request, which waits for the others."""
 
 
 class Residents:
@@ -43,7 +43,6 @@ class Residents:
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
         orphans: pages whose head has left, and that are still there.
-        emptying: room is being made in an extent, and was not all there when it was asked for.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -59,12 +58,24 @@ class Residents:
         self.quotas = self.eviction.quotas
         self.now_ns = 0
         self.tick = 0
-        self.emptying = False
         self.orphans: deque[Orphans] = deque()
+        #: The extent that is being emptied for another class.
+        self._drain: Drain | None = None
+        self._moves = Moves()
         #: The page behind which room is being made, which stays.
         self._spared: PrefixNode | None = None
         #: All and only the slots of pages in the trees.
         self._owners: dict[Slot, PrefixNode] = {}
+
+    @property
+    def draining(self) -> bool:
+        """Whether an extent is being emptied for pages of another class."""
+        return self._drain is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether pages are to leave in the turns that come, see :meth:`sweep`, :meth:`drain`."""
+        return bool(self.orphans) or self._drain is not None
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
@@ -129,11 +140,14 @@ class Residents:
         """Slots in state WRITING for pages behind ``head``; fewer if there is no more room."""
         taken = self.slots.allocate(count, space.identity.tenant, slot_bytes)
         if len(taken) == count:
+            self._look_ahead(space, slot_bytes)
             return taken
         self.ghosts.wanted = (space.number, slot_bytes)
         self.eviction.now_ns = self.now_ns
         while len(taken) < count:
-            if not (self._make_room(space, slot_bytes) or self._spill(head, slot_bytes)):
+            if not self._make_room(space, slot_bytes) and (
+                self._awaits_extent(space, slot_bytes) or not self._spill(head, slot_bytes)
+            ):
                 break
             taken += self.slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
         self.eviction.end_choice()
@@ -276,36 +290,28 @@ class Residents:
     # ---- making room ------------------------------------------------------------------------
 
     def _make_room(self, space: PrefixTree, slot_bytes: int) -> bool:
-        """Evict the least recently used leaf of the class, or a colder extent of another class.
+        """Evict a leaf of the class, or take a colder extent of another class.
 
-        While an extent of many pages is emptied in turns, leaves of the class go meanwhile.
+        False when there is none, or none yet: an extent of many pages is drained in turns.
         """
-        domain = space.identity.tenant
         while (node := self.eviction.victim(space, slot_bytes)) is not None:
             verdict = self._verdict(node)
             if verdict is Verdict.FULL:
                 return False
             if verdict is Verdict.EVICT:
                 break
-        age = node.access if node is not None else self.tick
-        position = self.slots.colder_extent(domain, slot_bytes, age)
-        while position is not None:
-            if self._empty_extent(position, space):
-                if node is not None:
-                    self.add_candidate(node)
-                return True
-            position = self._next_extent(position, domain, slot_bytes, age)
+        if self._take_extent(space, slot_bytes, node):
+            if node is not None:
+                self.add_candidate(node)
+            return not self._awaits_extent(space, slot_bytes)
         if node is None:
             return False
         self._evict(node)
         return True
 
-    def _next_extent(self, position: int, domain: str, slot_bytes: int, age: int) -> int | None:
-        """Which extent to empty if this one could not be; none while one is being emptied."""
-        if self.emptying:
-            return None
-        self.slots.extents[position].used_at = self.tick
-        return self.slots.colder_extent(domain, slot_bytes, age)
+    def _awaits_extent(self, space: PrefixTree, slot_bytes: int) -> bool:
+        """Whether an extent is being emptied for the class."""
+        return self._drain is not None and self._drain.serves(space, slot_bytes)
 
     def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
         """Take the memory of ``head`` or a page before it that is on disk, the first one first.
@@ -363,44 +369,81 @@ class Residents:
         self.counts["evicted_to_disk"] += 1
         self.slots.release([slot])
 
-    def _empty_extent(self, position: int, space: PrefixTree) -> bool:
-        """Evict every page of an extent and what hangs below them; False if something is in use.
-
-        Of many pages some go now, the last of each prompt first; the rest when room is asked for
-        again, see :attr:`emptying`.
-        """
-        if self.emptying or self.slots.needed(position):
-            return False
-        doomed: list[PrefixNode] = []
-        for slot in self.slots.slots_in_use(position):
-            owner = self._owners.get(slot)
-            if owner is None:
+    def _take_extent(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
+        """Whether an extent of another class, colder than ``own``, is empty or is being drained."""
+        left = EMPTY_MAX
+        while left > 0:
+            if self._drain is None and not self._begin_drain(space, slot_bytes, own):
                 return False
-            doomed.append(owner)
-        found = subtree(*doomed)
-        if not all(self._may_leave(node, space) for node in found):
-            return False
-        if len(found) > EMPTY_MAX:
-            self.emptying = True
-            doomed = nlargest(EMPTY_MAX, found, key=lambda node: node.depth)
-        for owner in doomed:
-            for shard in list(owner.slots) if is_live(owner) else ():
-                if shard in owner.disk:
-                    self._release_memory(owner, shard)
-                elif shard in owner.slots:
-                    self.drop(owner, shard, "evicted")
-            self._tidy(owner)
-        return not self.slots.slots_in_use(position)
+            assert self._drain is not None
+            if not self._drain.serves(space, slot_bytes):
+                return False
+            position = self._drain.position
+            left -= max(LOOKS, self.drain(left))
+            if self.draining or self.slots.extents[position].draining:
+                return True
+        return False
 
-    def _may_leave(self, node: PrefixNode, space: PrefixTree) -> bool:
-        """Whether all of a node's pages may leave memory with their extent, for ``space``."""
-        size = self.slots.extent_bytes
-        if node is self._spared or is_held(node) or self.quotas.protects(node.space, space, size):
-            return False
-        return all(
-            node.ready >> shard & 1 and not self.slots.in_use(slot)
-            for shard, slot in node.slots.items()
+    def _begin_drain(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
+        """Choose an extent of another class that is colder than ``own``, a victim of this one."""
+        age, staying = self.tick, self._moves.staying(self.now_ns)
+        if own is not None:
+            age = own.access
+        position = self.slots.colder_extent(
+            space.identity.tenant, slot_bytes, age, staying if own is not None else ()
         )
+        if position is None:
+            return False
+        walk = leaving(self.slots, self._owners, self.quotas, position, space, self._spared)
+        self._drain = Drain(position, space, slot_bytes, walk)
+        self.slots.drain(position)
+        return True
+
+    def drain(self, steps: int) -> int:
+        """Take pages out of the extent that changes its class, in ``steps`` steps at most.
+
+        Returns:
+            the steps that were taken; fewer when the extent is empty, or is left as it is.
+        """
+        if self._drain is None:
+            return 0
+        taken = 0
+        for page in islice(self._drain.walk, steps):
+            taken += 1
+            if page is not None:
+                self._leave_memory(*page)
+        if taken < steps:
+            position, self._drain = self._drain.position, None
+            if self.slots.end_drain(position):
+                self._moves.add(position, self.now_ns)
+                self.counts["moved_extents"] += 1
+            else:
+                self.slots.extents[position].used_at = self.tick  # somebody needs a page of it
+        return taken
+
+    def _leave_memory(self, node: PrefixNode, shard: int) -> None:
+        """Take a page out of memory that nobody needs, and out of the index if it is nowhere."""
+        if shard in node.disk:
+            self._release_memory(node, shard)
+            self._tidy(node)
+        else:
+            self.drop(node, shard, "evicted")
+
+    def _look_ahead(self, space: PrefixTree, slot_bytes: int) -> None:
+        """Drain the next extent when half of the one that the class got last is used."""
+        position = self._moves.grown
+        if position is None or self._drain is not None:
+            return
+        extent = self.slots.extents[position]
+        if extent.draining or 2 * len(extent.free) > extent.count:
+            return
+        if extent.class_of == (space.identity.tenant, slot_bytes):
+            self._moves.grown, self.eviction.now_ns = None, self.now_ns
+            own = self.eviction.victim(space, slot_bytes)
+            self._begin_drain(space, slot_bytes, own)
+            if own is not None:
+                self.add_candidate(own)
+            self.eviction.end_choice()
 
     def vacate(self, position: int, pages_max: int) -> bool:
         """Take READY pages out of the memory of an extent, used or not; whether all are out."""

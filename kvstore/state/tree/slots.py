@@ -17,7 +17,7 @@ Slots of one size are carved from **extents**. An extent belongs to one domain (
 because whoever maps it can read all of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple, NewType
@@ -51,6 +51,7 @@ class Extent:
         pinned: slots with a pin.
         used_at: tick of the last commit or pin of any of its slots.
         retiring: no slot of it is used any more; its memory goes once nobody else needs it.
+        draining: no slot of it is used until it is empty, and whoever asks first gets all of it.
         generation: allocations so far; each slot remembers the one that made it WRITING.
     """
 
@@ -67,6 +68,12 @@ class Extent:
     used_at: int = 0
     generation: int = 0
     retiring: bool = False
+    draining: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether no FREE slot of it may be used."""
+        return self.retiring or self.draining
 
     @property
     def class_of(self) -> tuple[str | None, int]:
@@ -76,7 +83,7 @@ class Extent:
     def carve(self, domain: str, slot_bytes: int, extent_bytes: int) -> None:
         """Cut the whole extent into FREE slots of ``slot_bytes``."""
         assert len(self.free) == self.count, "only an empty extent may change"
-        self.domain, self.slot_bytes = domain, slot_bytes
+        self.domain, self.slot_bytes, self.draining = domain, slot_bytes, False
         self.count = count = extent_bytes // slot_bytes
         self.states = bytearray(count)
         self.pins = [0] * count
@@ -163,7 +170,7 @@ class SlotTable:
                 break
             position = open_positions[-1]
             extent = self.extents[position]
-            if extent.retiring or not extent.free or extent.class_of != (domain, slot_bytes):
+            if extent.closed or not extent.free or extent.class_of != (domain, slot_bytes):
                 open_positions.pop()
                 continue
             index = extent.free.pop()
@@ -242,6 +249,22 @@ class SlotTable:
             extent.holds[index] -= 1
             self._settle(slot, extent, index)
 
+    # ---- memory that changes its class ------------------------------------------------------
+
+    def drain(self, position: int) -> None:
+        """Use no FREE slot of an extent until it is empty, see :meth:`end_drain`."""
+        self.extents[position].draining = True
+
+    def end_drain(self, position: int) -> bool:
+        """Whether the extent is empty, to be had by any class; else its slots are used again."""
+        extent = self.extents[position]
+        if len(extent.free) == extent.count:
+            return True
+        extent.draining = False
+        if extent.free and not extent.retiring:
+            self._reopen(position)
+        return False
+
     # ---- memory that nobody may use again ---------------------------------------------------
 
     def retire(self, position: int) -> None:
@@ -306,17 +329,23 @@ class SlotTable:
         """Bytes of all extents in use."""
         return len(self.extents) * self.extent_bytes
 
-    def colder_extent(self, domain: str, slot_bytes: int, tick: int) -> int | None:
-        """The least recently used extent of any other class, if not used since ``tick``."""
+    def colder_extent(
+        self, domain: str, slot_bytes: int, tick: int, staying: Container[int] = ()
+    ) -> int | None:
+        """The least recently used extent of any other class, if not used since ``tick``.
+
+        Those in ``staying`` and those that are emptied already are none.
+        """
         if len(self._open) < 2:
             return None
         candidates = [
             (extent.used_at, position)
             for position, extent in enumerate(self.extents)
             if extent.domain is not None
-            and not extent.retiring
+            and not extent.closed
             and extent.used_at < tick
             and extent.class_of != (domain, slot_bytes)
+            and position not in staying
         ]
         return min(candidates)[1] if candidates else None
 
@@ -367,7 +396,7 @@ class SlotTable:
                 assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
                 assert state != SlotState.LIMBO or used > 0
             assert extent.pinned == sum(1 for pins in extent.pins if pins)
-            if extent.free and extent.domain is not None and not extent.retiring:
+            if extent.free and extent.domain is not None and not extent.closed:
                 assert position in self._open[extent.domain, extent.slot_bytes]
 
     # ---- inside -----------------------------------------------------------------------------
@@ -385,13 +414,17 @@ class SlotTable:
 
     def _free(self, slot: Slot, extent: Extent, index: int) -> None:
         extent.states[index] = SlotState.FREE
-        if not extent.free and not extent.retiring:
-            assert extent.domain is not None
-            open_positions = self._open[extent.domain, extent.slot_bytes]
-            position = self.position(slot)
-            if position not in open_positions:
-                open_positions.append(position)
+        if not extent.free and not extent.closed:
+            self._reopen(self.position(slot))
         extent.free.append(index)
+
+    def _reopen(self, position: int) -> None:
+        """The extent has a FREE slot again that may be used."""
+        extent = self.extents[position]
+        assert extent.domain is not None
+        open_positions = self._open[extent.domain, extent.slot_bytes]
+        if position not in open_positions:
+            open_positions.append(position)
 
     def _claim(self, domain: str, slot_bytes: int) -> bool:
         """Give the class one more extent: an unassigned one, else any that is empty."""
@@ -405,7 +438,7 @@ class SlotTable:
                 for position, extent in enumerate(self.extents)
                 if len(extent.free) == extent.count
                 and not extent.retiring
-                and extent.class_of != (domain, slot_bytes)
+                and (extent.draining or extent.class_of != (domain, slot_bytes))
             ]
             if not empty:
                 return False
@@ -413,7 +446,9 @@ class SlotTable:
             position = min(empty, key=lambda at: self.extents[at].domain != domain)
         extent = self.extents[position]
         if extent.domain is not None:
-            self._open[extent.domain, extent.slot_bytes].remove(position)
+            former = self._open[extent.domain, extent.slot_bytes]
+            if position in former:
+                former.remove(position)
             if extent.domain != domain:
                 self._renumber(extent, in_use=False)
         extent.carve(domain, slot_bytes, self.extent_bytes)

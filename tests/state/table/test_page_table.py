@@ -1,5 +1,6 @@
 """Goal: what happens to pages in the situations that engines bring about, one sentence each."""
 
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -324,12 +325,13 @@ def test_an_extent_with_many_pages_is_taken_in_turns_and_who_needs_it_asks_again
 
     left = [world.lookup(long, small)[0]]
     while world.store(engine, other, large, shard=1) == [NO_ROOM]:
-        assert world.table.emptying
+        assert world.table.draining
         left.append(world.lookup(long, small)[0])
 
-    assert left == [len(small) - done * EMPTY_MAX for done in range(4)]
+    assert all(before - after <= EMPTY_MAX for before, after in pairwise(left))
+    assert len(left) > 3
     assert world.lookup(long, small) == (0, 0)
-    assert not world.table.emptying
+    assert not world.table.draining
     world.table.check()
 
 

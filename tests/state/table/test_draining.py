@@ -1,0 +1,121 @@
+"""Goal: memory changes between pages of other sizes or tenants in turns, and not in circles."""
+
+import pytest
+
+from kvstore.state.table.draining import STAY_NS
+from kvstore.state.table.residents import EMPTY_MAX
+from kvstore.state.tree.actions import PageStatus
+from tests.state.world import World
+
+GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
+MANY = 3 * EMPTY_MAX
+"""Pages of an extent that no single request empties."""
+
+
+class Tenants:
+    """A full node of one tenant's pages, and another tenant that comes."""
+
+    def __init__(self, extents: int = 2, slots_each: int = MANY) -> None:
+        self.world = world = World(extents=extents, slots_each=slots_each)
+        self.each = slots_each
+        self.red, self.blue = world.process("red"), world.process("blue", pid=2)
+        self.old = world.space(self.red, tenant="red")
+        self.new = world.space(self.blue, tenant="blue")
+        self.stored = [chr(0x1000 + at) * slots_each for at in range(extents)]
+        for prompt in self.stored:
+            world.store(self.red, self.old, prompt)
+        world.removed()
+
+    def drain(self) -> int:
+        """Carry on until no extent is drained; the turns that took."""
+        for turn in range(10_000):
+            if not self.world.table.draining:
+                return turn
+            self.world.table.drain(EMPTY_MAX)
+            self.world.table.check()
+        pytest.fail("it never ends")
+
+
+def test_a_request_that_waits_for_an_extent_loses_none_of_its_own_pages():
+    node = Tenants()
+    world = node.world
+
+    assert world.store(node.blue, node.new, "ab") == [NO_ROOM] * 2
+    assert world.table.draining
+    assert node.drain() > 1
+    assert world.store(node.blue, node.new, "ab") == [GRANTED] * 2
+
+    assert world.lookup(node.new, "ab") == (2, 0)
+    assert world.lookup(node.old, node.stored[1]) == (node.each, 0), "the warmer one stays"
+    assert world.table.counts["moved_extents"] == 1
+
+
+def test_pages_of_an_extent_that_is_being_drained_are_hits_until_they_leave():
+    node = Tenants()
+
+    node.world.store(node.blue, node.new, "a")
+
+    found, _ = node.world.lookup(node.old, node.stored[0])
+    assert 0 < found < node.each or node.world.table.draining
+
+
+def test_an_extent_of_which_a_page_is_read_is_left_as_it_is():
+    node = Tenants()
+    world = node.world
+    number, lease = world.acquire(node.red, node.old, node.stored[0][:1])
+    world.lookup(node.old, node.stored[1])  # does not count: only reads and puts warm an extent
+
+    world.store(node.blue, node.new, "a")
+    node.drain()
+
+    assert world.lookup(node.old, node.stored[0][:1]) == (1, 0)
+    assert len(lease.pages) == 1
+    world.table.release(node.red, number)
+    world.table.check()
+
+
+def test_a_page_that_is_read_meanwhile_ends_the_drain_and_its_free_slots_are_used_again():
+    node = Tenants(extents=1)
+    world = node.world
+    assert world.store(node.blue, node.new, "a") == [NO_ROOM]
+    number, _ = world.acquire(node.red, node.old, node.stored[0])
+
+    node.drain()
+
+    left, _ = world.lookup(node.old, node.stored[0])
+    assert left > 0
+    assert world.table.counts["moved_extents"] == 0
+    assert world.store(node.blue, node.new, "a") == [NO_ROOM], "all of it is being read"
+    world.table.release(node.red, number)
+    assert world.store(node.red, node.old, "x") == [GRANTED]
+    world.table.check()
+
+
+def test_the_next_extent_is_drained_ahead_of_need():
+    node = Tenants(extents=3)
+    world = node.world
+    world.store(node.blue, node.new, "a")
+    node.drain()
+    half = "a" * (node.each // 2 - 1)
+    assert set(world.store(node.blue, node.new, half)) <= {GRANTED, PageStatus.EXISTS}
+    assert not world.table.draining
+
+    world.store(node.blue, node.new, half + "b")
+
+    assert world.table.draining, "half of the first one is used"
+    node.drain()
+    rest = "a" * (node.each + 8)
+    assert NO_ROOM not in world.store(node.blue, node.new, rest), "nobody waits for the second"
+
+
+def test_two_models_that_take_turns_do_not_take_extents_from_each_other_in_circles():
+    node = Tenants(extents=4, slots_each=4)
+    world = node.world
+    for turn in range(40):
+        world.table.now_ns += STAY_NS // 8
+        process, space = ((node.red, node.old), (node.blue, node.new))[turn % 2]
+        for prompt in range(4):
+            world.store(process, space, chr(0x2000 + turn * 8 + prompt) * 4)
+            node.drain()
+
+    assert 0 < world.table.counts["moved_extents"] <= 4 * (1 + 40 // 8), "each once in STAY_NS"
