@@ -15,6 +15,7 @@ from bench.node_operator import Busy, Operator
 from bench.node_watch import Collector, Span, Watch
 from kvstore import wire
 from kvstore.page import KEY_BYTES
+from kvstore.process.collector import spare_the_old
 from kvstore.server import operations
 from kvstore.server.operations import Tier
 from kvstore.state.choice.eviction import GRACE_NS
@@ -345,7 +346,7 @@ def leases(world: World) -> None:
     engine, given = world.lend(LEASE_S)
     world.clock.skip(LEASE_S + 1)
     world.begin()
-    world.wait(lambda: world.lone.counts().get("expired_leases", 0) == before + given)
+    world.wait(lambda: world.lone.counts().get("expired_leases", 0) >= before + given)
     engine.disconnect(ended=True)
     world.wait(lambda: world.lone.leases() == 0)
 
@@ -441,12 +442,13 @@ def measure(pages: int, policy: str, wanted: list[str]) -> Iterator[tuple[str, O
         asked = [name for name in cases if name in wanted]
         if not asked:
             continue
-        world = World(pages, policy, ssd=ssd)
+        world, end = World(pages, policy, ssd=ssd), spare_the_old()  # as in the daemon
         try:
             with world.collector:
                 yield from _on_disk(world, asked) if ssd else _in_memory(world, asked)
         finally:
             world.close()
+            end()
         del world  # two do not fit small machines
 
 

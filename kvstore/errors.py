@@ -5,16 +5,16 @@
     KVStoreError                     code, retryable
     ├─ ConfigError                   a key or value of the configuration; names key and value
     ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
-    ├─ InvalidArgument               a caller's mistake; names the field
-    │  ├─ LayoutMismatch             the caller's bytes are not those of this space; names the field
-    │  └─ NotFound                   what the caller names does not exist here
+    ├─ InvalidArgument               an argument is wrong; names the field
+    │  ├─ LayoutMismatch             the caller's layout is not that of this space; names the field
+    │  └─ NotFound                   the named object does not exist on this node
     ├─ TransferError
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
-    ├─ TierUnavailable               the memory or device behind a tier cannot be had
-    │  └─ DurabilityUnavailable      a durable put of what is never synced
-    ├─ PageCorrupt                   bytes are not those of the page that was asked for
-    └─ ProtocolError                 a message or version that is not understood
+    ├─ TierUnavailable               the memory or device of a tier is not available
+    │  └─ DurabilityUnavailable      a durable put on a node that never syncs
+    ├─ PageCorrupt                   bytes do not match the digest of the requested page
+    └─ ProtocolError                 an invalid message, or an unknown protocol version
 
 A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
 """

@@ -383,11 +383,11 @@ def _as_uint32(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """A private, contiguous little-endian uint32 copy of ``tokens``."""
     try:
         if isinstance(tokens, bytes | bytearray | memoryview):
-            raise InvalidArgument("tokens", "bytes are no token ids")
+            raise InvalidArgument("tokens", "bytes are not token ids")
         if isinstance(tokens, np.ndarray):
             if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
                 what = f"{tokens.ndim}-dimensional array of {tokens.dtype}"
-                raise InvalidArgument("tokens", f"a {what} is no run of token ids")
+                raise InvalidArgument("tokens", f"a {what} is not a sequence of token ids")
             if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 2**32):
                 raise InvalidArgument("tokens", "a token id is outside 0..2**32-1")
             return np.array(tokens, dtype="<u4", order="C").reshape(-1)

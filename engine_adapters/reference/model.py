@@ -68,7 +68,7 @@ class Model:
         kv_dim = config.kv_heads * config.head_dim
         self._embedding = torch.randn(VOCAB_SIZE, hidden, generator=random)
         ones = torch.ones(hidden)
-        # A gain of 1 makes a random model repeat two or three tokens for ever. At 2 attention is
+        # A gain of 1 makes a random model repeat two or three tokens forever. At 2 attention is
         # selective (scores of a few units), and greedy output has 30 different tokens in 40.
         self._layers = [
             _Layer(

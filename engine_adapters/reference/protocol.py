@@ -157,7 +157,7 @@ def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
     except ValueError as error:
         raise BadRequestError(f"kv_transfer_params.tail_key: {error}") from error
     checks = (
-        (0 <= transfer.first_token < VOCAB_SIZE, "first_token", "is no token"),
+        (0 <= transfer.first_token < VOCAB_SIZE, "first_token", "is not a token"),
         (transfer.prompt_tokens == prompt_tokens, "prompt_tokens", f"is {prompt_tokens} here"),
         (transfer.position == prompt_tokens, "position", f"must be {prompt_tokens}"),
         (len(key) in (0, 32), "tail_key", "must be 32 bytes in hex"),

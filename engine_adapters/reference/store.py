@@ -45,13 +45,13 @@ _log = logging.getLogger(__name__)
 HANDOFF_SCOPE: Final = "handoff"
 TAIL_TTL_S: Final = 60.0
 PUTS_MAX: Final = 16
-"""Puts in flight; pages that find no place wait for one until their request ends."""
+"""Maximum puts in flight; further pages wait for one to end, until their request ends."""
 RESTORE_TIMEOUT_S: Final = 5.0
-"""After this a restore is cancelled."""
+"""After this time a restore is cancelled."""
 PENDING_WAIT_MAX_S: Final = 2.0
-"""Longest wait for pages that somebody else is writing; never longer than computing them takes."""
+"""Maximum wait for pages that another engine is writing; less if computing them takes less."""
 FLUSH_TIMEOUT_S: Final = 10.0
-"""Longest wait of a hand-off for its puts."""
+"""Maximum wait of a handoff for its puts."""
 
 
 class _Spaces(NamedTuple):
@@ -108,15 +108,15 @@ class StoreAdapter:
         allocator: BlockAllocator,
         metrics: Metrics,
     ) -> None:
-        """Prepare; the node need not run.
+        """Create the adapter; the node need not run.
 
         Args:
-            store: closed by :meth:`close`.
+            store: the store; closed by :meth:`close`.
             identity: identity of the shared pages; handoffs use it with another scope.
             shard: this engine's part of each page.
-            pool: its addresses are given to jobs; must outlive them.
-            allocator: of the pool.
-            metrics: counts go there.
+            pool: the engine's pool; jobs use its addresses, so it must outlive them.
+            allocator: allocator of the pool.
+            metrics: the engine's metrics.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)

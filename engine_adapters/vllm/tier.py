@@ -42,7 +42,7 @@ _PREFIX: Final = "kvstore:tier_"
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """Stores chunks in the node of this machine and loads them.
 
-    VLLM creates one in its scheduler.
+    vLLM creates one in its scheduler.
     """
 
     medium = Medium.CPU

@@ -394,7 +394,7 @@ def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
     except KeyboardInterrupt:
         number = job["job"]
         sys.stderr.write(
-            f"kvstore: job {number} goes on; stop it: kvstore jobs {number} --cancel\n"
+            f"kvstore: job {number} continues; stop it: kvstore jobs {number} --cancel\n"
         )
         raise
 

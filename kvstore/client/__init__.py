@@ -1,1 +1,1 @@
-"""What engines hold of a store: spaces, reads and writes, over a link to a node or embedded."""
+"""The client library: spaces, reads and writes, through a link to a node or embedded."""

@@ -1,4 +1,4 @@
-"""The node in the caller's own process, for one engine alone: no daemon, no socket."""
+"""A node in the caller's process, for one engine only: no daemon, no socket."""
 
 import logging
 import os
@@ -36,11 +36,11 @@ _MOVES_TIMEOUT_S: Final = 5.0
 _LOCK_WAIT_S: Final = 1.0
 _SENT_MAX: Final = 4096
 _TICK_S: Final = 0.1
-"""How late a deadline may be applied while nobody calls."""
+"""Maximum delay of deadlines while there are no calls."""
 
 
 class _Moving:
-    """One move in the memory of a store in this process; not ended by being forgotten."""
+    """One copy in the memory of an embedded store; only ``__exit__`` ends it, not its deletion."""
 
     def __init__(self, begin: Callable[[], Use], end: Callable[[Use], None]) -> None:
         self._begin = begin
@@ -58,16 +58,16 @@ class _Moving:
 
 
 class _Answers:
-    """The line of the one connection: answers, until those who asked take them."""
+    """The desk's line for the one connection: keeps answers until their callers take them."""
 
     def __init__(self, send: Callable[[wire.Request], None]) -> None:
         self.answers: dict[int, wire.Answer] = {}
         self._send = send
-        #: Requests whose callers have gone; what they are granted late is taken back.
+        #: Requests whose callers have given up; leases and puts granted later are returned.
         self._abandoned: dict[int, wire.Request] = {}
 
     def abandon(self, identifier: int, request: wire.Request) -> None:
-        """Whoever asked has gone."""
+        """The caller of this request has given up."""
         self._abandoned[identifier] = request
 
     def answer(self, answer: wire.Answer) -> None:
@@ -85,7 +85,7 @@ class _Answers:
 
 
 class _Memory:
-    """The node's memory, and what of it this process has mapped to read and write pages."""
+    """The node's memory, and the mapping of it that this process uses to read and write pages."""
 
     def __init__(self, host: HostMemory, mapping: Mapping) -> None:
         self._host = host
@@ -100,23 +100,23 @@ class _Memory:
 
 
 class Embedded:
-    """A node and its memory as a :class:`~kvstore.client.link.NodeLink`; every thread may use it.
+    """A node and its memory as a :class:`~kvstore.client.link.NodeLink`; thread-safe.
 
-    It belongs to the process that made it: in a forked child everything misses.
+    It belongs to the process that created it: in a forked child everything is a miss.
 
     Args:
         host: capacity and limits.
-        name: names the node; a directory of the SSD tier belongs to the node that made it.
-        ssd: the SSD tier; None, or one without directories = none.
+        name: the node's name; a directory of the SSD tier belongs to the node that created it.
+        ssd: the SSD tier; None, or no directories = no SSD tier.
 
     Raises:
-        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+        ConfigError, TierUnavailable: a directory cannot be used; the message names it and says why.
     """
 
     epoch = 1
 
     def __init__(self, host: HostConfig, name: str, ssd: SSDConfig | None = None) -> None:
-        """Make the memory, take over what is on disk, and say Hello to the node."""
+        """Create the memory, recover the SSD tier, and send Hello to the node."""
         boot = secrets.token_bytes(16)
         slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
@@ -124,16 +124,16 @@ class Embedded:
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
         self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
         self._mapping = Mapping(boot, self._fetch)
-        #: Nobody follows the events of a store that one engine has for itself.
+        #: Its events have no followers: one engine uses the store alone.
         self._desk = Desk(self.node, _Memory(self.memory, self._mapping), lambda _: None)
         self._identifier = 0
-        #: Messages without an answer that wait for whoever has the node.
+        #: Messages without an answer, until a thread with the lock passes them to the node.
         self._sent: deque[wire.Request] = deque()
         self._line = _Answers(self._sent.append)
-        #: Moves and views that go on; as the two below, protected by ``_moved``.
+        #: Copies and views in progress; protected by ``_moved``, as are the two below.
         self._movers = 0
         self._open = True
-        #: Closed but for the memory, which the last move gives back.
+        #: Closed except for the memory, which the last copy releases.
         self._left = False
         self._disk_ended = True
         self._why = "the store is closed"
@@ -142,7 +142,7 @@ class Embedded:
         try:
             self.memory.create(extent.number for extent in slots.extents)
             if ssd is not None and ssd.directories:
-                # `wake` takes no lock: it comes from threads that hold the tier's own.
+                # `wake` takes no lock: it is called by threads that hold the tier's lock.
                 self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
                 self._desk.disk = self._disk
         except KVStoreError:
@@ -156,9 +156,9 @@ class Embedded:
         forks.register(self)
 
     def _locks(self) -> None:
-        #: The node, its answers and the disk; signalled when an answer has come.
+        #: Protects the node, its answers and the disk; notified when an answer has arrived.
         self._answered = threading.Condition()
-        #: Held for an instant only; signalled when a move has ended.
+        #: Held for short times only; notified when a copy has ended.
         self._moved = threading.Condition()
         self._has_work = threading.Event()
 
@@ -192,7 +192,7 @@ class Embedded:
     def send(self, message: wire.Request, _epoch: int | None = None) -> None:
         """See :class:`~kvstore.client.link.NodeLink`."""
         self._sent.append(message)
-        # Whoever has the node takes it along, unless so many wait that somebody must.
+        # The thread with the lock delivers it; if too many wait, this thread waits for the lock.
         wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
         if self._answered.acquire(timeout=wait_s):
             try:
@@ -207,9 +207,9 @@ class Embedded:
         return _Moving(self._begin, self._end)
 
     def close(self) -> None:
-        """End the session and give the memory back, once no move touches it any more.
+        """End the session and release the memory when no copy uses it any more.
 
-        A move that goes on is waited for a moment; a view that stays open keeps the memory.
+        It waits a limited time for copies in progress; an open view keeps the memory.
         """
         with self._moved:
             if not self._open:
@@ -221,7 +221,7 @@ class Embedded:
             ended = self._moved.wait_for(lambda: not self._movers, _MOVES_TIMEOUT_S)
         with self._answered:
             self._tell_sent()
-            # Nothing of what the node decides now is carried out: there is nobody to be answered.
+            # The node's decisions are not carried out any more: there are no callers.
             self.node.disconnected(self._connection, monotonic_ns(), ended=ended)
         disk_ended = self._close_disk()
         with self._moved:
@@ -233,10 +233,10 @@ class Embedded:
             log.warning("memory stays mapped until the last view of it is closed")
 
     def forked(self) -> None:
-        """In a forked child: the store is the parent's; everything misses here."""
+        """In a forked child: the store belongs to the parent; everything is a miss here."""
         self._locks()
         self._open, self._left = False, False
-        self._why = "the store was opened before the fork, by the parent: open one of your own"
+        self._why = "the parent opened this store before the fork: open another one"
         self._mapping.forked()
         self.memory.forked()
         if self._disk is not None:
@@ -255,7 +255,7 @@ class Embedded:
             return {**self._desk.stats(), "mover": mover.description}
 
     def _close_disk(self) -> bool:
-        """End the SSD tier within its own bound; False while the disk still holds memory."""
+        """Close the SSD tier within its time limit; False if the disk still uses the memory."""
         if self._disk is None:
             return True
         self._has_work.set()
@@ -266,7 +266,7 @@ class Embedded:
         return self._disk.drain(0.0)
 
     def _drive(self) -> None:
-        """Take what the disk has done, and apply deadlines, when nobody calls."""
+        """Process completions of the disk and deadlines while there are no calls."""
         while self._open:
             self._has_work.wait(_TICK_S)
             self._has_work.clear()
@@ -291,7 +291,7 @@ class Embedded:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Nothing here touches the memory any more."""
+        """Release the memory; nothing here uses it any more."""
         self._mapping.close()
         if self._disk_ended:
             self.memory.close()
@@ -305,7 +305,7 @@ class Embedded:
                 raise PeerUnreachable(self._why)
             if monotonic() >= deadline:
                 raise TransferTimeout("the node did not answer in time")
-            # It waits for another thread's put, or for the disk; its own deadline ends it.
+            # waits for another thread's put or for the disk, until its deadline
             self._answered.wait(0.005)
             self._advance()
         return answers.pop(identifier)
@@ -329,7 +329,7 @@ class Embedded:
         self._answered.notify_all()
 
     def _tell_sent(self) -> None:
-        """Hand on what has no answer, in the order it was sent."""
+        """Pass on messages without an answer, in the order in which they were sent."""
         while self._sent:
             self._desk.receive(self._connection, self._sent.popleft())
         self._answered.notify_all()
@@ -343,7 +343,7 @@ class Embedded:
                     self.memory.wait(number, MEMORY_WAIT_S)
                 descriptor = self.memory.descriptor(number)
                 if descriptor is None:
-                    raise CapacityError(f"extent {number} has no memory for the moment")
+                    raise CapacityError(f"extent {number} has no memory now")
                 keep(os.dup(descriptor))
         except OSError as error:
             raise CapacityError(f"memory cannot be mapped: {error}") from error

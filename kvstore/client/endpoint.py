@@ -1,4 +1,4 @@
-"""A Unix socket as a client uses it: deadlines by the kernel, and sending without a wait."""
+"""A client's Unix socket: timeouts in the kernel, and non-blocking sends."""
 
 import ctypes
 import select
@@ -30,13 +30,13 @@ _send.restype = ctypes.c_ssize_t
 
 
 class _OpenSockets:
-    """Every socket of this process: a forked child closes its copies, or the node sees no end."""
+    """All sockets of this process. A forked child closes its copies, so that the node sees EOF."""
 
     def __init__(self) -> None:
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def forked(self) -> None:
-        """Close what is the parent's; that says nothing to the node."""
+        """Close copies of the parent's sockets; the node does not notice."""
         for one in list(self.sockets):
             one.close()
         self.sockets.clear()
@@ -50,12 +50,12 @@ def open_socket(path: str) -> socket.socket:
     """Connect to the socket at ``path``.
 
     Raises:
-        PeerUnreachable: nobody listens there, or not within CONNECT_TIMEOUT_S.
+        PeerUnreachable: nobody listens there, or does not accept within CONNECT_TIMEOUT_S.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise PeerUnreachable(f"no socket is to be had: {error.strerror or error}") from error
+        raise PeerUnreachable(f"no socket available: {error.strerror or error}") from error
     _opened.sockets.add(connection)
     try:
         set_timeout(connection, CONNECT_TIMEOUT_S)
@@ -67,22 +67,22 @@ def open_socket(path: str) -> socket.socket:
 
 
 def nobody_listens(error: Exception) -> bool:
-    """Whether :func:`open_socket` failed because no node is there, not even a stopped one."""
+    """Whether :func:`open_socket` failed because no process has the socket open."""
     return isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError)
 
 
 def send_now(connection: socket.socket, frame: bytes) -> int:
-    """Bytes that the socket takes at once; negative when it takes none or is broken.
+    """Send without blocking; returns the bytes sent, negative if none or the socket is broken.
 
-    The interpreter lock is kept: this takes some microseconds, and getting the lock back from a
-    thread that runs Python would take 5 ms.
+    It keeps the GIL: the call takes some microseconds, but getting the GIL back from a thread that
+    runs Python would take 5 ms.
     """
     sent: int = _send(connection.fileno(), frame, len(frame), _SEND_FLAGS)
     return sent
 
 
 def set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Deadlines by the kernel: one system call a message instead of two."""
+    """Set the socket's timeouts in the kernel: one system call per message instead of two."""
     whole, part = divmod(max(seconds, 1e-4), 1.0)
     value = struct.pack("@ll", int(whole), int(part * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
@@ -90,7 +90,7 @@ def set_timeout(connection: socket.socket, seconds: float) -> None:
 
 
 def wait_closed(connection: socket.socket, timeout_s: float) -> bool:
-    """Wait until either side has closed the connection; False when the time ran out first."""
+    """Wait until either side has closed the connection; returns False on timeout."""
     poll = select.poll()
     try:
         poll.register(connection.fileno(), select.POLLRDHUP)
@@ -103,19 +103,19 @@ def fetch_extents(
     path: str, session: bytes, boot: bytes, numbers: Sequence[int], known: Sequence[int],
     keep: Callable[[int], None],
 ) -> list[int]:  # fmt: skip
-    """Get descriptors of extents, over short connections of their own.
+    """Get descriptors of extents, over separate short connections.
 
     Args:
         path: the node's socket.
-        session: whose tenant's extents.
-        boot: of which boot of the node: another has extents of the same numbers.
-        numbers: extents to get; with none, only ``known`` is asked about.
-        known: extents that are mapped here already.
-        keep: takes each descriptor, in the order of ``numbers``; whatever happens then, whoever
-            took it closes it.
+        session: the session, which decides the tenant.
+        boot: boot of the node: other boots use the same numbers for other extents.
+        numbers: extents to get; empty = only ask about ``known``.
+        known: extents that this process has mapped.
+        keep: called with each descriptor, in the order of ``numbers``; it must close them, also
+            after an error.
 
     Returns:
-        those of ``known`` that are gone: nothing will name them again. An old node tells none.
+        Those of ``known`` that are gone: they will never be used again. An old node returns none.
 
     Raises:
         TransferTimeout, PeerUnreachable: no answer.
@@ -124,7 +124,7 @@ def fetch_extents(
     gone: list[int] = []
     for start in range(0, max(len(numbers), 1), _FETCH_MAX):
         part = list(numbers[start : start + _FETCH_MAX])
-        # The lowest are the oldest: what is gone is among them.
+        # The lowest numbers are the oldest, so they include those that are gone.
         asked = [] if start else sorted(known)[: wire.KNOWN_EXTENTS_MAX]
         connection = open_socket(path)
         try:
@@ -140,13 +140,13 @@ def fetch_extents(
 def _extents_follow(
     connection: socket.socket, numbers: list[int], keep: Callable[[int], None]
 ) -> list[int]:
-    """Receive the answer to FetchExtents; which extents are gone."""
+    """Receive the answer to FetchExtents; returns the extents that are gone."""
     data, deadline, received = b"", monotonic() + CONNECT_TIMEOUT_S, 0
     while len(data) < 4 or len(data) < wire.frame_length(data) + 4:
         if monotonic() > deadline:
             raise TransferTimeout("no extents came in time")
         room = socket.CMSG_LEN((len(numbers) - received) * _DESCRIPTOR.size)
-        # Not recv_fds: it drops the flag, and a program started now would inherit them.
+        # Not recv_fds: it does not set the flag, so that programs started now would inherit them.
         more, ancillary, _, _ = connection.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -166,7 +166,7 @@ def _extents_follow(
 
 
 def as_transfer_error(error: Exception, path: str) -> KVStoreError:
-    """What the system says about a socket, as one of our errors."""
+    """Translate an error of the socket into one of ours."""
     if isinstance(error, KVStoreError):
         return error
     if isinstance(error, BlockingIOError | TimeoutError):

@@ -1,8 +1,9 @@
-"""One connection to a node: requests under deadlines, and what is said without an answer.
+"""One connection to a node: requests with deadlines, and messages without an answer.
 
-The calling thread does its own round trip, one at a time. What has no answer never waits: it is
-posted, and leaves with the next request, or as soon as nobody else is writing, or within 50 ms.
-All of it belongs to this connection; what it did not say is never said on a later one.
+The calling thread waits for its own answer; there is one request at a time. Messages without an
+answer never block: they are posted, and sent with the next request, or as soon as no other thread
+is writing, or within 50 ms. Posted messages belong to this connection: if it breaks before they
+were sent, they are never sent on a later one.
 """
 
 import socket
@@ -22,28 +23,28 @@ from kvstore.client.endpoint import (
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
 
 POSTED_MAX: Final = 4096
-"""A node that does not take so many messages is given up: their leases end with the connection."""
+"""Maximum posted messages; beyond it the connection is closed, which ends its leases."""
 _BATCH: Final = 32
 _SEND_BYTES: Final = 1 << 15
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 class Connection:
-    """A connection that stands until something goes wrong on it; every thread may use it.
+    """A connection that is used until its first error; thread-safe.
 
     Args:
         path: the node's socket.
-        number: which of its link's connections it is.
+        number: its number among the connections of its link.
 
     Attributes:
-        broken: why it cannot be used any more; empty while it can.
+        broken: why it cannot be used any more; empty = it can.
 
     Raises:
         PeerUnreachable: nobody listens there.
     """
 
     def __init__(self, path: str, number: int) -> None:
-        """Connect; :meth:`request` must say Hello first."""
+        """Connect; Hello must be the first :meth:`request`."""
         self.number = number
         self.broken = ""
         self._path = path
@@ -51,24 +52,25 @@ class Connection:
         self._timeout_s = 0.0
         self._identifier = 0
         self._posted: deque[bytes] = deque()
-        #: Held by whoever waits for an answer. Taken before the two below.
+        #: Held by the thread that waits for an answer. Taken before the two below.
         self._turn = threading.Lock()
-        #: Held by whoever writes to the socket: by others than the holder of ``_turn`` only for as
-        #: long as the socket takes what it is given.
+        #: Held by the thread that writes to the socket. Threads without ``_turn`` hold it only for
+        #: non-blocking sends.
         self._writing = threading.Lock()
-        #: Held while the socket is shut down or closed, so that nobody shuts down another file.
+        #: Held while the socket is shut down or closed, because its number could be used again.
         self._ending = threading.Lock()
 
     def request(self, message: wire.Request, deadline: float) -> wire.Answer:
-        """Send a request and wait for its answer, a Failure included.
+        """Send a request and wait for its answer, which may be a Failure.
 
         Args:
-            message: gets its ``id`` here.
-            deadline: as :func:`time.monotonic` has it.
+            message: its ``id`` is set here.
+            deadline: deadline on the clock of :func:`time.monotonic`.
 
         Raises:
-            TransferTimeout: others took too long (nothing was sent and nothing is broken), or the
-                node did (the connection is broken: the answer may still come).
+            TransferTimeout: other requests took too long (nothing was sent, the connection still
+                works), or the node did (the connection is broken, because the answer may still
+                come).
             PeerUnreachable, ProtocolError, OSError: the connection is broken.
         """
         free = self._turn.acquire(blocking=False)
@@ -88,39 +90,39 @@ class Connection:
             self._turn.release()
 
     def post(self, message: wire.Request, *, now: bool) -> None:
-        """Say what has no answer; never waits. With ``now`` False it may take 50 ms."""
+        """Send a message without an answer; never blocks. ``now`` False: within 50 ms."""
         if len(self._posted) >= POSTED_MAX:
-            self.abort("it does not take our messages")
+            self.abort("it does not read our messages")
             return
         self._posted.append(wire.encode(message))
         if now or len(self._posted) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Send what was posted, unless somebody is writing, who does it then."""
+        """Send posted messages, unless another thread is writing, which then sends them."""
         while self._posted and self._writing.acquire(blocking=False):
             try:
                 frames = self._take_posted()
                 if not self.broken and frames and send_now(self._socket, frames) != len(frames):
-                    self.abort("it does not take our messages")
+                    self.abort("it does not read our messages")
             finally:
                 self._writing.release()
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until it is broken or the node has closed it; False when the time ran out."""
+        """Wait until it is broken or closed by the node; returns False on timeout."""
         return bool(self.broken) or wait_closed(self._socket, timeout_s)
 
     def abort(self, why: str) -> None:
-        """Break the connection now: whoever waits for an answer gets none."""
+        """Break the connection now; a thread that waits for an answer gets an error."""
         with self._ending:
             self.broken = self.broken or why
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # the node was faster, or it is closed
+                return  # already closed
 
     def close(self, why: str) -> bool:
-        """Send what was posted, and end; whether all of it was sent."""
+        """Send posted messages and close; returns whether all of them were sent."""
         said = False
         if self._writing.acquire(timeout=_CLOSE_TIMEOUT_S):
             try:
@@ -129,14 +131,14 @@ class Connection:
             finally:
                 self._writing.release()
         self.abort(why)
-        if self._turn.acquire(timeout=_CLOSE_TIMEOUT_S):  # else its holder closes the socket
+        if self._turn.acquire(timeout=_CLOSE_TIMEOUT_S):  # otherwise its holder closes the socket
             try:
                 self._end(why)
             finally:
                 self._turn.release()
         return said
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _end(self, why: str) -> None:
         """Close the socket; the caller holds ``_turn``."""
@@ -167,7 +169,7 @@ class Connection:
         sent = max(send_now(self._socket, frame), 0)
         while sent < len(frame):
             self._limit(deadline)
-            # Waits, or raises what is wrong. The kernel's deadline is for each part it can queue.
+            # Blocks, or raises the error. The kernel's timeout applies to each part it can queue.
             sent += self._socket.send(memoryview(frame)[sent : sent + _SEND_BYTES])
 
     def _rest(self, data: bytes, deadline: float) -> bytes:
@@ -183,7 +185,7 @@ class Connection:
             buffer += data
 
     def _limit(self, deadline: float) -> None:
-        """Let the kernel end the next calls when the deadline passes."""
+        """Set the kernel's timeout for the next calls to the deadline."""
         left = deadline - monotonic()
         if left <= 0:
             raise TransferTimeout(f"{self._path}: no answer in time")
@@ -192,5 +194,5 @@ class Connection:
             set_timeout(self._socket, self._timeout_s)
 
     def _take_posted(self) -> bytes:
-        # Other threads may append meanwhile; none is lost.
+        # Other threads may append meanwhile; no message is lost.
         return b"".join(self._posted.popleft() for _ in range(len(self._posted)))

@@ -1,8 +1,8 @@
-"""What a forked child must forget: its parent's threads, locks and connections are not its own.
+"""Resets objects in a forked child, which cannot use its parent's threads, locks and connections.
 
-Only the forking thread goes on in a child. A lock that another thread held stays held for ever, a
-queue has nobody who empties it, and a socket is shared with the parent. So whatever has one of
-these registers here, and makes itself anew in the child before anything else runs there.
+Only the forking thread exists in a child. A lock that another thread held is never released, a
+queue has no thread that empties it, and sockets are shared with the parent. So each object with one
+of these registers here, and is reset in the child before any other code runs.
 """
 
 import os
@@ -11,10 +11,10 @@ from typing import Final, Protocol
 
 
 class Forkable(Protocol):
-    """What must be told that it is in a forked child."""
+    """An object that is told that it is in a forked child."""
 
     def forked(self) -> None:
-        """Forget the parent's; takes no lock, waits for nothing and raises nothing."""
+        """Reset the object; takes no lock, does not wait and does not raise."""
 
 
 _members: Final["weakref.WeakSet[Forkable]"] = weakref.WeakSet()
@@ -22,12 +22,12 @@ _forks = 0
 
 
 def register(member: Forkable) -> None:
-    """Tell ``member`` in every forked child, as long as it lives."""
+    """Call ``member.forked()`` in every forked child, while ``member`` exists."""
     _members.add(member)
 
 
 def generation() -> int:
-    """How many forks lie before this process: a child has a number that its parent never has."""
+    """Number of forks before this process: a child's number differs from its parent's."""
     return _forks
 
 

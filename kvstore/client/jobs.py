@@ -1,4 +1,4 @@
-"""Moves in the background: submitted by an engine's step, waited for with deadlines."""
+"""Background jobs of a store: submitted by an engine's step, waited for with deadlines."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ _IDLE_S: Final = 60.0
 
 
 class Worker:
-    """One thread that runs jobs in the order they came; it starts with the first."""
+    """One thread that runs jobs in the order of submission; it starts with the first job."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,7 +30,7 @@ class Worker:
         forks.register(self)
 
     def _begin_empty(self) -> None:
-        #: Protects all below; signalled when there is a job, or none will come any more.
+        #: Protects the fields below; notified when there is a job, or when the worker is closed.
         self._changed = threading.Condition()
         self._waiting: deque[Job[Any]] = deque()
         self._running: Job[Any] | None = None
@@ -40,25 +40,25 @@ class Worker:
         """Queue a job.
 
         Raises:
-            CapacityError: too many wait already, there are no more threads, or the store is closed.
+            CapacityError: too many jobs are queued, no thread is available, or the store is closed.
         """
         with self._changed:
             if self._closed:
                 raise CapacityError("the store is closed")
             if len(self._waiting) >= QUEUE_MAX:
-                raise CapacityError(f"{QUEUE_MAX} jobs wait already")
+                raise CapacityError(f"{QUEUE_MAX} jobs are queued already")
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    raise CapacityError(f"no thread is to be had: {error}") from error
+                    raise CapacityError(f"no thread available: {error}") from error
                 self._thread = thread
             self._waiting.append(job)
             self._changed.notify()
 
     def close(self) -> None:
-        """Take no more jobs; return when those that were submitted have ended, or are too slow."""
+        """Accept no more jobs; wait for submitted ones to end, for a limited time."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -67,10 +67,12 @@ class Worker:
             return
         thread.join(_JOIN_TIMEOUT_S)
         if thread.is_alive():
-            log.error("%s: a job has not ended for %s s; it goes on", self._name, _JOIN_TIMEOUT_S)
+            log.error(
+                "%s: a job has not ended after %s s and continues", self._name, _JOIN_TIMEOUT_S
+            )
 
     def forked(self) -> None:
-        """In a forked child: what the parent submitted runs there; here it has failed."""
+        """In a forked child: the parent runs submitted jobs; here they have failed."""
         inherited = [*self._waiting, *([self._running] if self._running is not None else [])]
         self._begin_empty()
         for job in inherited:
@@ -89,10 +91,10 @@ class Worker:
 
 
 class Job(Generic[T]):
-    """One submitted move."""
+    """One submitted copy."""
 
     def __init__(self, worker: Worker, run: Callable[[], T]) -> None:
-        """Queue it at once; a full queue makes a job that has failed."""
+        """Queue it at once; if the queue is full, the job has failed."""
         self._call = run
         self._ended = threading.Event()
         self._value: T | None = None
@@ -107,36 +109,36 @@ class Job(Generic[T]):
 
     @property
     def refused(self) -> bool:
-        """Whether the job was not queued, because too many wait; it has failed and never runs."""
+        """Whether the job was not queued because the queue was full; it never runs."""
         return self._refused
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended; it reads and writes no memory any more."""
+        """Whether the job has ended; it does not access memory any more."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the job has ended; False when ``timeout_s`` seconds passed first."""
-        # A forked child may have a copy of the event whose lock is held for ever.
+        """Wait until the job has ended; returns False if ``timeout_s`` seconds passed first."""
+        # In a forked child, another thread of the parent may have held the event's lock.
         return self._ended.is_set() or self._ended.wait(timeout_s)
 
     def forked(self) -> None:
-        """In a forked child: it has failed. In memory that is shared the parent's goes on."""
+        """In a forked child: it has failed; the parent's job continues."""
         if self.done:
             return
         self._ended = threading.Event()
-        self._error = PeerUnreachable("it was submitted before the fork: the parent carries it out")
+        self._error = PeerUnreachable("it was submitted before the fork: the parent runs it")
         self._ended.set()
 
     def run(self) -> None:
-        """Carry it out; the worker's business."""
+        """Run it; called by the worker."""
         try:
             self._value = self._call()
         except KVStoreError as error:
             self._error = error
         except BaseException as error:
-            # A mistake of ours, or what was meant for another thread, must neither end the worker
-            # nor leave an engine waiting.
+            # An error in our code, or an exception for another thread, must not end the worker or
+            # leave an engine waiting.
             log.exception("a job failed")
             self._error = KVStoreError(f"{type(error).__name__}: {error}")
         finally:
@@ -155,17 +157,17 @@ class StoreJob(Job[T]):
     """A put or prefetch in the background."""
 
     def result(self, timeout_s: float = 60.0) -> T:
-        """Wait for the end; return what the job gives: :class:`PutResult`, or a number of pages.
+        """Wait for the end; return the result of the job: :class:`PutResult`, or a number of pages.
 
         Raises:
-            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it goes on.
+            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it continues.
             KVStoreError: what :meth:`Space.put` raises; for a prefetch, why the node refused.
         """
         return self._outcome(timeout_s)
 
 
 class RestoreJob(Job[RestoreResult]):
-    """A restore in the background. A store in trouble restores 0 pages; nothing is raised."""
+    """A restore in the background. If the store fails, it restores 0 pages and raises nothing."""
 
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool
@@ -174,7 +176,7 @@ class RestoreJob(Job[RestoreResult]):
         self._progress = progress
         self._layered = layered
         super().__init__(worker, run)
-        if self.done:  # refused: no layer will come
+        if self.done:  # refused: there will be no layers
             progress.finish()
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
@@ -184,7 +186,7 @@ class RestoreJob(Job[RestoreResult]):
         ``segment`` copies layer by layer; for others this waits for the end.
 
         Returns:
-            False when ``timeout_s`` seconds passed first, or the job ended without this layer.
+            Whether the layer is there; False on timeout, or if the job ended without this layer.
         """
         if not self._layered:
             return self.wait(timeout_s)
@@ -194,23 +196,23 @@ class RestoreJob(Job[RestoreResult]):
 
     @property
     def verified_pages(self) -> int:
-        """Number of leading pages that verified; for order ``segment`` known after layer 0.
+        """Number of leading pages that were verified; for order ``segment`` known after layer 0.
 
-        It becomes smaller when a page changes before its last layer was copied: read it again after
+        It becomes smaller if a page changes before its last layer was copied: read it again after
         each :meth:`wait_layer`.
         """
         return self._progress.good_pages
 
     def cancel(self) -> None:
-        """Ask the job to stop early. Wait for its end before you use the blocks again."""
+        """Ask the job to stop early. Wait for its end before you reuse the blocks."""
         self._progress.cancel()
 
     def result(self, timeout_s: float = 60.0) -> RestoreResult:
         """Wait for the end; return how much was restored.
 
         Raises:
-            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it goes on, and the
-                blocks are still in use.
+            TransferTimeout: the job has not ended after ``timeout_s`` seconds; it continues, and
+                the blocks are still in use.
         """
         try:
             return self._outcome(timeout_s)
@@ -221,12 +223,12 @@ class RestoreJob(Job[RestoreResult]):
             return RestoreResult(0)
 
     def forked(self) -> None:
-        """See :class:`Job`; no layer will come."""
+        """See :class:`Job`; there will be no layers."""
         super().forked()
         self._progress.changed = threading.Condition()
         self._progress.finish()
 
     def run(self) -> None:
-        """Carry it out, then wake whoever waits for a layer."""
+        """Run it, then wake threads that wait for a layer."""
         super().run()
         self._progress.finish()

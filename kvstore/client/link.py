@@ -1,12 +1,12 @@
-"""A client's link to a node: requests under deadlines, on a connection that is re-made by itself.
+"""A client's link to a node: requests with deadlines, on a connection that reconnects by itself.
 
-The calling thread does its own round trips (:mod:`kvstore.client.exchange`). A missed deadline or a
-broken socket ends the connection: from then on every call fails at once (``PeerUnreachable``) until
-a background thread has connected again, so an engine never waits twice for a node that is stopped.
+The calling thread waits for its own answers (:mod:`kvstore.client.exchange`). A missed deadline or
+a broken socket ends the connection: from then on every call fails at once (``PeerUnreachable``)
+until a background thread has reconnected, so an engine never waits twice for a stopped node.
 
-What is decided about connections, moves and memory is decided by
-:class:`~kvstore.client.reconnecting.Reconnecting`, under one lock that nobody holds while he waits.
-The background thread also notices when the node goes away, and unmaps what nobody uses.
+:class:`~kvstore.client.reconnecting.Reconnecting` decides on connections, moves and memory, under
+one lock that is never held during a wait. The background thread also notices when the node goes
+away, and unmaps unused memory.
 """
 
 import logging
@@ -40,28 +40,28 @@ from kvstore.errors import (
 log = logging.getLogger(__name__)
 
 ASK_S: Final = 5.0
-"""How often a client asks which of the extents it has mapped are gone, beside whenever it maps."""
+"""How often a client asks which of its mapped extents are gone, besides whenever it maps one."""
 SETTLE_WAIT_S: Final = 30.0
-"""How long a closed link goes on trying to tell a node that does not answer what is over."""
+"""How long a closed link tries to tell a node that does not answer which moves have ended."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TICK_S: Final = 0.05
 _ORIGIN_BYTES: Final = 16
 
 
 class NodeLink(Protocol):
-    """What the client needs of a node, whether it is behind a socket or in this process."""
+    """The interface of a node for the client: through a socket, or in this process."""
 
     @property
     def epoch(self) -> int:
-        """Rises with every new connection; what was opened on an earlier one is void."""
+        """Number of the current connection; spaces opened on an earlier one are invalid."""
 
     @property
     def connected(self) -> bool:
-        """Whether a request may succeed now."""
+        """Whether a request can succeed now."""
 
     @property
     def quota_bytes(self) -> int:
-        """What this engine may have pinned or reserved at the node; 0 while that is not known."""
+        """Bytes that this engine may have pinned or reserved at the node; 0 = unknown."""
 
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
@@ -69,36 +69,36 @@ class NodeLink(Protocol):
         """Send a request and wait for its answer.
 
         Args:
-            message: gets its ``id`` here.
-            timeout_s: longest wait.
-            epoch: the connection it is meant for; on another one it is not sent.
+            message: its ``id`` is set here.
+            timeout_s: maximum wait.
+            epoch: the connection that it is for; on another one it is not sent.
 
         Raises:
             TransferTimeout, PeerUnreachable: no answer.
-            KVStoreError: the node refused; its own error.
+            KVStoreError: the error with which the node refused.
         """
 
     def send(self, message: wire.Request, epoch: int | None = None) -> None:
-        """Send a message that has no answer, without waiting.
+        """Send a message without an answer; does not wait.
 
-        It is lost without a word when the node is away, or connected anew since ``epoch``.
+        It is lost silently if the node is away, or if the link has reconnected since ``epoch``.
         """
 
     def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
-        """The same for what has no hurry: with the next message, or soon."""
+        """As :meth:`send`, but not urgent: sent with the next message, or soon."""
 
     def moving(self) -> AbstractContextManager[Use]:
-        """Touch the node's memory inside: it stays mapped, and the node knows when it ended."""
+        """Context for a use of the node's memory: it stays mapped, and the node learns the end."""
 
     def close(self) -> None:
-        """End the connection and unmap, as soon as no move goes on."""
+        """Disconnect and unmap, as soon as no move is in progress."""
 
 
 class Moving:
-    """One move, from its beginning to its end. Not ended by being forgotten: it might still read.
+    """One move as a context manager. Only ``__exit__`` ends it: a deleted one might still read.
 
     Args:
-        begin: begins it.
+        begin: starts it.
         end: ends it.
     """
 
@@ -127,15 +127,15 @@ class Link:
 
     Args:
         path: the socket.
-        name: what the node calls this engine in its statistics.
-        session: the session to join; empty for a new one.
-        level: at which it logs that the node is away: once an engine is enough.
+        name: the engine's name in the node's statistics.
+        session: the session to join; empty = a new one.
+        level: log level of messages that the node is away: one process per engine should warn.
     """
 
     def __init__(
         self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING
     ) -> None:
-        """Connect if the node is there; otherwise the background thread goes on trying."""
+        """Connect if the node is there; otherwise the background thread keeps trying."""
         self.path = path
         self._level = level
         self.name = name
@@ -145,11 +145,11 @@ class Link:
         self.why = "not connected yet"
         self._refusal = ""
         self._locks()
-        #: The three below change together, under ``_state``.
+        #: These three change together, under ``_state``.
         self._reconnecting = Reconnecting()
         self._connection: Connection | None = None
         self._mappings: dict[int, Mapping] = {}
-        #: Mappings that nobody uses, to be closed in the background.
+        #: Unused mappings, to be closed in the background.
         self._unused: list[Mapping] = []
         self._origin = os.urandom(_ORIGIN_BYTES)
         #: None in a forked child until its first request.
@@ -158,12 +158,18 @@ class Link:
             self._dial()
         except KVStoreError as error:
             self.why = self._refusal = str(error)
-            log.log(level, "%s: no node at %s (%s); all misses until there is", name, path, error)
+            log.log(
+                level,
+                "%s: no node at %s (%s); everything is a miss until it is there",
+                name,
+                path,
+                error,
+            )
         self._start()
         forks.register(self)
 
     def _locks(self) -> None:
-        #: Protects what is known of connections, moves and mappings; nobody waits under it.
+        #: Protects the state of connections, moves and mappings; never held during a wait.
         self._state = threading.Lock()
         self._reviving = threading.Lock()
         self._wake = threading.Event()
@@ -176,7 +182,7 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """Whether a request may succeed now."""
+        """Whether a request can succeed now."""
         connection = self._connection
         return connection is not None and not connection.broken
 
@@ -190,7 +196,7 @@ class Link:
         if connection is None or self._reconnecting.closing:
             raise PeerUnreachable(f"{self.path}: {self.why}")
         if epoch is not None and epoch != connection.number:
-            raise PeerUnreachable(f"{self.path}: connected anew in the middle of a call")
+            raise PeerUnreachable(f"{self.path}: reconnected during a call")
         try:
             answer = connection.request(message, deadline)
         except (OSError, KVStoreError) as error:
@@ -210,7 +216,7 @@ class Link:
     def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
         """See :class:`NodeLink`.
 
-        A node that is woken for it would keep this process from its own work for some 50 µs.
+        Waking the node at once would take some 50 µs from this process.
         """
         connection = self._connection
         if connection is not None and epoch in (None, connection.number):
@@ -222,15 +228,15 @@ class Link:
         return Moving(self._begin, self._ended)
 
     def unfinished_moves(self) -> dict[int, int]:
-        """Moves and views that go on, by the number of the connection they began on."""
+        """Number of moves and views in progress, by the number of their connection."""
         with self._state:
             return self._reconnecting.unfinished()
 
     def close(self) -> None:
         """See :class:`NodeLink`.
 
-        While a move or view goes on, the connection stays until that has ended; no request is sent
-        on it any more.
+        While a move or view is in progress the connection stays open, but no more requests are
+        sent.
         """
         with self._state:
             self.why = "the store is closed"
@@ -246,10 +252,10 @@ class Link:
     # ---- connecting -------------------------------------------------------------------------
 
     def _dial(self) -> None:
-        """One attempt to connect and to say Hello.
+        """Try once to connect and to send Hello.
 
         Raises:
-            KVStoreError: why not.
+            KVStoreError: the reason of a failure.
         """
         with self._state:
             number = self._reconnecting.dial()
@@ -263,7 +269,7 @@ class Link:
             if isinstance(answer, wire.Failure):
                 raise error_from_code(answer.code, answer.message, answer.field)
             if not isinstance(answer, wire.Welcome):
-                raise ProtocolError(f"{type(answer).__name__} is no answer to Hello")
+                raise ProtocolError(f"{type(answer).__name__} is not an answer to Hello")
         except (OSError, KVStoreError) as error:
             connection.close(str(error))
             raise as_transfer_error(error, self.path) from error
@@ -273,12 +279,12 @@ class Link:
                 self._adopted(connection, answer)
                 self._note(effects)
         if effects is None:
-            connection.close("it is not wanted any more")
+            connection.close("it is not needed any more")
         else:
             self._hang_up(effects, connection)
 
     def _adopted(self, connection: Connection, welcome: wire.Welcome) -> None:
-        """Take over what the node said of itself; the caller holds ``_state``."""
+        """Store the values of Welcome; the caller holds ``_state``."""
         self.session = welcome.session
         self.quota_bytes = welcome.quota_bytes
         self._node_minor = welcome.minor
@@ -327,9 +333,9 @@ class Link:
             self._tidy()
 
     def _note(self, effects: Effects) -> Connection | None:
-        """Carry out what a decision leads to, on the connection it was made on; not hanging up.
+        """Carry out effects of a decision on its connection, except hanging up.
 
-        The caller holds ``_state``, so that no other decision comes between.
+        The caller holds ``_state``, so that no other decision is made in between.
         """
         connection = self._connection
         named = self._node_minor >= wire.SETTLED_MINOR
@@ -354,7 +360,7 @@ class Link:
         thread = threading.Thread(target=self._maintain, name="kvstore-link", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads: the next request tries again
+        except RuntimeError as error:  # no more threads: the next request retries
             log.warning("%s: the connection to %s is not watched: %s", self.name, self.path, error)
         else:
             self._thread = thread
@@ -404,17 +410,17 @@ class Link:
             log.info("%s: connected to the node at %s again", self.name, self.path)
 
     def _ask(self) -> None:
-        """Learn which extents are gone: an idle client would not hear of it."""
+        """Ask which extents are gone: an idle client would not notice otherwise."""
         with self._state:
             present = self._mappings.get(self._reconnecting.memory)
         try:
             if present is not None:
                 present.ask()
         except KVStoreError as error:
-            log.debug("which extents are gone is not known: %s", error)
+            log.debug("the node did not say which extents are gone: %s", error)
 
     def _tidy(self) -> None:
-        """Unmap what nobody uses."""
+        """Unmap unused memory."""
         with self._state:
             unused, self._unused = self._unused, []
             present = self._mappings.get(self._reconnecting.memory)
@@ -425,8 +431,8 @@ class Link:
 
     def _give_up(self) -> None:
         log.warning(
-            "%s: the node at %s did not answer for %s s: what it keeps for us is free when this"
-            " process ends", self.name, self.path, SETTLE_WAIT_S,
+            "%s: the node at %s did not answer for %s s: it frees what it holds for this process"
+            " when the process ends", self.name, self.path, SETTLE_WAIT_S,
         )  # fmt: skip
         with self._state:
             self._note(self._reconnecting.give_up())
@@ -434,7 +440,7 @@ class Link:
     # ---- fork -------------------------------------------------------------------------------
 
     def forked(self) -> None:
-        """In a forked child: give up what is the parent's; the next request connects anew."""
+        """In a forked child: drop the parent's connection; the next request reconnects."""
         self._locks()
         for mapping in list(self._mappings.values()):
             mapping.forked()
@@ -445,7 +451,7 @@ class Link:
         self._thread = None
 
     def _revive(self, timeout_s: float) -> None:
-        """Make what a forked child, or a process without threads, does not have."""
+        """Create the thread and connection that a forked child does not have."""
         if self._thread is not None:
             return
         if not self._reviving.acquire(timeout=timeout_s):

@@ -1,6 +1,6 @@
-"""Loads: pages of one space into an engine's memory, from the slab and then from the node.
+"""Loads pages of one space into an engine's memory: from the slab, then from the node.
 
-What is read at the node is leased first, and brought from disk to memory if it is there only.
+Pages at the node are leased first, and read from disk to memory if necessary.
 """
 
 import logging
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 LEASE_S: Final = 30.0
 DISK_WAIT_S: Final = 2.0
-"""How long a load waits for pages to come from disk, and a put for room, at a time."""
+"""How long a load waits for pages from disk, and a put for free slots, at a time."""
 
 names: Final = counted_from(1)
-"""Names leases and puts; never repeats in a process."""
+"""Numbers of leases and puts; never repeated in a process."""
 
 VERIFY = True
-"""A test switches it off, to show that without the check wrong bytes would reach an engine."""
+"""Tests switch it off, to show that without verification wrong bytes would reach an engine."""
 
 
 class _Leased(NamedTuple):
-    """A run of pages under a lease, mapped here.
+    """A run of pages under a lease, mapped in this process.
 
     Attributes:
-        sources: shape (n,), uint64: where the pages are.
-        digests: shape (n, 16), uint8: what they must digest to.
-        seeds: shape (n,), uint64.
+        sources: shape (n,), uint64: addresses of the pages.
+        digests: shape (n, 16), uint8: expected digests.
+        seeds: shape (n,), uint64: seeds of the digests.
     """
 
     opened: Opened
@@ -58,7 +58,7 @@ class _Leased(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Where a load to a device goes; see :meth:`kvstore.tier.gpu.DeviceSlab.load_blocks`."""
+    """Target blocks on a device; see :meth:`kvstore.tier.gpu.DeviceSlab.load_blocks`."""
 
     pool: KVPool
     blocks: npt.NDArray[np.int64]
@@ -66,12 +66,12 @@ class _Blocks(NamedTuple):
 
 
 class Loader:
-    """The loads of one space.
+    """Loads pages of one space.
 
     Args:
-        services: the node, and the slab.
-        pages: of each shard of the engine.
-        numbers: what the space is called on a connection.
+        services: the store's shared resources: node and slab.
+        pages: for each shard of the engine, its pages' name in the slab.
+        numbers: returns the numbers of the space on a connection.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Loader:
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
         progress: mover.Progress | None, order: mover.Order, at_once: int,
     ) -> int:  # fmt: skip
-        """Copy and verify the leading run of pages that is there; returns its length.
+        """Copy and verify the leading run; returns its length in pages.
 
         Args:
-            keys: consecutive.
-            target: where to, in host memory.
-            shard: whose pages.
-            progress: to cancel it, and to wait for layers.
-            order: what is ready first.
-            at_once: pages leased at a time.
+            keys: consecutive keys.
+            target: destination in host memory.
+            shard: index of the shard.
+            progress: for cancellation, and for waits for layers.
+            order: page after page, or layer after layer (``segment``).
+            at_once: maximum pages leased at a time.
         """
         loaded, first, start = 0, 0, perf_counter()
         disk_waits = self._services.disk_waits
@@ -123,10 +123,10 @@ class Loader:
         self, keys: PrefixKeys, pool: KVPool, blocks: npt.ArrayLike, shard: int,
         progress: mover.Progress, at_once: int,
     ) -> Callable[[], int]:  # fmt: skip
-        """A load to blocks on a device: to be called once, in the background.
+        """Prepare a load to blocks on a device; call the result once, in the background.
 
-        Pages go through the slab: whole pages are what a device copies from host memory fastest,
-        and what spreads them over the blocks runs on the device.
+        Pages go through the slab: a device copies whole pages from host memory fastest, and then
+        distributes them to the blocks itself.
 
         Raises:
             InvalidArgument: there is no slab on the pool's device.
@@ -159,7 +159,7 @@ class Loader:
         return run
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
-        """Views of the leading run that is there, verified, under a lease."""
+        """Views of the leading run, verified, under a lease."""
         with ExitStack() as undo:
             try:
                 leased = self._lease(keys, shard, undo)
@@ -173,14 +173,15 @@ class Loader:
             return PageViews(views, undo.pop_all().close)
 
     def warm(self, keys: PrefixKeys, shard: int, then: Callable[[], None]) -> int:
-        """Bring a run to memory, do ``then`` while it is pinned there; how many pages are there.
+        """Bring a run to memory, call ``then`` while it is pinned; returns the pages in memory.
 
         Raises:
             KVStoreError: the node is away, or refuses.
         """
         link, lease = self._services.waiting_link("load"), next(names)
         opened = self._numbers(link)
-        with link.moving():  # or a link that is closed would leave before the lease is given back
+        # Within a move, because a closed link would disconnect before the lease is released.
+        with link.moving():
             try:
                 leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
                 then()
@@ -188,20 +189,20 @@ class Loader:
                 link.send_later(wire.Release(lease), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _from_slab(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
         progress: mover.Progress | None, order: mover.Order,
     ) -> tuple[int, bool]:  # fmt: skip
-        """Load the leading run of the slab; also tells whether nothing may be loaded after it."""
+        """Load the leading run of the slab; returns its length, and whether the load is over."""
         assert self._services.promotion is not None
         slab, pages = self._services.promotion.slab, self._pages[shard]
         run = slab.run(pages, keys.packed)
         if not run:
             return 0, not len(keys)
-        # Layers are announced by whoever copies the last pages. If that is the slab, all has been
-        # announced when it ends: what came later would be taken for there.
+        # The copy of the last pages reports layers. If the slab copies them, all layers have been
+        # reported at its end, so later pages would be reported as loaded too early.
         last = run == len(keys)
         part = target if last else target.pages(0, run)
         loaded = slab.load(pages, keys[:run], part, progress, order if last else "page")
@@ -239,14 +240,14 @@ class Loader:
         self, keys: PrefixKeys, target: _Blocks, shard: int, promotion: Promotion,
         progress: mover.Progress,
     ) -> int:  # fmt: skip
-        """Bring the leading run from the node to the slab, and on to the blocks; its length."""
+        """Load the leading run from the node through the slab to the blocks; returns its length."""
         slab, pages = promotion.slab, self._pages[shard]
         with ExitStack() as undo:
             leased = self._lease(keys, shard, undo)
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
             count = slab.load_blocks(pages, keys[:there], *target)
-            # What leaves the node by itself does not stay here either.
+            # Pages that expire at the node must not stay here either.
             slab.forget(pages, keys[leased.answer.lasting : there].packed)
             if count < there and not progress.cancelled:
                 source, seed = leased.sources[count : count + 1], leased.seeds[count : count + 1]
@@ -256,9 +257,9 @@ class Loader:
             return count
 
     def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack) -> _Leased:
-        """Lease what is there of a run; ``undo`` gives it back."""
+        """Lease the leading run; ``undo`` releases it."""
         link, lease = self._services.link, next(names)
-        # Before the memory: a request of its epoch is of its memory.
+        # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
         undo.callback(link.send_later, wire.Release(lease), opened.epoch)
@@ -272,7 +273,7 @@ class Loader:
         )  # fmt: skip
 
     def acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
-        """Lease the run, bringing to memory what of it is on disk.
+        """Lease the run; pages on disk are read to memory.
 
         Raises:
             KVStoreError: the node is away, or refuses.
@@ -281,7 +282,7 @@ class Loader:
         leased = self._ask(opened, keys, shard, lease)
         if not leased.more:
             return leased
-        # Or it would count against the quota a second time.
+        # Otherwise it would count towards the quota twice.
         link.send(wire.Release(lease), opened.epoch)
 
         def again() -> None:
@@ -309,7 +310,7 @@ class Loader:
         self, leased: _Leased, keys: PrefixKeys, shard: int, good: npt.NDArray[np.bool_],
         progress: mover.Progress | None = None,
     ) -> int:  # fmt: skip
-        """Length of the verified run; reports the first page that failed (unless cancelled)."""
+        """Length of the verified run; reports the first page that failed, unless cancelled."""
         if bool(good.all()) or not VERIFY:
             return len(good)
         first = int(np.argmin(good))
@@ -318,7 +319,7 @@ class Loader:
         return first
 
     def _quarantine(self, leased: _Leased, keys: PrefixKeys, shard: int, index: int) -> None:
-        """The page is a miss from now on: at the node, and in the slab."""
+        """Report a corrupt page: from now on it is a miss, at the node and in the slab."""
         opened, link = leased.opened, self._services.link
         slot = np.frombuffer(leased.answer.addresses, dtype=wire.ADDRESS)[index]
         number, generation = opened.shards[shard], int(slot["generation"])

@@ -1,11 +1,11 @@
-"""Extents as a client process sees them: mapped read-only, and writable only to put.
+"""Extents mapped in a client process: read-only, or writable for puts.
 
-Mappings do not pass to a forked child (``MADV_DONTFORK``), so a child can neither read nor write a
-slot that its parent's session owns. Nothing here touches memory outside of a slot that a move
-holds: memory that the node has given back stays given back.
+Forked children do not inherit mappings (``MADV_DONTFORK``), so a child can neither read nor write a
+slot that its parent's session owns. Only slots held by a move are touched: memory that the node has
+freed is not allocated again by this process.
 
-An extent whose number nothing names any more is **gone**: its memory belongs to nobody. It is
-unmapped once no move uses it; the node tells which are gone when it is asked for descriptors.
+An extent whose number is never used again is **gone**: nobody owns its memory. It is unmapped when
+no move uses it; the node reports such extents when it is asked for descriptors.
 """
 
 import os
@@ -25,31 +25,31 @@ from kvstore.tier import kernel
 from kvstore.wire import unpack_addresses
 
 FETCH_WAIT_S: Final = 5.0
-"""Longest wait for another thread that maps extents."""
+"""Maximum wait for another thread that maps extents."""
 _TOUCH_BYTES: Final = 2 << 20
 
 Fetch = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], Sequence[int]]
-"""Hands descriptors of extents over, and tells which of those that are known are gone; see
+"""Gets descriptors of extents, and returns which of the known ones are gone; see
 :func:`kvstore.client.endpoint.fetch_extents`."""
 
 
 class Region:
-    """One mapping of an extent. It goes when nothing refers to it, an array over it included.
+    """One mapping of an extent; unmapped when nothing refers to it, including arrays over it.
 
-    It keeps no descriptor, and a forked child, where other memory may be at its address, leaves it
-    alone.
+    It keeps no descriptor. A forked child does not unmap it, because other memory may have its
+    address there.
 
     Attributes:
-        address: where it begins.
-        size: its bytes.
-        cold: parts of ``_TOUCH_BYTES`` that nothing has touched here.
+        address: its start address.
+        size: size in bytes.
+        cold: indexes of parts of ``_TOUCH_BYTES`` that were not touched yet.
     """
 
     def __init__(self, descriptor: int, *, write: bool) -> None:
-        """Map all of it.
+        """Map the whole extent.
 
         Raises:
-            TierUnavailable: there is no room for it in this process.
+            TierUnavailable: this process cannot map it.
         """
         self.size = size = os.fstat(descriptor).st_size
         try:
@@ -64,10 +64,10 @@ class Region:
         }  # fmt: skip
 
     def touch(self, offset: int, size: int) -> None:
-        """Make writing to a slot cheap, whoever owns the rest of the part it lies in.
+        """Make the first write to a slot fast; the rest of its part may belong to others.
 
-        The kernel maps what is read in sixteens of memory pages, and what is written one by one:
-        the first copies would take four times as long.
+        The kernel maps pages that are read in groups of sixteen, and pages that are written one by
+        one: without this the first copies would take four times as long.
         """
         for part in range(offset // _TOUCH_BYTES, (offset + size - 1) // _TOUCH_BYTES + 1):
             if part in self.cold:
@@ -86,7 +86,7 @@ class Mapping:
     """The memory of one boot of a node in this process.
 
     Args:
-        boot: the boot whose memory this is.
+        boot: id of the boot.
         fetch: gets descriptors of extents.
     """
 
@@ -95,23 +95,23 @@ class Mapping:
         self._fetch = fetch
         self._read: dict[int, Region] = {}
         self._write: dict[int, Region] = {}
-        #: Moves that use each extent.
+        #: Number of moves that use each extent.
         self._users: Counter[int] = Counter()
-        #: Extents that are gone but used; all and only those that :meth:`_drop` waits for.
+        #: Extents that are gone but still used; :meth:`_drop` waits for their users.
         self._gone: set[int] = set()
-        #: To be unmapped by :meth:`sweep`.
+        #: Mappings for :meth:`sweep` to unmap.
         self._dropped: list[Region] = []
         self._descriptors: list[int] = []
         self._locks()
 
     def _locks(self) -> None:
-        #: Protects what is mapped and by whom it is used; nobody waits under it.
+        #: Protects the mappings and their users; never held during a wait.
         self._lock = threading.Lock()
-        #: Held by whoever maps extents; taken before ``_lock``.
+        #: Held by the thread that maps extents; taken before ``_lock``.
         self._adding = threading.Lock()
 
     def use(self) -> "Use":
-        """What a move locates here stays mapped until it ends it."""
+        """Start a use: extents that it locates stay mapped until it ends."""
         return Use(self)
 
     def known(self) -> list[int]:
@@ -120,7 +120,7 @@ class Mapping:
             return [number for number in self._numbers() if number not in self._gone]
 
     def retire(self, gone: Iterable[int]) -> None:
-        """These numbers will never be named again: :meth:`sweep` unmaps what no move uses."""
+        """Mark extents as gone; :meth:`sweep` unmaps them when no move uses them."""
         with self._lock:
             for number in set(gone) & self._numbers():
                 self._gone.add(number)
@@ -138,13 +138,13 @@ class Mapping:
             self.retire(self._fetch((), known, _no_descriptor))
 
     def sweep(self) -> None:
-        """Unmap what was dropped; it may take a while, and is never done by a move."""
+        """Unmap dropped extents; may be slow, so moves never call it."""
         with self._lock:
             dropped, self._dropped = self._dropped, []
         dropped.clear()
 
     def close(self) -> None:
-        """Unmap all. No move may go on; arrays over a view that are still held keep its extent."""
+        """Unmap all; no move may be in progress. Arrays of a view keep their extent mapped."""
         with self._lock:
             self._gone |= self._numbers()
             for number in self._numbers():
@@ -152,15 +152,15 @@ class Mapping:
         self.sweep()
 
     def forked(self) -> None:
-        """In a forked child: nothing is mapped here."""
+        """In a forked child: nothing is mapped; close copies of descriptors."""
         self._locks()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def take(self, use: "Use", slots: list[tuple[int, int, int]], *, write: bool) -> list[Region]:
-        """The region of each slot, kept for ``use``; see :class:`Use`."""
+        """The region of each slot, kept mapped for ``use``; see :class:`Use`."""
         regions = self._held(use, slots, write=write)
         if regions is None:
             if not self._adding.acquire(timeout=FETCH_WAIT_S):
@@ -190,7 +190,7 @@ class Mapping:
     def _held(
         self, use: "Use", slots: list[tuple[int, int, int]], *, write: bool
     ) -> list[Region] | None:
-        """As :meth:`take`; None when not all are mapped."""
+        """As :meth:`take`; None if an extent is not mapped."""
         known = self._write if write else self._read
         with self._lock:
             try:
@@ -203,7 +203,7 @@ class Mapping:
         return regions
 
     def _add(self, wanted: set[int], *, write: bool) -> None:
-        """Map extents that are not; the caller holds ``_adding``."""
+        """Map missing extents; the caller holds ``_adding``."""
         known = self._write if write else self._read
         missing = sorted(wanted - known.keys())
         try:
@@ -229,10 +229,10 @@ class Mapping:
 
 
 class Use:
-    """What one move or view uses of a mapping; it stays mapped until :meth:`end`.
+    """A move's or view's use of a mapping; its extents stay mapped until :meth:`end`.
 
     Attributes:
-        extents: numbers of the extents it has located slots in.
+        extents: numbers of the extents that it uses.
     """
 
     def __init__(self, mapping: Mapping) -> None:
@@ -246,10 +246,10 @@ class Use:
         return self._mapping.boot
 
     def locate(self, addresses: bytes, size: int, *, write: bool) -> npt.NDArray[np.uint64]:
-        """Where the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` es are.
+        """Addresses of the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` values.
 
         Returns:
-            shape (n,), uint64 addresses in this process.
+            Addresses in this process, shape (n,), uint64.
 
         Raises:
             ProtocolError: a slot is not within its extent.
@@ -263,7 +263,7 @@ class Use:
         return np.array([region.address + offset for region, offset in places], dtype=np.uint64)
 
     def views(self, addresses: bytes, size: int) -> list[npt.NDArray[np.uint8]]:
-        """Read-only arrays of ``size`` bytes over the slots at ``addresses``; raises the same."""
+        """Read-only arrays of ``size`` bytes over the slots; raises the same as :meth:`locate`."""
         places = self._places(addresses, size, write=False)
         arrays = {region: np.asarray(region) for region in {region for region, _ in places}}
         return [arrays[region][offset : offset + size] for region, offset in places]
@@ -277,7 +277,7 @@ class Use:
         return [(region, offset) for region, (_, _, offset) in zip(regions, slots, strict=True)]
 
     def end(self) -> None:
-        """Nothing of it is touched any more."""
+        """End the use; its addresses and arrays must not be used any more."""
         extents, self.extents = self.extents, set()
         self._mapping.leave(extents)
 

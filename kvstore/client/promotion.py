@@ -1,9 +1,9 @@
-"""The device slab of one store: what is loaded from it, and how pages get there.
+"""The device slab of one store, and how pages get into it.
 
-A page that was loaded from the node, and verified, is **promoted**: copied to the slab under the
-lease of that load, in the background. The engine does not wait for it; the lease is given back when
-the copy has ended. Pages that leave by themselves (a TTL, read once) are not promoted: the slab
-would keep them longer than whoever stored them allowed.
+A page that was loaded from the node and verified is **promoted**: copied to the slab in the
+background, under the lease of that load. The engine does not wait for it; the lease is released
+when the copy has ended. Pages with a TTL or read once are not promoted, because the slab would keep
+them longer than allowed.
 """
 
 import threading
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from kvstore.tier.gpu import DeviceSlab
 
 PENDING_SHARE: Final = 8
-"""Promotions in the background hold at most one part in so many of the session's quota: a load must
-not be refused because the one before it still has its lease."""
+"""Background promotions hold at most this fraction (1/8) of the session's quota, so that their
+leases do not make the next load fail."""
 
 
 class Promotion:
-    """The slab, and the promotions under way; every thread may use it.
+    """The slab, and promotions in progress; thread-safe.
 
     Attributes:
-        slab: where pages are promoted to.
+        slab: the slab.
     """
 
     def __init__(self, slab: "DeviceSlab") -> None:
         self.slab = slab
         self._worker = Worker("kvstore-promote")
-        #: Protects the two below.
+        #: Protects the two fields below.
         self._lock = threading.Lock()
         self._pending_bytes = 0
         self._moves: set[mover.Progress] = set()
 
     @classmethod
     def open(cls, config: DeviceSlabConfig | None) -> "Promotion | None":
-        """The slab that ``config`` describes; None for none.
+        """Create the slab described by ``config``; None = no slab.
 
         Raises:
-            InvalidArgument, TierUnavailable: it cannot be had; says why.
+            InvalidArgument, TierUnavailable: it cannot be created; the message says why.
         """
         if config is None:
             return None
@@ -63,15 +63,15 @@ class Promotion:
         self, pages: PageSet, keys: PrefixKeys, sources: mover.Addresses, digests: bytes,
         undo: ExitStack, quota_bytes: int,
     ) -> None:  # fmt: skip
-        """Promote verified pages; what ``undo`` gives back is kept until they are copied.
+        """Promote verified pages; their lease is kept until they are copied.
 
         Args:
-            pages: whose.
-            keys: consecutive, of which the slab may have none, some or all.
-            sources: shape (n,), uint64, n at least ``len(keys)``: where they are in host memory.
-            digests: 16 bytes a page, of at least so many.
-            undo: what the caller would do at its end; taken over if the copy runs later.
-            quota_bytes: what the session may hold; 0 = not known.
+            pages: the set of pages.
+            keys: consecutive keys; some or all of them may be in the slab already.
+            sources: addresses in host memory, shape (n,), uint64, n at least ``len(keys)``.
+            digests: 16 bytes per page, at least for ``keys``.
+            undo: the caller's clean-up; taken over if the copy runs in the background.
+            quota_bytes: quota of the session; 0 = unknown.
         """
         try:
             taken = self.slab.reserve(pages, keys, digests[: len(keys) * DIGEST_BYTES])
@@ -105,20 +105,20 @@ class Promotion:
         self, pages: PageSet, keys: PrefixKeys, sources: mover.Addresses, digests: bytes,
         progress: mover.Progress | None,
     ) -> None:  # fmt: skip
-        """Promote pages now, whatever must go for them, as many as there is room for."""
+        """Promote as many pages as fit, now; evicts others if necessary."""
         try:
             taken = self.slab.reserve(pages, keys, digests[: len(keys) * DIGEST_BYTES], always=True)
         except CapacityError:
-            return  # none is missing, or all of the slab is in use
+            return  # nothing to add, or the whole slab is in use
         self.slab.fill(taken, keys, sources, progress)
 
     def stats(self) -> dict[str, Any]:
-        """The slab's, and what waits for it."""
+        """Statistics of the slab, and bytes waiting for promotion."""
         return {**self.slab.stats(), "pending_bytes": self._pending_bytes}
 
     def close(self) -> None:
-        """Give up what is not promoted yet, and give the slab's memory back."""
-        for progress in list(self._moves):  # without the lock, which a fork may have left taken
+        """Cancel promotions in progress, and free the slab's memory."""
+        for progress in list(self._moves):  # without the lock, which a fork may have left locked
             progress.cancel()
         self._worker.close()
         self.slab.close()

@@ -1,8 +1,8 @@
-"""What a client knows of its connections, and of the moves that began on them. Pure.
+"""The state of a client's connections, and of the moves that began on them. Pure.
 
-A client has one connection at a time and numbers them. A **move** is anything that touches the
-node's memory, a view included; it belongs to the connection it began on, and to the memory (of one
-boot of the node) that was mapped then.
+A client has one connection at a time, and numbers them. A **move** is any use of the node's memory,
+including a view. It belongs to the connection on which it began, and to the memory (of one boot of
+the node) that was mapped then.
 
 ::
 
@@ -10,16 +10,16 @@ boot of the node) that was mapped then.
       ▲                       │
       └────────lose───────────┘
 
-    closing: no move begins; once none goes on and the node knows it, or is gone, all is CLOSED.
+    closing: no move begins; when none is in progress and the node knows it, or is gone: CLOSED.
 
-Three things are decided here, each at one moment and by number, so that nothing that happens
-between the decision and what it leads to makes it wrong:
+Three decisions are made here, each at one moment and with numbers, so that later changes do not
+make it wrong:
 
-* **settled**: no move of a connection before number n goes on, and none will ever begin, because
-  moves begin on the present connection only. Said again on every connection, as the one it was
-  said on may have broken before the node read it.
+* **settled**: no move of a connection before number n is in progress, and none will begin, because
+  moves begin on the current connection only. It is sent again on every connection, because the
+  previous connection may have broken before the node read it.
 * **retired**: memory of an earlier boot is unmapped when the last move in it has ended.
-* **hang up**: a client that is closing ends its connection when its last move has ended.
+* **hang up**: a closing client disconnects when its last move has ended.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class StoreMove:
-    """One move under way.
+    """One move in progress.
 
     Attributes:
-        connection: number of the connection it began on.
-        memory: number of the memory it touches.
+        connection: number of the connection on which it began.
+        memory: number of the memory that it uses.
     """
 
     connection: int
@@ -41,12 +41,12 @@ class StoreMove:
 
 
 class Effects(NamedTuple):
-    """What the link must do after a change.
+    """Actions of the link after a change.
 
     Attributes:
-        settle: say on the present connection that all before this number is settled; 0 = nothing.
-        unmap: memories that no move touches and none will.
-        hang_up: end the present connection, once what waits to be said is said, and tell
+        settle: send on the current connection that all before this number is settled; 0 = nothing.
+        unmap: memories that no move uses or will use.
+        hang_up: close the current connection after sending posted messages, and call
             :meth:`Reconnecting.hung_up`.
     """
 
@@ -59,15 +59,15 @@ class Reconnecting:
     """The connections and moves of one link.
 
     Attributes:
-        connection: number of the latest connection that was adopted; 0 before the first.
-        connected: whether that one still stands.
-        memory: number of the memory of the node's present boot; 0 while there is none.
-        closing: no move may begin any more.
-        closed: nothing goes on, and no connection will be adopted.
+        connection: number of the latest adopted connection; 0 before the first.
+        connected: whether that connection still works.
+        memory: number of the memory of the node's current boot; 0 = none.
+        closing: no more moves may begin.
+        closed: no move is in progress, and no connection will be adopted.
     """
 
     def __init__(self) -> None:
-        """Be away, with no memory."""
+        """Start disconnected, with no memory."""
         self.connection = 0
         self.connected = False
         self.memory = 0
@@ -76,24 +76,24 @@ class Reconnecting:
         self._boot = b""
         self._dialled = 0
         self._memories = 0
-        #: The first connection that broke while it may have held something at the node; 0 = none.
+        #: The first connection that broke while the node may have held something for it; 0 = none.
         self._first_lost = 0
-        #: Up to where the present connection has settled.
+        #: The number up to which ``settle`` was sent on the current connection.
         self._told = 0
         self._moves: set[StoreMove] = set()
-        #: Memories that are not the present one and still touched.
+        #: Memories of earlier boots that moves still use.
         self._retired: set[int] = set()
 
     # ---- connections ------------------------------------------------------------------------
 
     def dial(self) -> int:
-        """The number of the connection that is to be made now."""
+        """Number for a new connection."""
         assert not self.connected
         self._dialled += 1
         return self._dialled
 
     def adopt(self, number: int, boot: bytes) -> Effects | None:
-        """Connection ``number`` stands, to a node of this boot; None = it is wanted no more."""
+        """Adopt connection ``number`` to a node of this boot; None = close it, it is not needed."""
         if self.closed or self.connected or number != self._dialled:
             return None
         self.connection, self.connected, self._told = number, True, 0
@@ -107,7 +107,7 @@ class Reconnecting:
         return self._after(unmap)
 
     def lose(self, number: int) -> bool:
-        """Connection ``number`` is broken; False when it was not the present one."""
+        """Connection ``number`` is broken; returns False if it is not the current one."""
         if not self.connected or number != self.connection:
             return False
         self.connected = False
@@ -115,17 +115,17 @@ class Reconnecting:
         return True
 
     def gone(self) -> Effects:
-        """Nobody listens where the node was: its memory is that of a boot that has ended."""
+        """Nobody listens at the socket, so the boot that owned the current memory has ended."""
         if self.connected:
             return Effects()
         if self.closing and not self._moves:
-            self.closed = True  # there is nobody to settle anything with
+            self.closed = True  # no node to settle anything with
         return Effects(unmap=self._retire())
 
     # ---- moves ------------------------------------------------------------------------------
 
     def begin(self) -> StoreMove | None:
-        """A move begins now; None when it may not."""
+        """Begin a move; None if not allowed now."""
         if not self.connected or self.closing:
             return None
         move = StoreMove(self.connection, self.memory)
@@ -133,7 +133,7 @@ class Reconnecting:
         return move
 
     def end(self, move: StoreMove) -> Effects:
-        """A move has ended, its bytes are let go of; one of before a fork is nobody's."""
+        """End a move, which uses no memory any more; one from before a fork is ignored."""
         if move not in self._moves:
             return Effects()
         self._moves.remove(move)
@@ -144,13 +144,13 @@ class Reconnecting:
         return self._after((move.memory,))
 
     def unfinished(self) -> dict[int, int]:
-        """Moves that go on, by the number of their connection."""
+        """Number of moves in progress, by the number of their connection."""
         return dict(Counter(move.connection for move in self._moves))
 
     # ---- ends -------------------------------------------------------------------------------
 
     def close(self) -> Effects:
-        """Let no move begin; all ends when those that go on have ended."""
+        """Allow no more moves; closed when those in progress have ended."""
         if self.closing:
             return Effects()
         self.closing = True
@@ -159,20 +159,20 @@ class Reconnecting:
         return self._after(self._retire())
 
     def hung_up(self, number: int, *, said: bool) -> None:
-        """Connection ``number`` was ended; ``said``: the node knows all it was to be told."""
+        """Connection ``number`` was closed; ``said``: all messages to the node were sent."""
         self.lose(number)
         self.closed = self.closed or said
         self.connected = self.connected and not self.closed
 
     def give_up(self) -> Effects:
-        """Closing has taken too long: the node must learn from this process's end what it held."""
+        """Closing took too long: the node will learn from this process's end what has ended."""
         assert self.closing
         self.closed = True
         self.connected = False
         return Effects(unmap=self._retire())
 
     def fork(self) -> None:
-        """In a forked child: nothing of the parent's is ours, what it opened is void."""
+        """In a forked child: forget the parent's connections and moves."""
         self._dialled += 1
         self.connection = self._dialled
         self.connected = False
@@ -182,7 +182,7 @@ class Reconnecting:
         self._moves, self._retired = set(), set()
 
     def check(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants."""
         assert self._told <= self.connection <= self._dialled
         assert all(move.connection <= self.connection for move in self._moves)
         assert not self.closed or not self.connected
@@ -191,10 +191,10 @@ class Reconnecting:
         if self.connected and self._told:
             assert all(move.connection >= self._told for move in self._moves)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _retire(self) -> tuple[int, ...]:
-        """The present memory is no more; what of it may be unmapped now."""
+        """Retire the current memory; returns the memories that can be unmapped now."""
         old, self.memory = self.memory, 0
         if not old:
             return ()
@@ -204,7 +204,7 @@ class Reconnecting:
         return (old,)
 
     def _after(self, unmap: tuple[int, ...] = ()) -> Effects:
-        """What is to be said now, beside what is to be unmapped."""
+        """The effects of a change: ``settle`` and ``hang_up``, besides ``unmap``."""
         if not self.connected:
             return Effects(unmap=unmap)
         settled = min((move.connection for move in self._moves), default=self.connection)

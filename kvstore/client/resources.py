@@ -1,4 +1,4 @@
-"""What the spaces of one store share: connections, workers, and what was learnt of the node."""
+"""Resources shared by the spaces of a store: connections, workers, and measured speeds."""
 
 import logging
 from collections import Counter
@@ -19,20 +19,20 @@ _SAID_MAX: Final = 100
 
 
 class StoreResources:
-    """What the spaces of one store share.
+    """Resources shared by the spaces of one store.
 
     Attributes:
-        link: the node.
-        waiting_link: gives the connection for requests of one purpose that may wait, so that
-            nothing else waits behind them.
-        timeout_s: longest wait for any answer.
+        link: the link to the node.
+        waiting_link: returns the connection for requests of one purpose that may wait, so that
+            other requests do not wait behind them.
+        timeout_s: maximum wait for an answer.
         loads: runs restores.
         stores: runs extracts.
-        troubles: error code → how often a read became a miss because of it.
-        load_bytes_per_s: how fast loads of pages in the node's memory have been.
-        disk_bytes_per_s: how fast the node has brought pages from its disks to its memory.
-        disk_waits: how often that was waited for.
-        promotion: the device slab; None for none, and in a forked child.
+        troubles: error code → how many reads became a miss because of it.
+        load_bytes_per_s: measured speed of loads from the node's memory.
+        disk_bytes_per_s: measured speed of the node's reads from disk to memory.
+        disk_waits: how many loads waited for the disk.
+        promotion: the device slab; None = no slab, or a forked child.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class StoreResources:
         forks.register(self)
 
     def forked(self) -> None:
-        """In a forked child: the slab is the parent's."""
+        """In a forked child: the slab belongs to the parent."""
         self.promotion = None
 
     def load_seconds(self, size: int, on_disk: int) -> float:
-        """How long loading so many bytes may take, when so many of them are on disk only."""
+        """Estimated seconds for loading ``size`` bytes, ``on_disk`` of them from disk."""
         return size / self.load_bytes_per_s + on_disk / self.disk_bytes_per_s
 
     def note_disk(self, size: int, seconds: float) -> None:
-        """Learn from a wait for pages from the disks."""
+        """Update the disk speed after a wait for pages from disk."""
         self.disk_waits += 1
         if size and seconds > 0:
             self.disk_bytes_per_s += 0.1 * (size / seconds - self.disk_bytes_per_s)
 
     def note_load(self, size: int, seconds: float) -> None:
-        """Learn from a finished load from memory (moving average over about ten)."""
+        """Update the load speed after a load from memory (moving average over about ten)."""
         if size and seconds > 0:
             self.load_bytes_per_s += 0.1 * (size / seconds - self.load_bytes_per_s)
 
     def note_trouble(self, error: KVStoreError) -> None:
-        """A read became a miss."""
+        """Count and log a read that became a miss."""
         self.troubles[error.code] += 1
         if isinstance(error, TransferError):
-            return  # the link has said that the node is away
-        # A node that refuses does so at every lookup: said once, the rest is counted.
+            return  # the link has logged that the node is away
+        # A node may refuse every lookup: log it once, and count all.
         level = logging.WARNING if str(error) not in self._said else logging.DEBUG
         if len(self._said) < _SAID_MAX:
             self._said.add(str(error))
@@ -85,7 +85,7 @@ class StoreResources:
 
 
 class Opened(NamedTuple):
-    """What a space and the engine's shards are called on one connection."""
+    """The numbers of a space and its shards on one connection."""
 
     epoch: int
     space: int

@@ -1,4 +1,4 @@
-"""What lookups, puts, gets and restores answer."""
+"""Results of lookups, puts, gets and restores."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -11,14 +11,14 @@ from kvstore.client import forks
 
 
 class Hit(NamedTuple):
-    """What a lookup found.
+    """The result of a lookup.
 
     Attributes:
-        pages: length of the longest prefix that is READY on every shard asked for; 0 = a miss.
+        pages: length of the longest prefix that is READY on every requested shard; 0 = a miss.
         pending: number of pages after those that are being written now.
         tiers: tier name (``gpu``, ``host``, ``ssd``) → number of pages of the hit in it.
-        load_seconds: estimate of how long loading the hit takes, from the speed of earlier loads
-            from memory and from disk.
+        load_seconds: estimated time to load the hit, from the speed of earlier loads from memory
+            and from disk.
     """
 
     pages: int
@@ -28,13 +28,13 @@ class Hit(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """What became of the pages of a put, as numbers of pages.
+    """The result of a put, as numbers of pages.
 
     Attributes:
         stored: stored by this put.
-        existing: were there already.
-        pending: are being written by somebody else now.
-        refused: were not stored; a put that refuses pages raises ``CapacityError``.
+        existing: already stored before.
+        pending: being written by another put now.
+        refused: not stored; a put that refuses pages raises ``CapacityError``.
     """
 
     stored: int
@@ -47,7 +47,7 @@ MISS: Final = Hit(0)
 
 
 class RestoreResult(NamedTuple):
-    """How a restore ended.
+    """The result of a restore.
 
     Attributes:
         pages: number of leading pages whose blocks now hold verified KV; the blocks of the other
@@ -66,8 +66,8 @@ class PageViews:
 
     The bytes were verified before :meth:`Space.get` returned, and the node does not reuse their
     memory until ``close``. But the memory is shared: a process of the same tenant that writes
-    outside its own slots can change what a view shows, and nobody would notice. If you need bytes
-    that are proved to be the page's, copy them with ``get(out=...)``.
+    outside its own slots can change what a view shows, and this is not detected. If you need bytes
+    that are verified to belong to the page, copy them with ``get(out=...)``.
 
     Views that are never closed keep their pages in memory for as long as this process lives. A
     forked child does not inherit them: the child cannot know when its parent closes them, so the
@@ -90,14 +90,14 @@ class PageViews:
         return len(self.arrays)
 
     def close(self) -> None:
-        """Give the lease back; the arrays must not be read any more. May be called twice."""
+        """Release the lease; the arrays must not be read afterwards. May be called twice."""
         release, self._release = self._release, None
         self.arrays = []
         if release is not None:
             release()
 
     def forked(self) -> None:
-        """In a forked child: there are none."""
+        """In a forked child: there are no views."""
         self.arrays, self._release = [], None
 
     def __enter__(self) -> "PageViews":

@@ -1,4 +1,4 @@
-"""A space as one engine uses it: lookups, puts, gets, and moves between pages and its KV pool."""
+"""A space as one engine uses it: lookups, puts, gets, and copies between pages and its KV pool."""
 
 from collections.abc import Sequence
 from time import monotonic, perf_counter
@@ -28,13 +28,13 @@ from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 
 BATCH_BYTES: Final = 256 << 20
-"""Most bytes pinned or reserved by one message: a longer call is cut, so that it blocks less."""
+"""Maximum bytes pinned or reserved by one message: longer calls are split, to block less."""
 SYNC_WAIT_S: Final = 30.0
-"""How long a durable put waits until its pages survive a crash."""
+"""Maximum wait of a durable put until its pages survive a crash."""
 
 
 class Keep(NamedTuple):
-    """How long pages are to be kept, and where; see :meth:`Space.put`."""
+    """How long pages are kept, and in which tiers; see :meth:`Space.put`."""
 
     ttl_s: float = 0.0
     read_once: bool = False
@@ -44,8 +44,8 @@ class Keep(NamedTuple):
 class Space:
     """The pages of one space, as the shards of one engine. All methods are thread-safe.
 
-    ``keys`` are always consecutive keys of one chain, as :meth:`page_keys` makes them and slices of
-    those are. ``shard`` is an index into ``shards``; one that is out of range raises
+    ``keys`` are always consecutive keys of one chain: the result of :meth:`page_keys`, or a slice
+    of it. ``shard`` is an index into ``shards``; one that is out of range raises
     ``InvalidArgument``.
 
     Attributes:
@@ -93,7 +93,7 @@ class Space:
                 most 60.
 
         Returns:
-            The hit. It has 0 pages when nothing is there or the node is in trouble.
+            The hit. It has 0 pages if nothing is stored, or if the node does not answer or fails.
         """
         for shard in shards or ():
             self._size(shard)
@@ -155,8 +155,8 @@ class Space:
             InvalidArgument: the number of pages, a buffer or a combination of options is wrong;
                 ``field`` names it.
             LayoutMismatch: the node has this space with another layout.
-            CapacityError: there is no room for some pages; the others are stored. Retryable.
-            DurabilityUnavailable: ``durable`` was asked for, but the node never syncs, or a page
+            CapacityError: no free space for some pages; the others are stored. Retryable.
+            DurabilityUnavailable: ``durable`` was requested, but the node never syncs, or a page
                 may not be written to an SSD. The pages may be stored in memory.
             TransferTimeout, PeerUnreachable: the node did not answer; the pages may or may not be
                 stored. Retryable.
@@ -190,7 +190,7 @@ class Space:
             PeerUnreachable: the node is away. Retryable.
         """
         batches = self._batches(len(keys), shard)
-        # Not the one that puts wait on for room: a sync can take much longer.
+        # Not the connection of puts that wait for free slots: a sync can take much longer.
         link = self._services.waiting_link("persist")
         for start, stop in batches:
             opened = self.numbers(link)
@@ -201,7 +201,7 @@ class Space:
     def put_pieces(
         self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep | None = None
     ) -> PutResult:
-        """:meth:`put` for pages that lie in pieces; the memory must stay until it returns."""
+        """:meth:`put` for pages that consist of pieces; the memory must stay valid."""
         parts = [PutResult(0)]
         keep = keep or Keep()
         for start, stop in self._batches(len(keys), shard):
@@ -216,7 +216,7 @@ class Space:
                 parts.append(part)
                 if not part.refused or not busy or (not decided and monotonic() > deadline):
                     break
-                # Pages are being written to disk to make room: wait for it on another connection.
+                # Pages are being written to disk to free slots: wait for it on another connection.
                 parts[-1] = part._replace(refused=0)
                 link, wait_s = self._services.waiting_link("store"), DISK_WAIT_S
                 deadline = monotonic() + DISK_WAIT_S
@@ -250,8 +250,8 @@ class Space:
             shard: the shard to read.
 
         Returns:
-            With ``out`` the number of pages that were copied, else views of the pages. A store in
-            trouble gives 0 pages.
+            With ``out`` the number of pages that were copied, else views of the pages; 0 pages if
+            the store fails.
 
         Raises:
             InvalidArgument: ``out`` does not fit the keys or the shard.
@@ -284,7 +284,7 @@ class Space:
                 device: when all layers are).
 
         Returns:
-            The job. A store in trouble restores 0 pages; the job raises nothing for it.
+            The job. If the store fails, it restores 0 pages; it raises nothing.
 
         Raises:
             InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device
@@ -366,10 +366,10 @@ class Space:
 
         return StoreJob(self._services.loads, run)
 
-    # ---- moving -----------------------------------------------------------------------------
+    # ---- copying ----------------------------------------------------------------------------
 
     def numbers(self, link: NodeLink | None = None) -> Opened:
-        """Space and shard numbers on the present connection, opened anew after a reconnect."""
+        """Space and shard numbers on the current connection; opens the space after a reconnect."""
         link = link or self._services.link
         epoch = link.epoch
         opened = self._opened.get(id(link))
@@ -384,12 +384,12 @@ class Space:
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
         progress: mover.Progress | None, order: mover.Order,
     ) -> int:  # fmt: skip
-        """Copy and verify the leading run of pages that is there; returns its length."""
+        """Copy and verify the leading run of pages; returns its length."""
         at_once = self._batch_pages(shard)
         return self._loads.load(keys, target, shard, progress, order, at_once)
 
     def _on_device(self, keys: PrefixKeys, shards: Sequence[int] | None) -> int:
-        """How long a prefix of ``keys`` our slab has of every shard."""
+        """Length of the prefix of ``keys`` that the slab has for all shards."""
         promotion = self._services.promotion
         if promotion is None:
             return 0
@@ -408,9 +408,9 @@ class Space:
         return self.page_bytes[shard]
 
     def _batch_pages(self, shard: int) -> int:
-        """Pages that one message may pin or reserve."""
+        """Maximum pages that one message may pin or reserve."""
         quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
-        most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit side by side
+        most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit at the same time
         return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 
     def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
@@ -421,8 +421,9 @@ class Space:
         self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep, link: NodeLink,
         wait_s: float,
     ) -> tuple[PutResult, bool]:  # fmt: skip
-        """Put pages on one connection; also tells whether room for those refused is being made."""
-        opened = self.numbers(link)  # before the memory: a request of its epoch is of its memory
+        """Put pages on one connection; also returns whether slots for refused ones become free."""
+        # Open the space before using the memory, so that both belong to the same connection.
+        opened = self.numbers(link)
         put = next(names)
         tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
         with link.moving() as memory:
@@ -443,7 +444,7 @@ class Space:
                     assert isinstance(committed, wire.Committed)
                     statuses += committed.statuses
             except BaseException:
-                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is written any more
+                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is being written
                 raise
         refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
         result = PutResult(

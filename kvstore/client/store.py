@@ -1,10 +1,10 @@
-"""The client: what engine adapters, tools and tests hold of a store.
+"""The client library: the store as engine adapters, tools and tests use it.
 
-Two rules for whoever calls this from inside an engine:
+Two rules for code in an engine:
 
-* Reading never raises for a store in trouble: a node that is away, slow, full or wrong is a miss
-  (``troubles`` counts why). Storing says what it could not do by raising a ``KVStoreError``.
-* Nothing waits without a deadline, and bytes move in native calls that hold no interpreter lock.
+* Reads never raise for a problem of the store: if the node is away, slow, full or faulty, they are
+  misses (``troubles`` counts the reasons). Stores raise a ``KVStoreError`` if they fail.
+* Nothing waits without a deadline, and bytes are copied in native calls that release the GIL.
 """
 
 import json
@@ -53,7 +53,7 @@ class KVStore:
     ) -> None:
         """Use :meth:`connect` or :meth:`open`."""
         self._link = link
-        #: Protects the two below. Held while one of them is made, which ends by itself.
+        #: Protects the two fields below. Held while a link is created, which takes a limited time.
         self._lock = threading.Lock()
         self._waiting: dict[str, Link] = {}
         self._closed = False
@@ -79,8 +79,8 @@ class KVStore:
     ) -> "KVStore":
         """Connect to the node at ``address``.
 
-        If no node is there, this returns all the same: reads miss, puts raise ``PeerUnreachable``,
-        and a background thread connects when the node is back.
+        If no node is there, this returns nevertheless: reads miss, puts raise ``PeerUnreachable``,
+        and a background thread connects as soon as the node is there.
 
         Args:
             address: ``unix://`` and the absolute path of the node's socket.
@@ -133,7 +133,7 @@ class KVStore:
             if size < 1 << 16:
                 raise InvalidArgument(field, f"{size} is less than {1 << 16}")
         if extent_bytes % 4096:
-            raise InvalidArgument("extent_bytes", f"{extent_bytes} is no multiple of 4096")
+            raise InvalidArgument("extent_bytes", f"{extent_bytes} is not a multiple of 4096")
         from kvstore.client.embedded import Embedded
 
         host = HostConfig(
@@ -157,7 +157,7 @@ class KVStore:
 
     @property
     def session_token(self) -> bytes:
-        """What other processes of the same engine pass to :meth:`connect` as ``session``.
+        """The ``session`` argument of :meth:`connect` for other processes of the same engine.
 
         Empty for a store that was made with :meth:`open`.
         """
@@ -224,9 +224,9 @@ class KVStore:
         return None if promotion is None else promotion.stats()
 
     def clear_slab(self) -> int:
-        """Empty this store's device slab; returns how many pages it held. The node keeps its pages.
+        """Empty this store's device slab; returns how many pages it held, 0 without a slab.
 
-        Without a slab it returns 0.
+        The node keeps its pages.
         """
         promotion = self._services.promotion
         return 0 if promotion is None else promotion.slab.clear()
@@ -238,7 +238,7 @@ class KVStore:
         disconnects when they have ended. Any other call after this is a miss, or is refused.
         """
         promotion = self._services.promotion
-        with ExitStack() as steps:  # each is done, whatever becomes of the one before
+        with ExitStack() as steps:  # all steps run, even if one raises
             steps.callback(self._link.close)
             steps.callback(self._close_waiting)
             if promotion is not None:
@@ -247,7 +247,7 @@ class KVStore:
             steps.callback(self._services.loads.close)
 
     def forked(self) -> None:
-        """In a forked child: another thread may have held the lock."""
+        """In a forked child: replace the lock, which another thread may have held."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> "KVStore":
@@ -260,10 +260,10 @@ class KVStore:
         self.close()
 
     def _waiting_link(self, purpose: str) -> NodeLink:
-        """A connection of its own for requests of one purpose that may wait.
+        """The connection for requests of one purpose that may wait.
 
         Raises:
-            TransferTimeout, PeerUnreachable: it cannot be had now.
+            TransferTimeout, PeerUnreachable: it is not available now.
         """
         main = self._link
         if not isinstance(main, Link):
@@ -276,7 +276,7 @@ class KVStore:
         try:
             link = self._waiting.get(purpose)
             if link is None:
-                # It joins the session of the main one, which says whatever there is to say.
+                # It joins the session of the main link, which logs for both.
                 if self._closed or not main.session:
                     raise PeerUnreachable(f"{main.path}: {main.why}")
                 link = Link(main.path, main.name, main.session, logging.DEBUG)
@@ -308,7 +308,7 @@ def _ssd_config(
     return SSDConfig(
         directories=paths,
         capacity_bytes=capacity_bytes,
-        # An eighth, so that room can be given back by the segment in a small directory too.
+        # An eighth, so that space can be reclaimed by segments even in a small directory.
         segment_bytes=min(_SEGMENT_BYTES_MAX, max(1 << 18, capacity_bytes // 8 // 4096 * 4096)),
         sync=sync,
     )

@@ -91,7 +91,7 @@ class Report:
         self._add({job: End(1, pages, seconds)}.items())
 
     def joined(self, other: "Report") -> "Report":
-        """What two ranks, or groups of ranks, have to say in one."""
+        """Combine the reports of two ranks, or of two groups of ranks."""
         both = Report(dict(self.ended), self.late | other.late)
         both._add(other.ended.items())
         return both

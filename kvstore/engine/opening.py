@@ -1,4 +1,4 @@
-"""A space that opens when the node lets it: asked for again with back-off, complained of once."""
+"""Opens a space, with retries and back-off; logs one warning if the node refuses it."""
 
 import logging
 from collections import Counter
@@ -18,8 +18,8 @@ class Opening:
     """The space of one side of an adapter, or None while the node refuses it.
 
     Attributes:
-        troubles: error code → how often the node refused; beside the store's own ``troubles``.
-        log: the engine's: what an operator must hear of the store is said there.
+        troubles: error code → number of refusals, in addition to the store's own ``troubles``.
+        log: the engine's log, for messages to operators.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Opening:
         log_level: int = logging.WARNING,
         log: logging.Logger = _LOG,
     ) -> None:
-        """Open nothing yet; a refusal will be logged at ``log_level``, in the engine's ``log``."""
+        """Open nothing yet; refusals are logged at ``log_level`` in ``log``."""
         self.troubles: Counter[str] = Counter()
         self.log = log
         self._store = store
@@ -46,11 +46,11 @@ class Opening:
 
     @property
     def connected(self) -> bool:
-        """Whether the node answers, as far as is known."""
+        """Whether the node is believed to be up."""
         return self._store.connected
 
     def get(self) -> Space | None:
-        """The space; None means that everything misses for now."""
+        """The space; None = everything is a miss for now."""
         if self._space is not None:
             return self._space
         now = self._clock()

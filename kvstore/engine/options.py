@@ -89,15 +89,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class TieringOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section of an adapter to an engine that keeps a tier in host memory itself.
+    """Options of an adapter for an engine that has its own tier in host memory.
 
     Attributes:
-        revision: names the weights, their quantisation and all else that the engine does
-            not tell a tier.
+        revision: identifies the weights, their quantisation and everything else that the engine
+            does not pass to a tier.
         address: the node's socket.
-        tenant: isolation domain: memory of one tenant is never mapped by another.
-        lookup_timeout_ms: longest time that the engine is told to ask again about a chunk; after it
-            the chunk is a miss.
+        tenant: isolation domain; memory of one tenant is never mapped by engines of another.
+        lookup_timeout_ms: maximum time for which the engine is told to ask again about a chunk;
+            after it the chunk is a miss.
     """
 
     revision: Annotated[str, msgspec.Meta(min_length=1)]
@@ -106,7 +106,7 @@ class TieringOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lookup_timeout_ms: Milliseconds = 1000.0
 
     def __post_init__(self) -> None:
-        """Refuse an address that is none."""
+        """Refuse an invalid address."""
         check_address(self.address)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler side reads of an engine and its requests. Plain values and protocols."""
+"""The scheduler side's view of an engine and its requests. Plain values and protocols."""
 
 import functools
 import hashlib
@@ -14,7 +14,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 class Request(Protocol):
-    """What is read of an engine's request: each adapter hands in its engine's own."""
+    """The attributes of an engine's request that the scheduler side reads."""
 
     request_id: str
     num_tokens: int
@@ -24,17 +24,17 @@ class Request(Protocol):
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output."""
+        """Tokens of prompt and output."""
         ...
 
 
 class PromptScope(NamedTuple):
-    """What, besides tokens, names a request's KV.
+    """The identity of a request's KV besides the tokens.
 
     Attributes:
-        parts: kind and value: LoRA adapter, salt.
-        foreign: it has inputs that are no tokens.
-        usable: False: its KV cannot be named, it is neither loaded nor stored.
+        parts: (kind, value) pairs: LoRA adapter, salt.
+        foreign: it has inputs other than tokens.
+        usable: False if its KV cannot be identified: it is neither loaded nor stored.
     """
 
     parts: tuple[tuple[str, str], ...] = ()
@@ -43,18 +43,18 @@ class PromptScope(NamedTuple):
 
 
 class BlockHolder(Protocol):
-    """References to the engine's blocks, in its own counts: each adapter brings one."""
+    """References to blocks in the engine's own reference counts; implemented by each adapter."""
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference each."""
+        """Add one reference to each."""
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less each."""
+        """Remove one reference from each."""
         ...
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The engine's prefix cache must give these to nobody any more."""
+        """Remove these from the engine's prefix cache."""
         ...
 
     def free_soon(self, blocks: Iterable[int]) -> bool:
@@ -66,8 +66,8 @@ class ScheduledRequest(NamedTuple):
     """One scheduled request of a step.
 
     Attributes:
-        request_id: which.
-        tokens: whose KV is in its blocks after this step.
+        request_id: id of the request.
+        tokens: tokens whose KV is in its blocks after this step.
         blocks: its block table, by the engine's group index.
     """
 
@@ -84,15 +84,15 @@ class Role(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What the engine is.
+    """The properties of an engine.
 
     Attributes:
         engine: its name, as in ``EngineFacts.engine``.
-        groups: what is stored of its KV.
-        page_tokens: tokens in a page.
-        hash_tokens: tokens in a block that the engine hashes.
-        ranks: workers that report each job.
-        role: what may be done.
+        groups: the KV groups that are stored.
+        page_tokens: tokens per page.
+        hash_tokens: tokens per block that the engine hashes.
+        ranks: number of workers that report each job.
+        role: allowed directions.
     """
 
     engine: str
@@ -105,7 +105,7 @@ class Setup(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def files_fingerprint(folder: Path) -> str:
-    """Names, sizes and times of the weights in a folder, as one hash; looked at once."""
+    """A hash of the names, sizes and modification times of the weights in a folder; cached."""
     found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
     stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
     return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]

@@ -1,16 +1,16 @@
-"""The mover: copies and digests whole jobs of pages in one call, without the GIL.
+"""The mover: copies and digests a job's pages in one call, without the GIL.
 
 A job has two sides: **pages**, each contiguous (in shared memory), and **pieces**, scattered
-through an engine's pool. ``gather`` makes pages of pieces, ``scatter`` verifies pages and copies
-them into pieces, ``digest`` only looks. A digest is xxh3_128 of the page's bytes under the page's
-own seed, as ``xxhash.xxh3_128_digest`` writes it.
+over an engine's pool. ``gather`` copies pieces to pages, ``scatter`` verifies pages and copies them
+to pieces, ``digest`` only reads. A digest is the xxh3_128 of the page's bytes with the page's own
+seed, as returned by ``xxhash.xxh3_128_digest``.
 
-What is read is read once: the bytes that are handed on are those that were digested, whoever else
-writes to the memory meanwhile.
+Source bytes are read once: the copied bytes are those that were digested, even if other processes
+write to the memory meanwhile.
 
-Two implementations do the same: :class:`~kvstore.mover.native.Native` (``_mover.c`` through ctypes)
-and, where it was not built, :class:`~kvstore.mover.fallback.Fallback`. Memory is passed as
-addresses: the caller keeps it alive and mapped until the call returns, and nothing is written after
+There are two implementations: :class:`~kvstore.mover.native.Native` (``_mover.c`` through ctypes)
+and, if that was not built, :class:`~kvstore.mover.fallback.Fallback`. Memory is passed as
+addresses: the caller keeps it alive and mapped until the call returns; nothing is written after
 that.
 """
 
@@ -32,33 +32,33 @@ __all__ = [
 ]  # fmt: skip
 
 Order = Literal["page", "segment"]
-"""What a scatter makes ready first."""
+"""The order of a scatter: page after page, or segment after segment."""
 
 WAIT_MAX_S: Final = 3600.0
 
 
 class Progress(Words):
-    """What a job and those who wait for it share; made for one job, usable from any thread.
+    """The state of a job that its waiters share; created for one job, thread-safe.
 
-    The mover counts segments up; whoever owns the job calls :meth:`finish` when it has ended, so
-    that nobody waits for what will not come.
+    The mover counts finished segments. The owner of the job calls :meth:`finish` when it has ended,
+    so that no thread waits forever.
     """
 
     __slots__ = ()
 
     def finish(self) -> None:
-        """Say that the job has ended, however it went: every waiter wakes up."""
+        """Mark the job as ended, whatever its result; wakes all waiters."""
         _chosen.publish(self, Word.FINISHED, 1)
 
     def wait(self, segment_count: int, timeout_s: float) -> bool:
-        """Wait until so many segments of every verified page are in place.
+        """Wait until this many segments of every verified page are copied.
 
         Args:
             segment_count: i + 1 for layer i. Only a scatter in segment order counts them.
             timeout_s: seconds; at most an hour.
 
         Returns:
-            whether they are; False when time was up or the job finished without them.
+            Whether they are; False on timeout, or if the job finished without them.
         """
         deadline = time.monotonic() + min(timeout_s, WAIT_MAX_S)
         while True:
@@ -77,20 +77,20 @@ def gather(
     seeds: npt.NDArray[np.uint64],
     progress: Progress | None = None,
 ) -> Digests:
-    """Copy pieces into pages and digest these.
+    """Copy pieces into pages and digest the pages.
 
     Args:
-        target_pages: shape (n,), uint64: where each page begins.
+        target_pages: start address of each page, shape (n,), uint64.
         page_bytes: bytes of each page.
         source: pieces that fill the pages exactly.
-        seeds: shape (n,), uint64: seed of each page's digest.
-        progress: to cancel it.
+        seeds: seed of each page's digest, shape (n,), uint64.
+        progress: for cancellation.
 
     Returns:
-        shape (n, 16), uint8. A cancelled call leaves zeros for the pages it did not finish.
+        The digests, shape (n, 16), uint8. A cancelled call leaves zeros for unfinished pages.
 
     Raises:
-        InvalidArgument: the arrays do not fit each other; nothing was written.
+        InvalidArgument: the arrays do not match each other; nothing was written.
     """
     count = len(target_pages)
     digests = np.zeros((count, DIGEST_BYTES), dtype=np.uint8)
@@ -109,24 +109,24 @@ def scatter(
 ) -> npt.NDArray[np.bool_]:
     """Verify pages and copy them into pieces.
 
-    In page order this is one pass: the pieces of a page that is not ok then hold garbage. In
-    segment order all pages are verified first and the others are not copied at all; then segment
-    after segment of all pages is copied, verified once more, and counted in ``progress``.
+    In page order this is one pass, so the pieces of a page that is not ok contain garbage. In
+    segment order all pages are verified first, and pages that fail are not copied; then each
+    segment of all pages is copied, verified again, and counted in ``progress``.
 
     Args:
-        source_pages: shape (n,), uint64: where each page begins.
+        source_pages: start address of each page, shape (n,), uint64.
         page_bytes: bytes of each page.
-        digests: shape (n, 16), uint8: what the pages must digest to.
+        digests: expected digests of the pages, shape (n, 16), uint8.
         seeds: as for :func:`gather`.
         target: pieces that the pages fill exactly.
-        progress: to cancel it and to wait for segments.
-        order: what is ready first.
+        progress: for cancellation, and for waits for segments.
+        order: page after page, or segment after segment.
 
     Returns:
-        shape (n,), bool: this page verified and all of it was copied.
+        Shape (n,), bool: the page was verified and completely copied.
 
     Raises:
-        InvalidArgument: the arrays do not fit each other; nothing was written.
+        InvalidArgument: the arrays do not match each other; nothing was written.
     """
     digests = np.asarray(digests, dtype=np.uint8)
     count = len(source_pages)
@@ -146,15 +146,15 @@ def digest(pages: Addresses, page_bytes: int, seeds: npt.NDArray[np.uint64]) -> 
 
 
 def populate(address: int, length: int, write: bool) -> None:  # noqa: FBT001
-    """Fault in mapped memory, so that the first copy does not pay for it; its bytes stay.
+    """Pre-fault mapped memory, so that the first copy is not slower; its bytes do not change.
 
     Args:
-        address: anywhere in the first memory page.
+        address: any address in the first memory page.
         length: bytes.
-        write: make the pages writable now, else only readable.
+        write: make the pages writable, else only readable.
 
     Raises:
-        TierUnavailable: the memory is not mapped so, or there is none left.
+        TierUnavailable: the memory is not mapped with these rights, or memory is exhausted.
     """
     if length > 0:
         _chosen.populate(address, length, write=write)
@@ -170,7 +170,7 @@ def _run(
     ok: npt.NDArray[np.bool_] | None,
     progress: Progress | None,
 ) -> None:
-    """Check what is cheap to check and do the job."""
+    """Check shapes, then run the job."""
     count = len(digests)
     if not 0 < page_bytes < 1 << 62:
         raise InvalidArgument("page_bytes", f"{page_bytes} is outside 1..2**62-1")
@@ -184,7 +184,7 @@ def _run(
         return
     finished = _chosen.move(MoverJob(mode, page_bytes, pages, seeds, digests, pieces, ok, progress))
     if finished < 0:
-        why = "is nowhere, or not filled exactly by its own"
+        why = "has an invalid address, or its pieces do not fill it exactly"
         raise InvalidArgument("pieces", f"page {-1 - finished} {why}")
 
 
@@ -203,6 +203,6 @@ _library = load(LIBRARY)
 _chosen: Native | Fallback = Fallback() if _library is None else Native(_library)
 
 is_native: Final = _library is not None
-"""Whether ``_mover.c`` runs."""
+"""Whether ``_mover.c`` is used."""
 description: Final = _chosen.description
-"""Which implementation runs, for statistics and diagnosis."""
+"""The implementation in use, for statistics and diagnosis."""

@@ -1,8 +1,8 @@
-/* The native copier: moves and digests pages in one pass, called through ctypes without the GIL.
+/* The native mover: copies and digests pages in one pass, called through ctypes without the GIL.
  *
- * Every call takes arrays by address and returns the number of pages it finished, or a negative
- * number: -1 - p when page p is nowhere or its pieces do not fill it, NO_MEMORY when it could not
- * start, NO_JOB when its numbers make none. It checks all that it relies on before it writes
+ * Every call takes arrays by address and returns the number of finished pages, or a negative
+ * number: -1 - p if page p has an invalid address or its pieces do not fill it, NO_MEMORY if it
+ * could not start, NO_JOB if its numbers are invalid. It checks all arguments before it writes
  * anything. docs/internals/mover.md explains the rest.
  */
 #define _GNU_SOURCE
@@ -21,10 +21,10 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 2,             /* of the calls below; kvstore/mover.py refuses any other */
-    STEP = 256 * 1024,       /* between two looks at the cancel flag; whole blocks */
-    AHEAD = 2048,            /* how far before its use the source is asked for: measured */
-    STREAM_MIN = 256 * 1024, /* smaller jobs use ordinary stores: they may be read at once */
+    VERSION = 2,             /* of this interface; native.py refuses any other */
+    STEP = 256 * 1024,       /* bytes between two checks of the cancel flag; whole blocks */
+    AHEAD = 2048,            /* prefetch distance in bytes; measured */
+    STREAM_MIN = 256 * 1024, /* smaller jobs use ordinary stores: their bytes may be read soon */
     POPULATE_STEP = 16 << 20,
 };
 static const int64_t NO_MEMORY = INT64_MIN, NO_JOB = INT64_MIN + 1;
@@ -33,7 +33,7 @@ static const uint64_t PAGE_BYTES_MAX = ((uint64_t)1 << 62) - 1;
 
 /* ---- Progress: a block of words shared with Python ------------------------------------------- */
 
-enum { DONE, FINISHED, EVENT, GOOD, CANCEL }; /* kvstore/mover/jobs.py knows this order */
+enum { DONE, FINISHED, EVENT, GOOD, CANCEL }; /* as in kvstore/mover/jobs.py */
 
 static void set_word(uint32_t *words, int word, uint32_t value) {
     __atomic_store_n(&words[word], value, __ATOMIC_RELEASE);
@@ -47,7 +47,7 @@ static int cancelled(const uint32_t *words) {
     return words && word(words, CANCEL);
 }
 
-/* Set a word and wake every waiter. They sleep on EVENT, so a change just before is not missed. */
+/* Set a word and wake all waiters. They sleep on EVENT, so that no change is missed. */
 EXPORT void kv_publish(uint32_t *words, int32_t which, uint32_t value) {
     if (which < DONE || which > CANCEL) return;
     set_word(words, which, value);
@@ -58,7 +58,7 @@ EXPORT void kv_publish(uint32_t *words, int32_t which, uint32_t value) {
 }
 
 /* Wait for DONE >= count, FINISHED or the timeout; may return early. 1: reached, 0: finished
- * without it, -1: neither yet. */
+ * without reaching it, -1: neither. */
 EXPORT int32_t kv_wait(const uint32_t *words, uint32_t count, int64_t timeout_ns) {
     uint32_t event = word(words, EVENT), finished = word(words, FINISHED);
     if (word(words, DONE) >= count) return 1;
@@ -74,7 +74,7 @@ EXPORT int32_t kv_wait(const uint32_t *words, uint32_t count, int64_t timeout_ns
     return word(words, DONE) >= count ? 1 : finished ? 0 : -1;
 }
 
-/* ---- What there is ----------------------------------------------------------------------------- */
+/* ---- Version and instruction set --------------------------------------------------------------- */
 
 EXPORT int32_t kv_version(void) {
     return VERSION;
@@ -95,11 +95,11 @@ EXPORT int32_t kv_best_isa(void) {
 
 enum mode { DIGEST, GATHER, SCATTER, SCATTER_SEGMENTS };
 
-struct cursor { /* walks a list of pieces, which may be pages of one length; empty: goes nowhere */
+struct cursor { /* position in a list of pieces, or of pages of one length; may be empty */
     const uint64_t *address, *length;
     size_t length_stride; /* 0: all pieces have length[0] */
     int64_t at, count;
-    uint64_t used; /* of the present piece */
+    uint64_t used; /* bytes of the current piece */
 };
 
 struct job {
@@ -110,10 +110,10 @@ struct job {
     struct cursor source, target, ahead;
 };
 
-struct page { /* what was read of a page so far, and its digest */
-    struct hash hash;                 /* of whole stripes, but not of the page's last one */
+struct page { /* state of a page that is being read and digested */
+    struct hash hash;                 /* of whole stripes, except the page's last one */
     uint64_t at;                      /* bytes read */
-    size_t rest;                      /* of those, how many are not in `hash` yet */
+    size_t rest;                      /* those of them that are not in `hash` yet */
     uint8_t tail[STRIPE + SHORT_MAX]; /* the stripe before the rest, and the rest */
 };
 
@@ -151,7 +151,7 @@ static void start_page(const struct job *job, struct page *page, uint64_t seed) 
     page->at = page->rest = 0;
 }
 
-/* The digest of what was read: of the page at its end, before it of no use but to compare. */
+/* The digest of the bytes read so far; before the end of the page only useful for comparing. */
 static void write_found(const struct job *job, const struct page *page, uint64_t seed,
                         uint8_t *digest) {
     const uint8_t *last = page->tail + page->rest;
@@ -164,7 +164,7 @@ static void write_found(const struct job *job, const struct page *page, uint64_t
     write_digest(hash_end(&page->hash, last, page->at), digest);
 }
 
-/* Read `count` bytes that are no whole stripe, or one of a page's last, and hand them on. */
+/* Read and copy `count` bytes that are not a whole stripe, or belong to a page's last stripes. */
 static void run_tail(struct job *job, struct page *page, uint64_t count, int last) {
     uint8_t *stripe = page->tail + STRIPE, *fresh = stripe + page->rest;
     read_once(fresh, here(&job->source), count);
@@ -176,9 +176,9 @@ static void run_tail(struct job *job, struct page *page, uint64_t count, int las
     page->rest = 0;
 }
 
-/* Read `bytes` more of a page, each once: what is digested is what the target gets. Whole stripes
- * go through registers; the parts of a stripe that two pieces share, and the page's last stripe or
- * two, which its digest needs again, through memory of our own. 0: cancelled before the end. */
+/* Read `bytes` more of a page, each once: the target gets the digested bytes. Whole stripes go
+ * through registers. A stripe that two pieces share, and the last stripe or two of a page (which
+ * the digest needs again), go through private memory. 0: cancelled before the end. */
 static int run(struct job *job, struct page *page, uint64_t bytes) {
     const int is_short = job->page_bytes <= SHORT_MAX;
     const uint64_t whole = is_short ? 0 : (job->page_bytes - 1) / STRIPE * STRIPE;
@@ -214,8 +214,8 @@ struct layers { /* a job in segment order */
     const int64_t *end;
     struct cursor pieces;
     uint8_t *ok;
-    struct page *states; /* of each page */
-    uint8_t (*marks)[16]; /* of each segment of each page: the digest of the page up to its end */
+    struct page *states; /* one per page */
+    uint8_t (*marks)[16]; /* one per segment of each page: digest of the page up to its end */
 };
 
 static uint64_t segment_bytes(const struct layers *l, int64_t slot) {
@@ -225,7 +225,7 @@ static uint64_t segment_bytes(const struct layers *l, int64_t slot) {
     return bytes;
 }
 
-/* Read every page and note what it digests to at the end of each segment. 0: cancelled. */
+/* Read every page and store its digest up to the end of each segment. 0: cancelled. */
 static int verify_pages(struct job *job, const struct layers *l, const uint8_t *digest) {
     for (int64_t p = 0; p < l->pages; p++) {
         start_page(job, &l->states[p], l->seed[p]);
@@ -239,8 +239,8 @@ static int verify_pages(struct job *job, const struct layers *l, const uint8_t *
     return 1;
 }
 
-/* Of the pages that verified, copy segment after segment. What is read now is digested again and
- * must come to the marks: a page that does not is good no longer. 0: cancelled; no page is whole. */
+/* Copy the verified pages segment after segment. The bytes are digested again and must match the
+ * marks; otherwise the page is not good any more. 0: cancelled; no page is complete. */
 static int copy_segments(struct job *job, const struct layers *l, uint32_t *words) {
     int64_t good = 0;
     for (int64_t s = 0; s < l->segments; s++) {
@@ -278,14 +278,14 @@ static int64_t move_by_segment(struct job *job, struct layers *l, const uint8_t 
         done = verify_pages(job, l, digest) ? l->pages : 0;
         if (done && !copy_segments(job, l, words)) done = 0;
     }
-    if (done <= 0) memset(l->ok, 0, (size_t)l->pages); /* not one of them is whole */
+    if (done <= 0) memset(l->ok, 0, (size_t)l->pages); /* none is complete */
     free(l->states), free(l->marks);
     return done;
 }
 
-/* ---- A job from outside ---------------------------------------------------------------------- */
+/* ---- Interface ------------------------------------------------------------------------------- */
 
-/* Index of the first page that is nowhere, or that its pieces do not fill exactly; -1: none. */
+/* Index of the first page with an invalid address, or not filled exactly by its pieces; or -1. */
 static int64_t first_wrong(int64_t pages, uint64_t page_bytes, const uint64_t *page,
                            const struct cursor *pieces, const int64_t *end, int64_t segments) {
     int64_t i = 0;
@@ -307,9 +307,9 @@ static int64_t first_wrong(int64_t pages, uint64_t page_bytes, const uint64_t *p
     return i == pieces->count ? -1 : pages - 1;
 }
 
-/* One job of `pages` pages and `pieces` pieces. Arrays: page, seed and ok have an entry a page,
- * digest 16 bytes; end has pages * segments entries, address and length one a piece. A DIGEST has
- * no pieces, and only a scatter has ok. */
+/* Run a job of `pages` pages and `pieces` pieces. page, seed and ok have one entry per page, digest
+ * 16 bytes per page, end pages * segments entries, address and length one entry per piece. DIGEST
+ * has no pieces; only SCATTER and SCATTER_SEGMENTS have ok. */
 EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_bytes,
                        int64_t segments, int64_t pieces, const uint64_t *page,
                        const uint64_t *seed, uint8_t *digest, const uint64_t *address,
@@ -347,7 +347,7 @@ EXPORT int64_t kv_move(int32_t mode, int32_t isa, int64_t pages, uint64_t page_b
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-/* Touch one byte a page without changing it, even while others write to it. */
+/* Touch one byte per page without changing it, even while others write to it. */
 static void touch(uint8_t *at, uint8_t *stop, size_t page_bytes, int writing) {
     for (; at < stop; at += page_bytes) {
         uint8_t value = __atomic_load_n((volatile uint8_t *)at, __ATOMIC_RELAXED);

@@ -1,4 +1,4 @@
-"""The mover without ``_mover.c``: ``memmove`` and the xxhash package do the same, slower."""
+"""The mover without ``_mover.c``: the same with ``memmove`` and the xxhash package, slower."""
 
 import ctypes
 import os
@@ -38,7 +38,7 @@ class Fallback:
         return len(job.pages)
 
     def _by_segment(self, job: MoverJob) -> None:
-        """Verify all pages, then copy segment after segment; no page is ok until the end."""
+        """Verify all pages, then copy segment after segment; ``ok`` is set at the end."""
         assert job.ok is not None
         reading, pages = _Reading(job), range(len(job.pages))
         marks: list[list[bytes]] = []
@@ -55,7 +55,7 @@ class Fallback:
             for page in np.flatnonzero(good).tolist():
                 if not reading.run(hashers[page], page, segment, copy=True):
                     return
-                # What came there must be what was verified, or the page is good no longer.
+                # The copied bytes must be the verified ones, or the page is not good any more.
                 good[page] = hashers[page].digest() == marks[page][segment]
             if job.progress is not None:
                 job.progress.words[Word.GOOD] = len(good) if all(good) else good.index(False)
@@ -77,7 +77,7 @@ class Fallback:
             return True if progress.done >= count else False if progress.finished else None
 
     def populate(self, address: int, length: int, *, write: bool) -> None:
-        """See :func:`kvstore.mover.populate`; nobody else may write to the memory meanwhile."""
+        """See :func:`kvstore.mover.populate`; nothing else may write to the memory meanwhile."""
         step = os.sysconf("SC_PAGE_SIZE")
         for at in range(address - address % step, address + length, step):
             byte = ctypes.c_ubyte.from_address(at)
@@ -87,7 +87,7 @@ class Fallback:
 
 
 class _Reading:
-    """What a job reads comes to a buffer of our own, and is digested and copied from there."""
+    """Reads a job's source once into a private buffer, which is digested and copied."""
 
     def __init__(self, job: MoverJob) -> None:
         self._job = job
@@ -100,11 +100,11 @@ class _Reading:
             self._places = job.pages[page.astype(np.intp)] + before % np.uint64(job.page_bytes)
 
     def hasher(self, page: int) -> xxhash.xxh3_128:
-        """The digest of nothing of a page."""
+        """A new hasher for a page."""
         return xxhash.xxh3_128(seed=int(self._job.seeds[page]))
 
     def run(self, hasher: xxhash.xxh3_128, page: int, segment: int, *, copy: bool) -> bool:
-        """Read a segment of a page, once, digest and copy it; False: cancelled before its end."""
+        """Read a segment of a page once, digest and copy it; returns False if cancelled."""
         gathers, buffer = self._job.mode is Mode.GATHER, self._buffer.ctypes.data
         for place, piece, length in self._steps(page, segment):
             if self._job.is_cancelled:
@@ -117,7 +117,7 @@ class _Reading:
         return True
 
     def _steps(self, page: int, segment: int) -> Iterator[tuple[int, int, int]]:
-        """Where in the page, where in its piece, and how many bytes."""
+        """(address in the page, address in its piece, number of bytes) of each step."""
         pieces = self._job.pieces
         if pieces is None:
             parts = [(int(self._job.pages[page]), 0, self._job.page_bytes)]

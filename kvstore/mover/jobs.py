@@ -1,6 +1,6 @@
-"""What a job of the mover is: pages, the pieces they are made of, and what is to be done.
+"""A job of the mover: pages, their pieces, and the operation.
 
-Both implementations take it, :class:`~kvstore.mover.native.Native` and
+Both implementations accept it, :class:`~kvstore.mover.native.Native` and
 :class:`~kvstore.mover.fallback.Fallback`. Memory is passed as addresses.
 """
 
@@ -17,50 +17,51 @@ from kvstore.errors import InvalidArgument
 Addresses = npt.NDArray[np.uint64]
 Digests = npt.NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.generic]
-"""What holds the bytes of one page; any dtype."""
+"""The bytes of one page; any dtype."""
 
 STEP_BYTES: Final = 256 * 1024
-"""What is moved between two looks at the cancel word, as in ``_mover.c``."""
+"""Bytes moved between two checks of the cancel word, as in ``_mover.c``."""
 _ADDRESSES: Final = 1 << 64
 
 
 class Mode(IntEnum):
-    """What a job does, as in ``_mover.c``."""
+    """The operation of a job, as in ``_mover.c``."""
 
     DIGEST = 0
     """Digest pages; nothing is copied."""
     GATHER = 1
-    """Copy pieces into pages, and digest these in the same pass."""
+    """Copy pieces into pages, and digest the pages in the same pass."""
     SCATTER = 2
     """Copy pages into pieces, and verify them in the same pass."""
     SCATTER_SEGMENTS = 3
-    """Verify all pages, then copy segment after segment of those that are good."""
+    """Verify all pages, then copy segment after segment of the good ones."""
 
 
 class Word(IntEnum):
     """The words of a progress block, as in ``_mover.c``."""
 
     DONE = 0
-    """Segments of every verified page that are in place."""
+    """Number of segments that are copied, for every verified page."""
     FINISHED = 1
-    """Not 0: the job's owner said that it has ended."""
+    """Not 0: the job's owner has marked it as ended."""
     EVENT = 2
-    """Rises at every change of another word that waiters are woken for; they sleep on it."""
+    """Incremented with every change of a word that wakes waiters; they sleep on it (futex)."""
     GOOD = 3
-    """Pages before the first that did not verify."""
+    """Number of pages before the first that failed verification."""
     CANCEL = 4
-    """Not 0: the job is to end at its next step."""
+    """Not 0: the job must end at its next step."""
 
 
 class Pieces(NamedTuple):
     """The scattered side of a job, in page order.
 
     Attributes:
-        address: shape (pieces,), uint64: where each piece lies.
-        length: shape (pieces,), uint64: bytes of each, at least 1. Multiples of 64 are fastest.
-        end: shape (pages * segments,), int64: how many pieces precede the end of each segment:
-            those of page p, segment s are ``end[p*segments+s-1]`` to ``end[p*segments+s]``.
-        segments: parts of a page that are handed over one by one: 1, or the number of layers.
+        address: start address of each piece, shape (pieces,), uint64.
+        length: bytes of each piece, at least 1, shape (pieces,), uint64. Multiples of 64 are
+            fastest.
+        end: number of pieces up to the end of each segment, shape (pages * segments,), int64: the
+            pieces of page p, segment s are ``end[p*segments+s-1]`` to ``end[p*segments+s]``.
+        segments: parts of a page that waiters can wait for: 1, or the number of layers.
     """
 
     address: npt.NDArray[np.uint64]
@@ -70,10 +71,10 @@ class Pieces(NamedTuple):
 
     @classmethod
     def contiguous(cls, addresses: Addresses, page_bytes: int) -> "Pieces":
-        """Pages that are one piece each.
+        """Pages of one piece each.
 
         Args:
-            addresses: shape (pages,), uint64: where each page begins.
+            addresses: start address of each page, shape (pages,), uint64.
             page_bytes: bytes of each page.
         """
         count = len(addresses)
@@ -84,10 +85,10 @@ class Pieces(NamedTuple):
     def of_buffers(
         cls, buffers: Sequence[Buffer], page_bytes: int, *, writable: bool = False
     ) -> "Pieces":
-        """Pages that are one buffer each, of ``page_bytes``; the caller keeps them alive.
+        """Pages in one buffer each, of ``page_bytes``; the caller keeps them alive.
 
         Raises:
-            InvalidArgument: one has another size, is not contiguous, or may not be written.
+            InvalidArgument: a buffer has another size, is not contiguous, or is not writable.
         """
         found = np.empty(len(buffers), dtype=np.uint64)
         field, need = "pages", "C-contiguous"
@@ -110,7 +111,7 @@ class Pieces(NamedTuple):
         return cls.contiguous(found, page_bytes)
 
     def pages(self, start: int, stop: int) -> "Pieces":
-        """The pieces of pages ``start`` to ``stop``, without copying them."""
+        """The pieces of pages ``start`` to ``stop``, not copied."""
         first, last = start * self.segments, stop * self.segments
         begin = int(self.end[first - 1]) if first else 0
         end = int(self.end[last - 1]) if last else 0
@@ -118,7 +119,7 @@ class Pieces(NamedTuple):
         return Pieces(self.address[begin:end], self.length[begin:end], ends, self.segments)
 
     def choose(self, wanted: npt.NDArray[np.intp]) -> "Pieces":
-        """The pieces of the pages numbered in ``wanted``, rising."""
+        """The pieces of the pages with the numbers ``wanted``, in ascending order."""
         counts = np.diff(self.end, prepend=0).reshape(-1, self.segments)
         chosen = np.zeros(len(counts), dtype=bool)
         chosen[wanted] = True
@@ -128,13 +129,13 @@ class Pieces(NamedTuple):
 
 
 class Words:
-    """The words that a job and those who wait for it share.
+    """The words that a job and its waiters share.
 
     Attributes:
-        words: shape (16,), uint32: one word for each :class:`Word`.
-        address: of ``words``.
-        changed: what waiters of the fallback wait on.
-        before: verified pages that precede those the mover was given.
+        words: one word for each :class:`Word`, shape (16,), uint32.
+        address: address of ``words``.
+        changed: condition for waiters of the fallback.
+        before: number of verified pages before those of the mover's job.
     """
 
     __slots__ = ("address", "before", "changed", "words")
@@ -151,34 +152,34 @@ class Words:
 
     @property
     def done(self) -> int:
-        """Segments that are in place; wait before you read what they hold."""
+        """Number of copied segments; wait for a segment before you read its bytes."""
         return int(self.words[Word.DONE])
 
     @property
     def good_pages(self) -> int:
-        """Pages before the first that did not verify; known once a segment is done.
+        """Number of pages before the first that failed; known when a segment is done.
 
-        Look again after every wait: a page whose bytes change before its last segment was copied is
-        good no longer, and not of the segment that changed either.
+        Read it again after every wait: a page whose bytes change before its last segment was copied
+        is not good any more, even if the change was in another segment.
         """
         return self.before + int(self.words[Word.GOOD])
 
     @property
     def cancelled(self) -> bool:
-        """Somebody called :meth:`cancel`."""
+        """Whether :meth:`cancel` was called."""
         return bool(self.words[Word.CANCEL])
 
     @property
     def finished(self) -> bool:
-        """The job's owner said that it has ended."""
+        """Whether the job's owner has marked it as ended."""
         return bool(self.words[Word.FINISHED])
 
 
 class MoverJob(NamedTuple):
-    """One job as both implementations take it: shapes are checked, what pieces say is not.
+    """One job of an implementation: its shapes are checked, the values of its pieces are not.
 
-    Shapes and dtypes are those of the public functions, with n at least 1. ``digests`` is written,
-    or compared with by a scatter, which writes ``ok``; what is written is C-contiguous.
+    Shapes and dtypes are those of the public functions, with n at least 1. ``digests`` is written;
+    a scatter only compares it, and writes ``ok``. Written arrays are C-contiguous.
     """
 
     mode: Mode
@@ -192,12 +193,12 @@ class MoverJob(NamedTuple):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whoever waits for it asked it to end."""
+        """Whether the job was cancelled."""
         return self.progress is not None and self.progress.cancelled
 
 
 def first_wrong(job: MoverJob) -> int | None:
-    """Index of the first page that is nowhere, or that its pieces do not fill exactly."""
+    """Index of the first page with an invalid address, or that its pieces do not fill exactly."""
     pieces, begin = job.pieces, 0
     for page, address in enumerate(job.pages.tolist()):
         if not address or address + job.page_bytes > _ADDRESSES:

@@ -1,8 +1,9 @@
-"""An engine's KV pool as addresses and strides: which bytes a page is made of. No torch.
+"""An engine's KV pool as addresses and strides, and the pieces of its pages. No torch.
 
-A pool has **planes**: memory that holds one part (say, the K of layer 3) of every block. Block b of
-plane i is the ``block_bytes`` contiguous bytes at ``planes[i] + b * block_stride_bytes``. A page of
-a canonical or opaque layout is the planes in order, and in each plane the page's blocks in order::
+A pool has **planes**: memory with one part (for example the K of layer 3) of every block. Block b
+of plane i is the ``block_bytes`` contiguous bytes at ``planes[i] + b * block_stride_bytes``. A page
+of a canonical or opaque layout is the planes in order, and in each plane the page's blocks in
+order::
 
     page = plane 0: block b0, block b1, … │ plane 1: block b0, block b1, … │ …
 """
@@ -18,9 +19,9 @@ from kvstore.mover import Pieces
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The memory an engine keeps K and V in, as addresses and strides.
+    """An engine's memory for K and V, as addresses and strides.
 
-    A plane holds one part (say, the K of layer 3) of every block. Block b of plane i is the
+    A plane holds one part (for example the K of layer 3) of every block. Block b of plane i is the
     ``block_bytes`` contiguous bytes at ``planes[i] + b * block_stride_bytes``. A page is the planes
     in order, and in each plane the page's blocks in order. The engine owns the memory and must keep
     it until every job that uses the pool has ended.
@@ -29,10 +30,11 @@ class KVPool:
         planes: address of block 0 of each plane, in page order: for canonical pages
             ``[layer 0 K, layer 0 V, layer 1 K, …]``, for opaque pages one plane per layer.
         block_bytes: bytes of one block in one plane, contiguous.
-        block_stride_bytes: distance from block to block in a plane, ``block_bytes`` or more.
+        block_stride_bytes: distance between the starts of two blocks in a plane, at least
+            ``block_bytes``.
         block_count: number of blocks in the pool.
-        planes_per_layer: 2 when K and V are separate planes, 1 when they share one.
-        device: where the memory is: ``cpu``, or ``cuda:N``, which needs a device slab there.
+        planes_per_layer: 2 if K and V are separate planes, 1 if they share one.
+        device: device of the memory: ``cpu``, or ``cuda:N``, which needs a device slab there.
 
     Raises:
         InvalidArgument: the numbers cannot describe memory; ``field`` names the wrong one.
@@ -46,11 +48,11 @@ class KVPool:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Refuse a pool whose numbers cannot describe memory."""
+        """Check the numbers."""
         if self.planes_per_layer < 1:
             raise InvalidArgument("planes_per_layer", f"{self.planes_per_layer} is not positive")
         if not self.planes or len(self.planes) % self.planes_per_layer:
-            raise InvalidArgument("planes", f"{len(self.planes)} are no whole number of layers")
+            raise InvalidArgument("planes", f"{len(self.planes)} are not a whole number of layers")
         if not 0 < self.block_bytes <= self.block_stride_bytes:
             raise InvalidArgument("block_bytes", f"{self.block_bytes} is outside 1..stride")
         if self.block_count < 1:
@@ -62,7 +64,7 @@ class KVPool:
         return len(self.planes) // self.planes_per_layer
 
     def blocks_per_page(self, page_bytes: int) -> int:
-        """How many blocks one page spans.
+        """Number of blocks of one page.
 
         Args:
             page_bytes: bytes of one page, see :attr:`Space.page_bytes`.
@@ -74,7 +76,7 @@ class KVPool:
         if rest or not count:
             raise LayoutMismatch(
                 "block_bytes",
-                f"a page of {page_bytes} bytes is no whole number of blocks of"
+                f"a page of {page_bytes} bytes is not a whole number of blocks of"
                 f" {len(self.planes)} planes x {self.block_bytes} bytes",
             )
         return count
@@ -82,16 +84,16 @@ class KVPool:
     def pieces(
         self, blocks: npt.ArrayLike, page_bytes: int, page_count: int, *, by_layer: bool = False
     ) -> Pieces:
-        """What to copy for pages that lie in ``blocks``; neighbouring blocks become one piece.
+        """The pieces of pages that are in ``blocks``; adjacent blocks become one piece.
 
         Args:
             blocks: block numbers, ``blocks_per_page`` for each page, in page order.
             page_bytes: bytes of one page.
-            page_count: how many pages they are.
-            by_layer: make a segment of each layer (for layer-wise waiting), else one of the page.
+            page_count: number of pages.
+            by_layer: one segment per layer (to wait for layers), else one per page.
 
         Raises:
-            InvalidArgument: a block is not in the pool, or they are not those of so many pages.
+            InvalidArgument: a block is not in the pool, or the number of blocks is wrong.
         """
         flat = np.asarray(blocks, dtype=np.int64).reshape(-1)
         per_page = self.blocks_per_page(page_bytes)
@@ -101,7 +103,7 @@ class KVPool:
         if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.block_count):
             raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
         table = flat.reshape(-1, per_page)
-        # starts[p, j]: block j of page p does not lie right behind block j-1.
+        # starts[p, j]: block j of page p is not adjacent to block j-1.
         starts = np.ones(table.shape, dtype=bool)
         if self.block_stride_bytes == self.block_bytes:
             starts[:, 1:] = table[:, 1:] != table[:, :-1] + 1

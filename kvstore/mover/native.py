@@ -12,29 +12,29 @@ import numpy.typing as npt
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.mover.jobs import MoverJob, Word, Words
 
-# As in ``_mover.c``: the version of its calls (no other is used), its instruction sets in order,
-# and what it returns when it cannot begin.
+# As in ``_mover.c``: the version of its interface (others are not used), its instruction sets in
+# order, and its return values for jobs that it cannot start.
 VERSION: Final = 2
 ISAS: Final = ("scalar", "sse2", "avx2", "avx512")
 NO_MEMORY: Final = -(1 << 63)
 NO_JOB: Final = NO_MEMORY + 1
 LIBRARY: Final = Path(__file__).with_name(f"_mover{sysconfig.get_config_var('EXT_SUFFIX')}")
-"""Where ``pip install`` puts it, when there is a compiler."""
+"""Path of the library that ``pip install`` builds if there is a compiler."""
 
 
 class Native:
     """``_mover.c``, called through ctypes.
 
     Attributes:
-        description: names it, with the instruction set that is used.
+        description: implementation and instruction set.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: int | None = None) -> None:
-        """Bind the calls.
+        """Bind the functions.
 
         Args:
-            library: ``_mover.c``, built.
-            isa: index into ``ISAS``, of one that this machine has; None = the best.
+            library: the built ``_mover.c``.
+            isa: index into ``ISAS``; the machine must support it. None = the best.
         """
         number, size, memory = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
         self._move = library.kv_move
@@ -53,13 +53,13 @@ class Native:
         self.description = f"native {ISAS[self._isa]}"
 
     def move(self, job: MoverJob) -> int:
-        """Do it. Returns pages finished, or -1 - p: page p is nowhere, or not filled exactly.
+        """Run a job; returns the finished pages, or -1 - p if page p or its pieces are invalid.
 
         Raises:
-            InvalidArgument: its numbers make no job.
-            CapacityError: there is no memory for what it has to note.
+            InvalidArgument: its numbers are invalid.
+            CapacityError: no memory for the job's own state.
         """
-        # bytes are the cheapest thing to pass through ctypes: an array's address takes 1.5 us.
+        # bytes are passed fastest through ctypes: taking an array's address takes 1.5 us.
         pieces = job.pieces
         lists: tuple[bytes | None, ...] = (None, None, None)
         if pieces is not None:
@@ -78,17 +78,19 @@ class Native:
         arrays = (job.pages.tobytes(), job.seeds.tobytes(), digests, *lists, ok)
         finished: int = self._move(*numbers, *arrays, words)
         if finished == NO_JOB:
-            raise InvalidArgument("pieces", f"{numbers} are no numbers of a job")
+            raise InvalidArgument("pieces", f"{numbers} are not valid numbers of a job")
         if finished == NO_MEMORY:
-            raise CapacityError(f"no memory to note {len(job.pages)} pages of {segments} segments")
+            raise CapacityError(
+                f"no memory for the state of {len(job.pages)} pages of {segments} segments"
+            )
         return finished
 
     def publish(self, progress: Words, word: Word, value: int) -> None:
-        """Set a word and wake every waiter."""
+        """Set a word and wake all waiters."""
         self._publish(progress.address, word, value)
 
     def wait(self, progress: Words, count: int, timeout_s: float) -> bool | None:
-        """Whether ``count`` segments are done; None: not yet, the job is still running."""
+        """Whether ``count`` segments are done; None = not yet, and the job is still running."""
         answer = self._wait(progress.address, count, int(timeout_s * 1e9))
         return None if answer < 0 else bool(answer)
 
@@ -100,7 +102,7 @@ class Native:
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """The built library, or None when there is none of our version."""
+    """The built library; None if there is none of this version."""
     try:
         library = ctypes.CDLL(str(path))
         return library if library.kv_version() == VERSION else None
@@ -109,5 +111,5 @@ def load(path: Path) -> ctypes.CDLL | None:
 
 
 def _first_byte(array: npt.NDArray[np.uint8] | npt.NDArray[np.bool_]) -> object:
-    """What ctypes passes as the array's address."""
+    """The array's address in the form that ctypes accepts."""
     return ctypes.byref(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]

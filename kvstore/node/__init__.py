@@ -1,1 +1,1 @@
-"""One node: what it decides, message by message, and where that is carried out."""
+"""One node: its decisions on each message, and the desk that carries them out."""

@@ -1,15 +1,15 @@
-"""The desk: where what a node decides is carried out, in one order, for all who reach the node.
+"""The desk: carries out a node's decisions, in one order, for all faces of the node.
 
 A **face** lets engines reach a node: its Unix socket, the store in an engine's own process, a
-simulation. A face gives the desk a **line** for each of its connections, hands in what comes on
-them, and knows nothing of the rest. After each call the desk carries out what the node decided:
+simulation. A face gives the desk a **line** for each of its connections, and passes received
+requests to it. After each call the desk carries out what the node decided:
 
-1. memory: extents that changed tenants get new memory, before anyone is told where slots are;
+1. memory: extents that get a new tenant get new memory, before any client learns of their slots;
 2. jobs of the SSD tier, which read and write that memory;
 3. answers, on the lines that wait for them;
-4. events, for those who follow the node.
+4. events, for the node's followers.
 
-The node decides, memory and SSD tier move bytes; nobody else calls them in that order.
+The node decides, memory and SSD tier move bytes; only the desk carries decisions out.
 """
 
 from collections.abc import Callable
@@ -29,53 +29,53 @@ T = TypeVar("T")
 
 
 class Line(Protocol):
-    """One connection, as its face has it."""
+    """One connection of a face."""
 
     def answer(self, answer: wire.Answer) -> None:
-        """Take one answer to the other end; what it makes that end ask may come back at once."""
+        """Send one answer. The peer may react during the call, with :meth:`Desk.receive`."""
 
     def cut(self) -> None:
-        """Close it: its client has given it up, or may not go on."""
+        """Close the connection: its client has given it up, or is refused."""
 
 
 class Memory(Protocol):
-    """The bytes of the host tier."""
+    """The memory of the host tier."""
 
     def replace(self, replaced: list[Replacement]) -> None:
-        """Give new memory to the extents that changed hands, and empty the list.
+        """Give new memory to extents that change tenants, and empty the list.
 
-        Called at each turn, so that what could not be had before is tried again.
+        Called in each turn, so that earlier failures are retried.
         """
 
 
 class DiskSide(Protocol):
-    """What moves pages between the host tier and the SSDs."""
+    """Moves pages between the host tier and the SSDs."""
 
     def flush(self) -> None:
-        """Begin the jobs that the node decided on, as far as there is room for them."""
+        """Start the node's pending jobs, as many as the tier accepts."""
 
     def poll(self, now_ns: int) -> None:
-        """Tell the node which jobs have ended."""
+        """Pass completed jobs to the node."""
 
     def stats(self) -> dict[str, Any]:
-        """What is on disk and what was moved, as plain values."""
+        """Content and counts of the SSD tier, as plain values."""
 
 
 class Desk:
-    """One node, its memory and its SSD tier, and the lines to those who ask it.
+    """One node with its memory and SSD tier, and the lines to its clients.
 
-    It does no I/O of its own and belongs to one thread, or to those who share one lock.
+    It does no I/O itself. It belongs to one thread, or to threads that share one lock.
 
     Args:
-        node: decides.
-        memory: of the node's slots.
-        publish: takes what became READY or left, in order.
-        clock: the time in nanoseconds, never going back.
-        soon: calls what it is given in a later turn; None: the desk goes on at once until the node
-            has nothing left to do.
+        node: the node.
+        memory: the memory of the node's slots.
+        publish: called with the pages that became READY or left, in order.
+        clock: monotonic time in nanoseconds.
+        soon: schedules a function for a later turn; None = the desk continues at once until the
+            node has nothing left to do.
 
     Attributes:
-        disk: the SSD tier; None while there is none.
+        disk: the SSD tier; None if there is none.
         lines: the open connections, by number.
     """
 
@@ -92,24 +92,24 @@ class Desk:
         self._clock = clock
         self._soon = soon
         self._numbers = count(1)
-        #: The longest turn of late in nanoseconds, and what was done in it: a request, or words.
+        #: The longest recent turn in nanoseconds, and its request, or a description.
         self._longest: tuple[int, object] = (0, "")
-        #: A later turn is asked for already.
+        #: A later turn is scheduled.
         self._going_on = False
-        #: Answers are being given: what they make others ask is carried out after them.
+        #: Answers are being sent: what they cause is carried out after them.
         self._flushing = False
 
-    # ---- what faces bring -------------------------------------------------------------------
+    # ---- calls of faces ---------------------------------------------------------------------
 
     def connect(self, peer: Peer, line: Line) -> int:
-        """A process connected; returns the connection's number, which is never used again."""
+        """Add a connection; returns its number, which is never used again."""
         number = next(self._numbers)
         self.lines[number] = line
         self.node.connected(number, peer)
         return number
 
     def receive(self, connection: int, request: wire.Request) -> None:
-        """One request came on a connection; its answer goes out on its line."""
+        """Process one request of a connection; its answer is sent on its line."""
         came_ns = self._clock()
         answered = self.node.receive(connection, request, came_ns)
         self.flush()
@@ -119,7 +119,7 @@ class Desk:
             latency.observe(took_ns)
 
     def disconnect(self, connection: int, *, ended: bool) -> None:
-        """A connection is gone; ``ended`` when its process is known to have ended too."""
+        """A connection was closed; ``ended``: its process is known to have ended too."""
         began_ns = self._clock()
         self.lines.pop(connection, None)
         self.node.disconnected(connection, began_ns, ended=ended)
@@ -127,61 +127,61 @@ class Desk:
         self.note_turn(self._clock() - began_ns, "the end of a connection")
 
     def process_ended(self, identity: int) -> None:
-        """The kernel says that a process is gone: it touches no memory any more."""
+        """The kernel reports that a process has ended: it uses no memory any more."""
         began_ns = self._clock()
         self.node.process_ended(identity, began_ns)
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a process")
 
     def operate(self, change: Callable[[PageTable], T]) -> T:
-        """Carry out what an operator wants of the page table.
+        """Carry out an operator's change of the page table.
 
         Raises:
-            KVStoreError: what ``change`` raises; what it did before is carried out all the same.
+            KVStoreError: raised by ``change``; what it did before that is carried out nevertheless.
         """
         began_ns = self._clock()
         try:
             return self.node.operate(change, began_ns)
         finally:
             self.flush()
-            self.note_turn(self._clock() - began_ns, "what an operator asked for")
+            self.note_turn(self._clock() - began_ns, "an operator's request")
 
-    # ---- what time and the disk bring -------------------------------------------------------
+    # ---- time and disk ----------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Apply every deadline that has passed."""
+        """Apply all deadlines that have passed."""
         began_ns = self._clock()
         self.node.advance(began_ns)
         self.flush()
         self.note_turn(self._clock() - began_ns, "deadlines")
 
     def poll_disk(self) -> None:
-        """Take what the SSD tier has done."""
+        """Process the SSD tier's completions."""
         began_ns = self._clock()
         if self.disk is not None:
             self.disk.poll(began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "what the SSD tier has done")
+        self.note_turn(self._clock() - began_ns, "completions of the SSD tier")
 
-    # ---- how long it took -------------------------------------------------------------------
+    # ---- duration of turns ------------------------------------------------------------------
 
     def note_turn(self, took_ns: int, what: object) -> None:
-        """Count a turn, in which nobody else was served; ``what``: a request, or words."""
+        """Record the duration of a turn, which blocks all others; ``what``: request, or words."""
         self.node.pages.meter.loop_turn.observe(took_ns)
         if took_ns > self._longest[0]:
             self._longest = took_ns, what
 
     def take_longest(self) -> tuple[int, str]:
-        """The longest turn since the last call in nanoseconds, and what was done in it."""
+        """The longest turn since the last call, in nanoseconds, and what it did."""
         (took_ns, what), self._longest = self._longest, (0, "")
         keys = len(getattr(what, "keys", b"")) // KEY_BYTES
         name = what if isinstance(what, str) else type(what).__name__
         return took_ns, f"{name} of {keys} keys" if keys else name
 
-    # ---- what the node decided --------------------------------------------------------------
+    # ---- decisions of the node --------------------------------------------------------------
 
     def flush(self) -> None:
-        """Carry out what the node decided: memory, then the disk, then answers, then events."""
+        """Carry out the node's decisions: memory, then the disk, then answers, then events."""
         if self._flushing:
             return
         self._flushing = True
@@ -207,7 +207,7 @@ class Desk:
         self.memory.replace(node.pages.slots.replaced)
         if self.disk is not None:
             self.disk.flush()
-            if node.pages.slots.replaced:  # a job that failed at once made room for a request
+            if node.pages.slots.replaced:  # a job that failed at once freed slots for a request
                 self.memory.replace(node.pages.slots.replaced)
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
@@ -223,7 +223,7 @@ class Desk:
             self._publish(actions)
 
     def _goes_on_now(self) -> bool:
-        """Whether more was done at once, there being no later turn."""
+        """Continue the node's work if there are no later turns; returns whether it did."""
         if self._soon is not None or not self.node.unfinished:
             return False
         self.node.go_on(self._clock())
@@ -234,4 +234,4 @@ class Desk:
         self._going_on = False
         self.node.go_on(began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "what one turn could not end")
+        self.note_turn(self._clock() - began_ns, "a later turn")

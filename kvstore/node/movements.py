@@ -1,7 +1,7 @@
-"""Pages that an operator moves between tiers: prefetched to memory, or demoted to the SSDs.
+"""Moves pages between tiers for an operator: prefetch to memory, or demote to the SSDs.
 
-Each movement goes in short steps, so that nobody else waits for it; a step that gives seconds wants
-to be gone on with after these.
+A movement runs in short steps, so that it does not delay others. A step may yield the number of
+seconds to wait before the next one.
 """
 
 from collections import deque
@@ -16,29 +16,29 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Fetch
 
 Moves = Generator[float | None, None, None]
-"""The steps of a movement: seconds to wait before the next one, None = when it is its turn."""
+"""The steps of a movement: seconds to wait before the next one; None = in the next turn."""
 
 AT_ONCE: Final = 32
-"""Pages of one movement that are on their way, and pinned, at a time."""
+"""Maximum pages of one movement that are loaded or written, and pinned, at a time."""
 PAGES_MAX: Final = 1 << 20
-"""Pages of one movement: keys times shards."""
+"""Maximum pages of one movement: keys times shards."""
 _STEP_KEYS: Final = 32
 _BEGIN_AT_ONCE: Final = 4
-"""Each may have to make room first."""
+"""Loads started in one step; each may have to evict pages first."""
 _POLL_S: Final = 0.02
 
 
 class Prefetch:
-    """READY pages on their way to memory.
+    """Loads READY pages from disk to memory.
 
     Args:
-        table: whose pages; it has an SSD tier.
-        space: of the pages.
-        keys: consecutive.
-        deadline_ns: nothing is begun later.
+        table: the page table; must have an SSD tier.
+        space: space of the pages.
+        keys: consecutive keys.
+        deadline_ns: after this, no more loads are started.
 
     Attributes:
-        done: pages that are done, of ``total``.
+        done: number of finished pages, of ``total``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Prefetch:
         self._fetches: list[Fetch] = []
 
     def steps(self) -> Moves:
-        """Find what is missing in memory, then load it."""
+        """Find the pages that are missing in memory, then load them."""
         for shard in range(len(self._space.shards)):
             yield from self._find(shard)
         self.total = len(self._missing)
@@ -72,14 +72,14 @@ class Prefetch:
                 self._begin()
 
     def cancel(self) -> None:
-        """Begin nothing more, and let go of what has come and what still will."""
+        """Start no more loads, and release pages that were or will be loaded."""
         self._missing.clear()
         for fetch in self._fetches:
             self._disk.loads.end_fetch(fetch)
         self._fetches.clear()
 
     def _find(self, shard: int) -> Moves:
-        """The pages of the leading READY run of a shard that are on disk only."""
+        """The pages of a shard's leading READY run that are only on disk."""
         for count, key in enumerate(self._keys, start=1):
             node = self._space.nodes.get(key)
             if node is None or not node.ready >> shard & 1:
@@ -100,19 +100,19 @@ class Prefetch:
 
 
 class Demotion:
-    """READY pages on their way to disk; memory lets go of them when they are there.
+    """Writes READY pages to disk, then evicts them from memory.
 
-    What a page on disk needs before it is written first, also what was not asked for; memory then
-    lets go from the tails on.
+    Missing pages before them are written first, even if they were not requested; eviction starts
+    with the last pages of the chain.
 
     Args:
-        table: whose pages; it has an SSD tier.
-        space: of the pages.
-        keys: consecutive.
-        deadline_ns: nothing is begun later.
+        table: the page table; must have an SSD tier.
+        space: space of the pages.
+        keys: consecutive keys.
+        deadline_ns: after this, nothing more is started.
 
     Attributes:
-        done: nodes that are done, of ``total``.
+        done: number of finished nodes, of ``total``.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Demotion:
         self._cancelled = False
 
     def steps(self) -> Moves:
-        """Write what is not on disk yet, then release from the tails on."""
+        """Write pages that are not on disk, then evict, starting with the last ones."""
         nodes = yield from self._find()
         self.total = len(nodes)
         if nodes:
@@ -148,10 +148,10 @@ class Demotion:
                     yield None
             waiting = kept[::-1]
             if waiting:
-                yield _POLL_S  # in use, or followed by pages in memory
+                yield _POLL_S  # in use, or pages after it are in memory
 
     def cancel(self) -> None:
-        """Begin nothing more."""
+        """Start nothing more."""
         self._cancelled = True
 
     @property
@@ -169,7 +169,7 @@ class Demotion:
         return found
 
     def _heads(self, first: PrefixNode) -> Generator[float | None, None, list[PrefixNode]]:
-        """The pages before a page that are not on disk yet, the first one first."""
+        """The pages before a page that are not on disk, in chain order."""
         heads: list[PrefixNode] = []
         at = first.parent
         while at is not None and at is not self._space.root and at.slots.keys() - at.disk.keys():
@@ -180,7 +180,7 @@ class Demotion:
         return heads[::-1]
 
     def _write(self, nodes: Sequence[PrefixNode]) -> Generator[float | None, None, set[PrefixNode]]:
-        """Write pages, heads first and a few at a time; returns the nodes that cannot be."""
+        """Write pages in chain order, a few at a time; returns the nodes that cannot be written."""
         under_way: deque[PrefixNode] = deque()
         refused: set[PrefixNode] = set()
         for node in nodes:
@@ -203,20 +203,20 @@ class Demotion:
         return refused
 
     def _written(self, node: PrefixNode, refused: set[PrefixNode]) -> bool:
-        """Whether a node's pages are on disk, or never will be; they are on their way now."""
+        """Whether a node's pages are on disk or never will be; otherwise starts to write them."""
         if not is_live(node):
             return True
         try:
             there = [self._disk.ensure_written(node, shard) for shard in node.slots]
         except CapacityError:
-            refused.add(node)  # it must not go to disk, or there is no room: it stays where it is
+            refused.add(node)  # not allowed on disk, or no free space: it stays in memory
             return True
         return all(there)
 
 
 def _disk_of(table: PageTable) -> DiskPages:
     if table.disk is None:
-        raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
+        raise TierUnavailable("this node has no SSD tier: set ssd.directories")
     return table.disk
 
 

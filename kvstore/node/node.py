@@ -1,17 +1,17 @@
-"""The node: what a ``kvstore-server`` decides, message by message.
+"""The node: the decisions of a ``kvstore-server``, message by message.
 
-This is the main path. A request of an engine's process comes in with the time; the node checks it,
-asks the page table, and leaves answers in ``outbox`` and what else must happen in ``actions``. It
-does no I/O and reads no clock, so the socket server, the embedded store and a simulation drive the
-same object:
+This is the main path. The node gets a request of an engine's process with the current time, checks
+it, calls the page table, and leaves answers in ``outbox`` and other effects in ``actions``. It does
+no I/O and reads no clock, so the socket server, the embedded store and simulations use the same
+object:
 
 1. ``connected`` / Hello: a process joins its engine's session.
-2. OpenSpace: names what the KV is of; the layout is compared.
+2. OpenSpace: identifies the KV, and compares its layout.
 3. Lookup: how long is the prefix? HIT, MISS, or PENDING (the answer waits, with a deadline).
-4. BeginPut → bytes are copied by the client → CommitPut: pages become READY and are announced.
+4. BeginPut → the client copies bytes → CommitPut: pages become READY and are announced.
 5. Acquire → the client copies or views, checking digests → Release.
-6. ``disconnected``, ``process_ended``, ``advance``: what engines leave behind is taken back, but no
-   slot is used again while anyone may still touch it.
+6. ``disconnected``, ``process_ended``, ``advance``: what engines held is released, but no slot is
+   reused while a process may still access it.
 """
 
 from collections.abc import Callable, Hashable
@@ -36,33 +36,33 @@ T = TypeVar("T")
 TOKEN_BYTES: Final = 16
 ORIGIN_BYTES_MAX: Final = 64
 LOST_MAX: Final = 256
-"""Connections of one process that are gone and whose leases and puts it has not settled."""
+"""Maximum lost connections of one process whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
-"""Steps of one turn towards the end of pages whose head has left."""
+"""Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
 
 
 class Node:
-    """One node's decisions.
+    """The decisions of one node.
 
     Args:
-        name: names the node.
+        name: the node's name.
         boot: 16 bytes that differ at every start.
         slots: the slots of the host tier.
-        limits: what one engine may hold.
-        new_token: makes an unguessable session token.
-        policy: which pages leave memory first.
+        limits: limits of one engine.
+        new_token: generates an unguessable session token.
+        policy: eviction policy of the memory.
 
     Attributes:
         outbox: answers to send, (connection, answer), in order.
-        actions: what became READY or left the index, in order; to be published.
-        closing: connections to cut off: their client has given them up.
-        latencies: how long requests of these types took; of those that :meth:`receive` answers at
-            once whoever has a clock measures it.
-        unfinished: there is more to do than one turn does; :meth:`go_on` is to be called soon.
+        actions: pages that became READY or left the index, in order, to be published.
+        closing: connections to close, because their client has given them up.
+        latencies: durations of requests of these types. The caller of :meth:`receive` measures
+            those that it answers at once, because the node has no clock.
+        unfinished: there is more work than one turn does; call :meth:`go_on` soon.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Node:
         self.waiting = WaitingRoom()
         #: More deadlines have passed than one turn applied.
         self._overdue = False
-        #: Something happened since those who wait for room last asked in vain.
+        #: Slots may have become free since requests that wait for some were last tried.
         self._room_may_be = False
-        #: Processes that ended and hold more than one turn gives back.
+        #: Ended processes that hold more than one turn releases.
         self._ending: dict[Process, None] = {}
         self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
         meter = self.pages.meter
@@ -110,14 +110,14 @@ class Node:
     # ---- connections ------------------------------------------------------------------------
 
     def connected(self, connection: int, peer: Peer) -> None:
-        """A process connected; ``peer`` is what the kernel says of it."""
+        """A process has connected; ``peer``: its identity from the kernel."""
         self._peers[connection] = peer
 
     def receive(self, connection: int, request: wire.Request, now_ns: int) -> bool:
-        """Carry out one request; its answer, if it wants one, is added to ``outbox``.
+        """Process one request; its answer, if any, is added to ``outbox``.
 
         Returns:
-            whether it was answered at once; else it wants no answer, or waits for a better one.
+            Whether it was answered at once; otherwise it has no answer, or waits for a better one.
         """
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
@@ -140,7 +140,7 @@ class Node:
         return answer is not None
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
-        """A connection is gone; ``ended`` when its process is known to have ended too."""
+        """A connection was closed; ``ended``: its process is known to have ended too."""
         self.pages.now_ns = now_ns
         self._peers.pop(connection, None)
         process = self.processes.get(connection)
@@ -148,15 +148,15 @@ class Node:
             self._stop_waiting(process)
             if ended or process.idle:
                 self._end(process)
-            elif process not in self._ending:  # else it has settled: what it held is on its way
+            elif process not in self._ending:  # otherwise it has settled, and is being released
                 self._lose(process, now_ns)
         self._after(now_ns)
 
     def process_ended(self, identity: int, now_ns: int) -> None:
-        """The kernel says that a process is gone: nothing of it touches bytes any more.
+        """The kernel reports that a process has ended: it accesses no bytes any more.
 
-        Its connections that are still open (a child of it may hold them) are in :attr:`closing`,
-        those too that have said no Hello, or one that was refused: a later one would be accepted.
+        Its open connections (a child process may hold them) are added to :attr:`closing`, including
+        those without an accepted Hello, because a later Hello would be accepted.
         """
         self.pages.now_ns = now_ns
         ended = [one for one in self.processes.values() if one.peer.identity == identity]
@@ -168,9 +168,9 @@ class Node:
     def disk_completed(
         self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
     ) -> None:
-        """The SSD tier has ended a job; ``error`` None = all of it was done.
+        """The SSD tier has completed a job; ``error`` None = success.
 
-        ``tokens``: of one that read a record, those that it has of its page.
+        ``tokens``: tokens in the record, if the job read one.
         """
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
@@ -179,7 +179,7 @@ class Node:
         self._after(now_ns)
 
     def advance(self, now_ns: int) -> None:
-        """Apply every deadline up to ``now_ns``: leases, pages with a TTL, requests that wait."""
+        """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         if self.pages.disk is not None:
@@ -190,17 +190,16 @@ class Node:
         self._after(now_ns)
 
     def go_on(self, now_ns: int) -> None:
-        """Do more of what one turn could not end; see :attr:`unfinished`."""
+        """Continue work that one turn could not finish; see :attr:`unfinished`."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.sweep(SWEEP_STEPS)
-        if self.pages.draining:
-            self.pages.drain(SWEEP_STEPS)
-            self._room_may_be |= not self.pages.draining
+        if self.pages.drain(SWEEP_STEPS):
+            self._room_may_be |= self.pages.draining.now is None
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
-        """Carry out what an operator wants of the page table; its effects are handed on."""
+        """Carry out an operator's change of the page table, with its effects."""
         self.pages.now_ns = now_ns
         try:
             return change(self.pages)
@@ -208,7 +207,7 @@ class Node:
             self._after(now_ns)
 
     def waits_for(self, identity: int) -> bool:
-        """Whether anything here depends, or may come to depend, on seeing that process end."""
+        """Whether the node holds, or may come to hold, anything until that process ends."""
         held = (process.peer for process in self.processes.values())
         return any(peer.identity == identity for peer in (*self._peers.values(), *held))
 
@@ -223,12 +222,14 @@ class Node:
         if connection in self.processes:
             raise ProtocolError("a connection says Hello once")
         if len(request.origin) > ORIGIN_BYTES_MAX:
-            raise InvalidArgument("origin", f"{len(request.origin)} bytes, {ORIGIN_BYTES_MAX} do")
+            raise InvalidArgument(
+                "origin", f"{len(request.origin)} bytes, at most {ORIGIN_BYTES_MAX}"
+            )
         peer = self._peers[connection]
         self._refuse_forgetful(peer)
         session = self.sessions.get(request.session)
         if session is None:
-            # Kept over a restart of the node, so that an engine's processes meet again.
+            # The token survives a restart of the node, so that an engine's processes meet again.
             token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
             session = Session(token, request.name[:128], self.limits.session_quota_bytes)
             self.sessions[token] = session
@@ -237,7 +238,7 @@ class Node:
             raise ProtocolError(f"connection {request.number} was given up for a later one")
         for older in own:
             if not older.lost:
-                # Whoever connects anew has given its old connection up.
+                # A client that reconnects has given up its old connection.
                 self._stop_waiting(older)
                 self._lose(older, self.pages.now_ns)
                 self.closing.append(older.connection)
@@ -250,10 +251,10 @@ class Node:
         )  # fmt: skip
 
     def _refuse_forgetful(self, peer: Peer) -> None:
-        """Nothing bounds what a process that lives keeps, if it may always connect anew.
+        """Limit the lost connections of a process that keeps reconnecting.
 
         Raises:
-            CapacityError: it has lost too many connections that it has not settled.
+            CapacityError: it has too many lost connections that it has not settled.
         """
         mine = (one for one in self.processes.values() if one.peer.identity == peer.identity)
         lost = sum(one.lost for one in mine)
@@ -262,21 +263,21 @@ class Node:
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:
-            raise ProtocolError(f"{process.number} cannot settle what came before {request.before}")
+            raise ProtocolError(f"{process.number} cannot settle up to {request.before}")
         for other in process.session.of(process.origin):
             if other.lost and 0 < other.number < request.before:
                 self._end(other)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _lose(self, process: Process, now_ns: int) -> None:
-        """The connection of a process is gone, and it may still touch bytes."""
+        """The connection of a process was lost; the process may still access bytes."""
         self.pages.lose(process)
         if not process.peer.watched:
             self.retirement.add(process, now_ns)
 
     def _end(self, process: Process) -> None:
-        """The process touches no bytes any more: :meth:`_after` gives back what it held."""
+        """The process accesses no bytes any more: :meth:`_after` releases what it held."""
         self.retirement.remove(process)
         if process not in self._ending:
             self._stop_waiting(process)
@@ -284,7 +285,7 @@ class Node:
             self._ending[process] = None
 
     def _end_some(self) -> None:
-        """Give back what ended processes held, as much as one turn does."""
+        """Release what ended processes held, up to the limit of one turn."""
         left = self.limits.turn_pages
         while self._ending and left > 0:
             process = next(iter(self._ending))
@@ -294,7 +295,7 @@ class Node:
                 self._forget(process)
 
     def _forget(self, process: Process) -> None:
-        """Nothing of an ended process is left."""
+        """Remove an ended process that holds nothing."""
         session = process.session
         del self.processes[process.connection]
         del session.processes[process.connection]
@@ -312,7 +313,7 @@ class Node:
     # ---- waiting ----------------------------------------------------------------------------
 
     def _answer_or_wait(self, process: Process, request: Any, now_ns: int) -> wire.Answer | None:
-        """Answer, unless there is something to wait for and the request wants to."""
+        """Answer, unless the request may wait and there is something to wait for."""
         if not 0 <= request.wait_ms <= WAIT_MS_MAX:
             raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         waits = request.wait_ms > 0 and self._may_wait(process, request)
@@ -328,7 +329,7 @@ class Node:
         return None
 
     def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
-        """An answer, and what a better one could wait for."""
+        """The answer of now, and what to wait for to get a better one."""
         match request:
             case wire.Lookup():
                 return self._requests.lookup(process, request)
@@ -340,11 +341,11 @@ class Node:
                 return self._requests.persist(process, request, waits=waits)
 
     def _may_wait(self, process: Process, request: Any) -> bool:
-        """Whether the shares of its session and of all allow one more request to wait."""
+        """Whether the limits of its session and of the node allow one more waiting request."""
         return self.waiting.admits(process.session.token, _size_bytes(request))
 
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
-        """What a request waited for has come, or its time is up."""
+        """Try a waiting request again, after its event or its deadline."""
         process, request = self.processes[waiter.connection], waiter.request
         answer: wire.Answer | None
         awaited: Hashable = None
@@ -364,7 +365,7 @@ class Node:
         if awaited is not None and now_ns < waiter.deadline_ns:
             waiter.awaited = awaited
             self.waiting.add(waiter)
-            self._room_may_be &= awaited is not ROOM  # in vain, and so it is for those behind it
+            self._room_may_be &= awaited is not ROOM  # no slot, so those behind it get none either
         elif answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1
@@ -375,7 +376,7 @@ class Node:
             self.outbox.append((waiter.connection, answer))
 
     def _count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
-        """A lookup is being answered, once: count its keys by where they were found."""
+        """Count the keys of an answered lookup by where they were found."""
         if not isinstance(answer, wire.Found):
             return
         pages, asked = self.pages, len(request.keys) // KEY_BYTES
@@ -392,7 +393,7 @@ class Node:
                 self.pages.end_fetch(process, waiter.awaited)
 
     def _after(self, now_ns: int) -> None:
-        """Hand on what the page table did; resume who waited for it, as far as one turn goes."""
+        """Collect the page table's effects, and resume waiting requests as one turn allows."""
         if self._ending:
             self._end_some()
         self._wake()
@@ -403,7 +404,7 @@ class Node:
         )
 
     def _resume_some(self, now_ns: int) -> None:
-        """Look again for those whose turn it is, as many as one turn does."""
+        """Resume waiting requests whose turn it is, within one turn's limit."""
         keys_left = self.limits.turn_pages
         while keys_left > 0 and (waiter := self._next_waiter()) is not None:
             keys_left -= 1 + len(waiter.request.keys) // KEY_BYTES
@@ -412,13 +413,13 @@ class Node:
 
     @property
     def _may_resume(self) -> bool:
-        """Whether it is somebody's turn."""
+        """Whether a waiting request can be resumed."""
         return self.waiting.count > 0 and (
             self.waiting.ready or (self._room_may_be and self.waiting.first_on(ROOM) is not None)
         )
 
     def _next_waiter(self) -> Waiter | None:
-        """Whose turn it is: what it waited for has happened, or there may be room for it."""
+        """The next request to resume: its event has happened, or a slot may be free for it."""
         waiter = self.waiting.take()
         if waiter is None and self._room_may_be:
             waiter = self.waiting.first_on(ROOM)
@@ -427,7 +428,7 @@ class Node:
         return waiter
 
     def _wake(self) -> None:
-        """Publish what happened since the last call; whoever waited for it is ready."""
+        """Collect the effects since the last call; requests that waited for them become ready."""
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         disk = self.pages.disk
@@ -442,7 +443,7 @@ class Node:
                 self.waiting.wake(thing)
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`advance` should be called next; 0 = no deadline stands."""
+        """When :meth:`advance` must be called next; 0 = no deadline."""
         disk = self.pages.disk
         deadlines = (
             self.waiting.next_deadline_ns(),
@@ -453,7 +454,7 @@ class Node:
         return min((at for at in deadlines if at), default=0)
 
     def stats(self) -> dict[str, Any]:
-        """One snapshot of everything that can be counted here, as plain values."""
+        """All statistics of the node, in one consistent snapshot of plain values."""
         return {
             "node": self.name,
             "boot": self.boot.hex(),
@@ -465,5 +466,5 @@ class Node:
 
 
 def _size_bytes(request: Any) -> int:
-    """What a request that waits keeps in memory, about."""
+    """Approximate memory of a waiting request."""
     return len(request.keys) + len(getattr(request, "tokens", b""))

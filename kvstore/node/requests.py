@@ -1,8 +1,8 @@
-"""What each message of a session asks of the page table: checked, then carried out.
+"""Handles each message of a session: checks it, then calls the page table.
 
-Whatever comes in is checked here, before the state is touched: a message that cannot be right is
-refused by the field that is wrong, and a failed assertion behind this is a mistake of our own. No
-message makes the node work for long: what asks for more than one message may is answered in part.
+All input is checked before the state changes: an invalid message is refused, with the name of the
+wrong field, so that an assertion that fails later is an error in our code. No message occupies the
+node for long: one that asks for too much is answered in part.
 """
 
 from collections.abc import Hashable
@@ -20,32 +20,32 @@ from kvstore.state.tree.prefix_tree import PrefixNode as TreeNode
 from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Fetch, Process
 
-PUT_PAGES_MAX: Final = 512
-"""Pages that one BeginPut grants, for each may cost an eviction; the rest is to be asked again."""
+PUT_PAGES_MAX: Final = 128
+"""Maximum pages granted by one BeginPut, because each may evict one; the client asks again."""
 LEASE_PAGES_MAX: Final = 4096
-"""Pages that one Acquire leases: the leading ones of a longer run."""
+"""Maximum pages leased by one Acquire: the first ones of a longer run."""
 PERSIST_PAGES_MAX: Final = 4096
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 PREFILL_S_MAX: Final = 3600.0
 ROOM: Final = "room"
-"""What puts wait for while pages are being written to disk to make room."""
+"""What puts wait for while pages are written to disk to free slots."""
 _NS_PER_MS: Final = 1_000_000
 
 Outcome = tuple[wire.Answer, Hashable]
-"""An answer, and what a better one could wait for; None = nothing."""
+"""An answer, and what to wait for to get a better one; None = nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
-    """What one engine may ask of this node.
+    """Limits of one engine.
 
     Attributes:
-        session_quota_bytes: what it may have pinned, reserved or left behind at a time.
-        lease_ms_max: the longest lease.
-        turn_pages: keys that one turn looks at for requests that have waited, and pages that it
-            lets go of; the rest is done in further turns.
-        unwatched_ns: how long what a process held is kept after its connection broke, if nobody
-            can tell when it ends.
+        session_quota_bytes: maximum bytes that it may have pinned, reserved or not settled.
+        lease_ms_max: maximum duration of a lease.
+        turn_pages: maximum keys that one turn looks up for waiting requests, and maximum pages that
+            it releases; the rest is done in later turns.
+        unwatched_ns: how long pages of a lost connection stay held if the end of its process cannot
+            be detected.
     """
 
     session_quota_bytes: int
@@ -57,13 +57,13 @@ class NodeLimits:
 class Requests:
     """The messages of sessions, carried out on one page table.
 
-    Every method raises :class:`~kvstore.errors.KVStoreError` when the node refuses; then nothing
-    was changed. ``waits`` says whether the request may wait for a better answer.
+    Every method raises :class:`~kvstore.errors.KVStoreError` if the node refuses; then nothing was
+    changed. ``waits``: whether the request may wait for a better answer.
 
     Args:
-        pages: what they ask about.
-        limits: what one engine may ask for.
-        boot: names this life of the node.
+        pages: the page table.
+        limits: limits of one engine.
+        boot: id of this boot of the node.
     """
 
     def __init__(self, pages: PageTable, limits: NodeLimits, boot: bytes) -> None:
@@ -72,7 +72,7 @@ class Requests:
         self._boot = boot
 
     def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
-        """Name what the KV is of; its layout is compared with what is known."""
+        """Open a space with its shards; compare the layout with the known one."""
         _refuse_others(process, request.identity.tenant)
         space, shards = self._pages.open_space(process.session, request.identity, request.shards)
         return wire.SpaceOpened(request.id, space.number, shards)
@@ -80,7 +80,7 @@ class Requests:
     # ---- reading ----------------------------------------------------------------------------
 
     def lookup(self, process: Process, request: wire.Lookup) -> Outcome:
-        """How long is the prefix? What could be awaited is the page it lacks."""
+        """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
@@ -96,7 +96,7 @@ class Requests:
         self, process: Process, request: wire.Acquire, now_ns: int, *, waits: bool,
         earlier: Fetch | None = None,
     ) -> Outcome:  # fmt: skip
-        """Lease what of the run is in memory; one that may wait has the rest loaded first."""
+        """Lease the part of the run in memory; if it may wait, pages on disk are loaded first."""
         space = self._space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
@@ -110,7 +110,7 @@ class Requests:
             if fetch.outstanding:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
-            if self._pages.draining or (disk is not None and disk.busy):
+            if self._pages.draining.now is not None or (disk is not None and disk.busy):
                 return wire.Acquired(request.id, b"", b"", len(run)), ROOM
         return self._lease(process, request, now_ns, len(run)), None
 
@@ -118,7 +118,7 @@ class Requests:
         self, process: Process, request: wire.Acquire, now_ns: int, fetch: Fetch | None, *,
         waits: bool,
     ) -> Outcome:  # fmt: skip
-        """Go on loading what is still missing; what was loaded stays in memory meanwhile."""
+        """Continue loading missing pages; loaded ones stay in memory meanwhile."""
         try:
             return self.acquire(process, request, now_ns, waits=waits, earlier=fetch)
         finally:
@@ -126,17 +126,17 @@ class Requests:
                 self._pages.end_fetch(process, fetch)
 
     def release(self, process: Process, request: wire.Release) -> None:
-        """The reader of a lease is done."""
+        """Release a lease."""
         self._pages.release(process, request.lease)
 
     def corrupt(self, process: Process, request: wire.Corrupt) -> None:
-        """A reader found other bytes than the page's; of another life's pages it says nothing."""
+        """Drop a page that a reader found corrupt; reports from another boot are ignored."""
         space = self._space(process, request.space, [request.shard])
         node = space.nodes.get(PrefixKey(request.key))
         if request.boot not in (b"", self._boot) or node is None:
             return
         if not node.ready >> request.shard & 1 or request.shard not in node.slots:
-            return  # what was read has left memory; what is on disk is verified when it is loaded
+            return  # it has left memory; the copy on disk is verified when it is loaded
         _, generation, _ = self._pages.slots.address(node.slots[request.shard])
         if generation & 0xFFFFFFFF == request.generation:
             self._pages.drop(node, request.shard, "corrupt")
@@ -144,11 +144,11 @@ class Requests:
     # ---- writing ----------------------------------------------------------------------------
 
     def begin_put(self, process: Process, request: wire.BeginPut) -> Outcome:
-        """Grant slots for the pages that are not there."""
+        """Grant slots for missing pages."""
         space = self._space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
         if len(request.parent) not in (0, KEY_BYTES):
-            raise InvalidArgument("parent", f"{len(request.parent)} bytes are no key")
+            raise InvalidArgument("parent", f"{len(request.parent)} bytes are not a key")
         wire.refuse_all_keys("parent", request.parent)
         token_bytes = space.token_bytes
         if request.tokens and len(request.tokens) != count * token_bytes:
@@ -160,7 +160,7 @@ class Requests:
             PrefixKey(request.parent), request.tokens[: asked * token_bytes],
         )  # fmt: skip
         disk, last = self._pages.disk, statuses[-1]
-        coming = self._pages.draining or (disk is not None and disk.busy)
+        coming = self._pages.draining.now is not None or (disk is not None and disk.busy)
         busy = last is PageStatus.NO_ROOM and coming
         if asked < count:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
@@ -171,7 +171,7 @@ class Requests:
         return answer, ROOM if busy and not addresses else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
-        """The bytes are there."""
+        """Make written pages READY."""
         if not 0 <= request.ttl_ms <= TTL_MS_MAX:
             raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{TTL_MS_MAX}")
         expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
@@ -180,27 +180,29 @@ class Requests:
         return wire.Committed(request.id, bytes(statuses))
 
     def abort_put(self, process: Process, request: wire.AbortPut) -> None:
-        """The writer has stopped, and takes its put back."""
+        """Abort a put; the writer has stopped."""
         self._pages.abort_put(process, request.put)
 
     def persist(self, process: Process, request: wire.Persist, *, waits: bool) -> Outcome:
-        """Make pages durable; what is awaited is their sync, or room for them."""
+        """Make pages durable; it waits for their sync, or for free space."""
         space = self._space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
         if count > PERSIST_PAGES_MAX:
-            raise InvalidArgument("keys", f"{count} at once, {PERSIST_PAGES_MAX} may be")
+            raise InvalidArgument("keys", f"{count} keys, at most {PERSIST_PAGES_MAX}")
         disk = self._pages.disk
         if disk is None or disk.rules.sync is SyncPolicy.NONE:
             raise DurabilityUnavailable(
-                "no page of this node is ever synced: give it ssd.directories and a sync policy"
-                " other than none, or put without durable"
+                "this node never syncs pages: set ssd.directories and a sync policy other than"
+                " none, or put without durable"
             )
         run = self._pages.ready_run(space, request.shard, request.keys)
         if len(run) < count:
-            raise CapacityError(f"{count - len(run)} of {count} pages are not stored; put again")
+            raise CapacityError(
+                f"{count - len(run)} of {count} pages are not stored; put them again"
+            )
         if not waits:
             raise CapacityError(
-                "there was no room in time, or too much waits for a sync; try later"
+                "no free space in time, or too many requests wait for a sync; retry later"
             )
         try:
             not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
@@ -208,12 +210,12 @@ class Requests:
         except CapacityError as error:
             if not disk.busy:
                 raise
-            return wire.Failure(request.id, error.code, str(error)), ROOM  # it is being made
+            return wire.Failure(request.id, error.code, str(error)), ROOM  # space is being freed
 
-    # ---- the rest ---------------------------------------------------------------------------
+    # ---- other ------------------------------------------------------------------------------
 
     def report_prefill(self, process: Process, request: wire.ReportPrefill) -> None:
-        """What computing a token costs the engine."""
+        """Store the engine's seconds per prompt token."""
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
 
@@ -221,16 +223,16 @@ class Requests:
         space = self._pages.spaces.get(number, process.session)
         _refuse_others(process, space.identity.tenant)  # another process of the session opened it
         if not 1 <= len(shards) <= len(space.shards):
-            what = f"{len(shards)} of them; space {number} has {len(space.shards)}"
+            what = f"{len(shards)} shards; space {number} has {len(space.shards)}"
             raise InvalidArgument("shards", what)
         if min(shards) < 0 or max(shards) >= len(space.shards):
-            raise InvalidArgument("shards", f"they are not all open in space {number}")
+            raise InvalidArgument("shards", f"one is not open in space {number}")
         return space
 
     def _lease(
         self, process: Process, request: wire.Acquire, now_ns: int, ready: int
     ) -> wire.Answer:
-        """Lease what of ``ready`` pages is in memory."""
+        """Lease those of ``ready`` pages that are in memory."""
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
@@ -244,10 +246,10 @@ class Requests:
 
 
 def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
-    """The answer to a Persist whose pages are synced, or whose time is up.
+    """The answer to a Persist after its sync or its deadline.
 
     Raises:
-        KVStoreError: they are not; it may be that they will be later.
+        KVStoreError: the pages are not durable; they may be later.
     """
     if durable.error is not None:
         raise durable.error
@@ -257,12 +259,12 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
 
 
 def _refuse_others(process: Process, tenant: str) -> None:
-    """Refuse a tenant that is not for the process.
+    """Refuse a tenant that the process may not use.
 
     Raises:
-        InvalidArgument: so says ``socket.tenants``.
+        InvalidArgument: ``socket.tenants`` does not allow it.
     """
     tenants = process.peer.tenants
     if tenants is not None and tenant not in tenants:
         may = ", ".join(sorted(tenants))
-        raise InvalidArgument("tenant", f"{tenant!r}; socket.tenants lets this user be {may}")
+        raise InvalidArgument("tenant", f"{tenant!r}; socket.tenants allows this user only {may}")

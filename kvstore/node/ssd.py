@@ -1,7 +1,7 @@
-"""The SSD tier of one node: what its state decides becomes jobs of the log, and back.
+"""The SSD tier of one node: translates jobs of the state to jobs of the log, and back.
 
-The state says which page goes where in terms of slots and places; the tier moves bytes between
-addresses and files. This is the one object that knows both, and what a start found on disk.
+The state's jobs name slots and places; the tier's jobs name addresses and files. Only this object
+knows both. It also passes recovered pages to the state.
 """
 
 import ctypes
@@ -66,26 +66,26 @@ class DiskTier:
     """The pages of one node on SSDs.
 
     Args:
-        config: where, how much, and when pages are written.
-        node: its page table gets a disk side.
-        memory: where slots are.
+        config: directories, capacity, and write policy.
+        node: the node; its page table gets a disk side.
+        memory: memory of the slots.
         wake: called from another thread when :meth:`poll` has something to do.
-        device: the disk that the directories are on; None = of this machine.
-        tier: the log, not recovered yet; None = that of ``config``'s directories.
+        device: the disk of the directories; None = the machine's.
+        tier: the log, not recovered yet; None = create one in ``config``'s directories.
 
     Raises:
-        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+        ConfigError, TierUnavailable: a directory cannot be used; the message names it and says why.
     """
 
     def __init__(
         self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
         tier: SSDLog | None = None, device: Disk | None = None,
     ) -> None:  # fmt: skip
-        """Take the directories, and take over what is in them."""
+        """Lock the directories, and recover their pages."""
         self._node = node
         self._memory = memory
         self._jobs: dict[int, DiskJob] = {}
-        #: Check's job → where its page is read to, for as long as the disk may write there.
+        #: Job of a DiskCheck → buffer for its page, as long as the disk may write to it.
         self._scratch: dict[int, memoryview] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
         self._log = tier or SSDLog(node.name, places, config.segment_bytes, wake=wake, disk=device)
@@ -140,7 +140,7 @@ class DiskTier:
     # ---- jobs -------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Hand the tier what the node decided, as far as it takes more now."""
+        """Submit pending jobs to the tier, as many as it accepts."""
         self.pages.go_on()
         if not self.pages.jobs:
             return
@@ -154,7 +154,7 @@ class DiskTier:
             self._jobs[job.job] = job
             try:
                 made.append(self._translate(job))
-            except KVStoreError as error:  # of its memory: of no other job
+            except KVStoreError as error:  # an error of this job's memory; the others continue
                 self._end(job.job, error, self._node.pages.now_ns)
         try:
             self._log.submit(made)
@@ -163,36 +163,36 @@ class DiskTier:
                 self._end(one.job, error, self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
-        """Tell the node what the tier has done."""
+        """Pass completed jobs to the node."""
         for completion in self._log.poll():
             self._end(completion.job, completion.error, now_ns, completion.tokens)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the tier has nothing to do; False when the time was not enough."""
+        """Wait until the tier is idle; returns False on timeout."""
         return self._log.drain(timeout_s)
 
     def close(self) -> None:
-        """End what is under way, within a bounded time, and give the directories back."""
+        """End jobs in progress within a limited time, and unlock the directories."""
         self._log.close()
 
     def forked(self) -> None:
-        """In a forked child: the tier is the parent's."""
+        """In a forked child: the tier belongs to the parent."""
         self._log.forked()
 
     def stats(self) -> dict[str, Any]:
-        """What is on disk and what was moved, as plain values."""
+        """Content and counts of the tier, as plain values."""
         return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
 
     def _end(self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"") -> None:
         del self._jobs[job]
         self._scratch.pop(job, None)
-        if error is not None:  # said once while it lasts; every one is counted
+        if error is not None:  # logged once while it lasts; all are counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
         self._node.disk_completed(job, error, now_ns, tokens)
 
     def _waits(self, job: DiskJob) -> bool:
-        """Whether the memory that a page is to be read to is still being made."""
+        """Whether a page's target memory is still being created."""
         if not self._memory.missing_bytes() or not isinstance(job, DiskRead):
             return False
         extent, _, _ = self._node.pages.slots.address(job.slot)
@@ -220,7 +220,7 @@ class DiskTier:
         return made
 
     def _target(self, job: DiskRead | DiskCheck) -> int:
-        """The address to read a page to; one that nobody wants goes to memory of its own."""
+        """The address to read a page to; a check reads into a temporary buffer."""
         if isinstance(job, DiskRead):
             return self._address(job.slot)
         page_bytes = job.page.node.space.shards[job.page.shard].page_bytes

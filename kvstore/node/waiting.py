@@ -1,9 +1,9 @@
-"""Requests whose answer waits: for a page to be written or loaded, for room, for a sync. Pure.
+"""Requests that wait for a page to be written or loaded, for a free slot, or for a sync. Pure.
 
-Every waiter has a deadline. How many there are, and how many bytes their messages take, is bounded
-for each session and for all of them; but every session may always have a few, so that none keeps
-the others out. What a waiter waited for does not answer it at once: it joins a queue that the node
-serves in turns, because one event can concern thousands of them.
+Every request has a deadline. Their number and their bytes are limited per session and in total; but
+every session may always have a few, so that no session blocks the others. An event does not resume
+requests at once: they join a queue that the node processes in turns, because one event can concern
+thousands of them.
 """
 
 from collections import Counter, deque
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 WAITERS_MAX: Final = 4096
-"""Requests that may wait, besides the few that every session always may have."""
+"""Maximum waiting requests of all sessions, besides the few that each may always have."""
 WAITING_BYTES_MAX: Final = 128 << 20
-"""Bytes of their messages, likewise."""
+"""Maximum bytes of their messages."""
 SESSION_WAITERS_MAX: Final = 512
 SESSION_WAITING_BYTES_MAX: Final = 16 << 20
-"""What of both one session may use."""
+"""Maximum requests and bytes of one session."""
 SESSION_WAITERS_ALWAYS: Final = 4
 SESSION_WAITING_BYTES_ALWAYS: Final = 256 << 10
-"""What one session may use however much the others do; there are fewer of them than connections."""
+"""One session may always use these, whatever the others use; fewer of them than connections."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One request that is not answered yet.
+    """One waiting request.
 
     Attributes:
-        connection: whose it is.
-        session: whose share it takes.
-        size_bytes: of its message.
-        since_ns: when it came.
+        connection: number of its connection.
+        session: token of its session.
+        size_bytes: size of its message.
+        since_ns: time of its arrival.
         awaited: what it waits for.
-        ready: what it waited for has happened, and it waits for its turn.
+        ready: its event has happened, and it waits for its turn.
     """
 
     connection: int
@@ -47,10 +47,10 @@ class Waiter:
 
 
 class WaitingRoom:
-    """All requests of one node that wait."""
+    """All waiting requests of one node."""
 
     def __init__(self) -> None:
-        #: Those that are not ready yet, by what they wait for, in the order they came.
+        #: Requests that are not ready, by what they wait for, in order of arrival.
         self._by_thing: dict[Hashable, dict[Waiter, None]] = {}
         self._ready: deque[Waiter] = deque()
         self._by_connection: dict[int, dict[Waiter, None]] = {}
@@ -63,7 +63,7 @@ class WaitingRoom:
         return self.count
 
     def admits(self, session: bytes, size_bytes: int) -> bool:
-        """Whether one more request of so many bytes may wait for a session."""
+        """Whether a session may have one more waiting request of this size."""
         count, size = self._counts[session] + 1, self._sizes[session] + size_bytes
         if count <= SESSION_WAITERS_ALWAYS and size <= SESSION_WAITING_BYTES_ALWAYS:
             return True
@@ -75,14 +75,14 @@ class WaitingRoom:
         )
 
     def add(self, waiter: Waiter) -> None:
-        """Let a request wait; the caller has asked :meth:`admits`, or it waited before."""
+        """Add a request; :meth:`admits` returned True for it, or it has waited before."""
         waiter.ready = False
         self._by_thing.setdefault(waiter.awaited, {})[waiter] = None
         self._by_connection.setdefault(waiter.connection, {})[waiter] = None
         self._count(waiter, 1)
 
     def remove(self, waiter: Waiter) -> None:
-        """It waits no more."""
+        """Remove a request."""
         if waiter.ready:
             self._ready.remove(waiter)
         else:
@@ -90,13 +90,13 @@ class WaitingRoom:
         self._forget(waiter)
 
     def wake(self, thing: Hashable) -> None:
-        """What some waited for has happened: they are ready, in the order they came."""
+        """An event has happened: mark its requests as ready, in order of arrival."""
         for waiter in self._by_thing.pop(thing, ()):
             waiter.ready = True
             self._ready.append(waiter)
 
     def wake_due(self, now_ns: int) -> None:
-        """Whoever's deadline has passed is ready."""
+        """Mark all requests whose deadline has passed as ready."""
         due = [
             waiter
             for waiters in self._by_thing.values()
@@ -109,7 +109,7 @@ class WaitingRoom:
             self._ready.append(waiter)
 
     def take(self) -> Waiter | None:
-        """The waiter whose turn it is, which waits no more; None when none is ready."""
+        """Remove and return the next ready request; None if there is none."""
         if not self._ready:
             return None
         waiter = self._ready.popleft()
@@ -117,25 +117,25 @@ class WaitingRoom:
         return waiter
 
     def first_on(self, thing: Hashable) -> Waiter | None:
-        """Who has waited longest for one thing."""
+        """The request that has waited longest for one thing."""
         return next(iter(self._by_thing.get(thing, ())), None)
 
     def of(self, connection: int) -> list[Waiter]:
-        """Who waits on one connection."""
+        """The waiting requests of one connection."""
         return list(self._by_connection.get(connection, ()))
 
     def next_deadline_ns(self) -> int:
-        """The earliest deadline; 0 = nobody waits."""
+        """The earliest deadline of requests that are not ready; 0 = none."""
         waiting = (waiter for waiters in self._by_thing.values() for waiter in waiters)
         return min((waiter.deadline_ns for waiter in waiting), default=0)
 
     @property
     def ready(self) -> bool:
-        """Whether somebody waits for nothing but its turn."""
+        """Whether a request is ready."""
         return bool(self._ready)
 
     def check(self) -> None:
-        """Assert that the counts are those of who waits."""
+        """Assert that the counts match the requests."""
         everyone = [
             *self._ready,
             *(waiter for waiters in self._by_thing.values() for waiter in waiters),

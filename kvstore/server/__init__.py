@@ -1,1 +1,1 @@
-"""kvstore-server: the socket, HTTP and events around a node."""
+"""The daemon ``kvstore-server``: socket, HTTP and events of a node."""

@@ -124,7 +124,7 @@ class PageDetail(PageRow, frozen=True):
 
 
 class PageTokens(Answer, frozen=True):
-    """The token ids of one page; None = nobody gave them, or its record has no room for them."""
+    """The token ids of one page; None = not given with the page, or too long for its record."""
 
     key: str
     depth: int
@@ -132,7 +132,7 @@ class PageTokens(Answer, frozen=True):
 
 
 class PromptPart(Answer, frozen=True):
-    """Pages that follow each other; the last one is the page that was asked for."""
+    """Consecutive pages; the last one is the requested page."""
 
     space: str
     prompt: list[PageTokens]

@@ -1,4 +1,4 @@
-"""The tokens of a node: those that it was configured with, or one that is made at each start."""
+"""The tokens of a node: configured ones, or one generated at each start."""
 
 import secrets
 from pathlib import Path
@@ -14,10 +14,10 @@ _TOKEN_CHARACTERS_MIN: Final = 16
 
 
 def tokens_of(config: HttpConfig) -> dict[Role, str]:
-    """The configured tokens; none when the node is to make one.
+    """The configured tokens; empty if the node must generate one.
 
     Raises:
-        ConfigError: a file cannot be read, or a token is too short, cannot be sent, or is that of
+        ConfigError: a file cannot be read, or a token is too short, is not ASCII, or is used for
             both roles.
     """
     tokens: dict[Role, str] = {}
@@ -33,21 +33,21 @@ def tokens_of(config: HttpConfig) -> dict[Role, str]:
                 f"{key} has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more are needed"
             )
         if text and not (text.isascii() and text.isprintable()):
-            raise ConfigError(f"{key} has characters that no HTTP header carries: ASCII only")
+            raise ConfigError(f"{key} has characters that HTTP headers do not allow: ASCII only")
         if text:
             tokens[role] = text
     if tokens and tokens.get("read") == tokens.get("operate"):
-        raise ConfigError("http.read_token and http.operate_token are the same: make two")
+        raise ConfigError("http.read_token and http.operate_token are equal: make them different")
     return tokens
 
 
 def token_file(socket: Path) -> Path:
-    """Where a node with that admin socket keeps the token that it made."""
+    """Path of the generated token of a node with this admin socket."""
     return socket.with_name(f"{socket.name}.token")
 
 
 def make_token(path: Path) -> str:
-    """A new token, and a file for it that only this user may read.
+    """Generate a token, and write it to a file that only this user may read.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,8 +1,8 @@
-"""Between a node and its admin process: frames on a pair of sockets.
+"""The channel between a node and its admin process: frames on a socket pair.
 
-The admin process asks, the node answers; both sides frame as the node's socket does
-(:mod:`kvstore.wire`). Operations and answers travel as msgpack inside of :class:`Ask` and
-:class:`Answered`, because only who asked knows which type to expect.
+The admin process sends operations, the node answers. Frames are those of the node's socket
+(:mod:`kvstore.wire`). Operations and answers are msgpack inside of :class:`Ask` and
+:class:`Answered`, because only the caller knows the expected type.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from kvstore.errors import ProtocolError
 from kvstore.wire import FrameReader
 
 ASK_BYTES_MAX: Final = 1 << 20
-"""Of one operation: the longest has 10,000 keys in hex."""
+"""Maximum size of one operation: the longest has 10,000 keys in hex."""
 ASKS_MAX: Final = 512
-"""Operations that may be under way; more than the admin process serves connections."""
+"""Maximum operations in progress; more than the admin process has connections."""
 ALIVE_S: Final = 2.0
-"""The admin process says so often that it is there."""
+"""Seconds between two :class:`Alive` messages of the admin process."""
 
 
 class Caller(msgspec.Struct, array_like=True, frozen=True):
-    """Who asks: with which role, and from where."""
+    """The client of a request: its role and address."""
 
     role: str = ""
     address: str = ""
@@ -34,8 +34,8 @@ class Ask(msgspec.Struct, array_like=True, tag=1):
     """Carry out an operation, named after its type.
 
     Attributes:
-        id: names it on this channel.
-        by: who asks, for the log.
+        id: id on this channel.
+        by: the client, for the log.
     """
 
     id: int
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, array_like=True, tag=1):
 
 
 class Abandon(msgspec.Struct, array_like=True, tag=2):
-    """Nobody waits for this answer any more."""
+    """Cancel an operation: the client does not wait any more."""
 
     id: int
 
@@ -55,7 +55,7 @@ class Alive(msgspec.Struct, array_like=True, tag=3):
 
 
 class Serving(msgspec.Struct, array_like=True, tag=4):
-    """From now on requests are answered."""
+    """The admin process answers requests now."""
 
 
 class Said(msgspec.Struct, array_like=True, tag=5):
@@ -67,15 +67,15 @@ class Said(msgspec.Struct, array_like=True, tag=5):
 
 
 class Begin(msgspec.Struct, array_like=True, tag=6):
-    """What the admin process needs to know; the node's first message.
+    """The node's first message: the settings of the admin process.
 
     Attributes:
-        listeners: descriptors of listening sockets, which it has inherited.
+        listeners: descriptors of inherited listening sockets.
         tokens: role → bearer token.
         group: whether peers of the node's group may operate over the Unix socket.
-        tenants: whether these have tenants of their own.
-        open_metrics: whether ``/metrics`` wants no token.
-        token_file: where a token that was made at this start is; empty = none was.
+        tenants: whether ``socket.tenants`` separates these.
+        open_metrics: whether ``/metrics`` needs no token.
+        token_file: file of the token generated at this start; empty = none.
         values: the configuration, for ``/v1/config``.
     """
 
@@ -89,7 +89,7 @@ class Begin(msgspec.Struct, array_like=True, tag=6):
 
 
 class Answered(msgspec.Struct, array_like=True, tag=7):
-    """What the operation gave."""
+    """The result of an operation."""
 
     id: int
     result: msgspec.Raw
@@ -117,13 +117,13 @@ class Channel(asyncio.Protocol):
     """One end of the channel.
 
     Args:
-        kind: union of the messages that come.
-        received: is called with each.
-        lost: is called once when the other end has gone, or said what cannot be understood.
-        frame_bytes_max: a longer one is not understood.
+        kind: union of the types of received messages.
+        received: called with each message.
+        lost: called once when the peer closes the channel or sends an invalid message.
+        frame_bytes_max: maximum size of a frame.
 
     Attributes:
-        closed: nothing comes any more.
+        closed: no more messages are received.
     """
 
     def __init__(
@@ -140,33 +140,33 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The loop took the socket over."""
+        """The event loop has taken over the socket."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Handle received bytes."""
         try:
             messages = [self._decoded(body) for body in self._reader.feed(data)]
         except _NOT_UNDERSTOOD:
-            self.close()  # what does not speak this is not the process that was started
+            self.close()  # invalid data: not the process that was started
             return
         for message in messages:
             if not self.closed:
                 self._received(message)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The other end has gone."""
+        """The peer has closed the channel."""
         self.closed = True
         self._lost()
 
     def send(self, message: FromAdmin | FromNode) -> None:
-        """Send one message; nothing happens once the channel is closed."""
+        """Send one message; ignored after the channel was closed."""
         if self._transport is not None and not self.closed:
             body = _ENCODER.encode(message)
             self._transport.write(_LENGTH.pack(len(body)) + body)
 
     def close(self) -> None:
-        """Say and hear nothing more."""
+        """Close the channel."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()

@@ -12,7 +12,7 @@ from kvstore.server.auth import token_file
 from kvstore.server.environment import admin_socket
 
 HERE: Final = f"unix://{admin_socket()}"
-"""A node of this machine that was told no paths."""
+"""The default admin socket."""
 HERE_TCP: Final = f"http://{HttpConfig().host}:{HttpConfig().port}"
 
 
@@ -31,7 +31,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def is_address(url: str) -> bool:
-    """Whether this can be a node's address: ``http://…``, ``https://…`` or ``unix:///path``."""
+    """Whether this is a valid address of a node.
+
+    ``http://…``, ``https://…`` or ``unix:///path``.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -47,22 +50,22 @@ def send(
     url: str, method: str, path: str, *, body: bytes | None = None, token: str = "",
     timeout_s: float, headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:  # fmt: skip
-    """Send a request as it is, past any proxy of the environment.
+    """Send a request directly, without any proxy of the environment.
 
     Args:
         url: the node's address.
-        method: of HTTP.
-        path: with its query.
+        method: HTTP method.
+        path: path and query.
         body: JSON; None = none.
-        token: a bearer token; empty = none.
-        timeout_s: of each step of the connection.
-        headers: to send besides.
+        token: bearer token; empty = none.
+        timeout_s: timeout of each step of the connection.
+        headers: additional headers.
 
     Returns:
-        status and body of the answer.
+        Status and body of the answer.
 
     Raises:
-        OSError, http.client.HTTPException: nobody answers there, or no HTTP.
+        OSError, http.client.HTTPException: no answer, or not HTTP.
     """
     every = dict(headers or {})
     if token:
@@ -82,10 +85,10 @@ def send(
 
 
 def endpoint(url: str, token: str) -> tuple[str, str]:
-    """Where and with which token to ask a node.
+    """The address and the token to use for a node.
 
-    It is as it was given, but when it is the socket of a node that was told no paths and there is
-    none, it is the port of such a node, with the token that it made if this user may read that.
+    They are the given ones, except if the address is the default socket and that does not exist:
+    then the default TCP port with the node's generated token, if this user may read it.
     """
     socket_path = admin_socket()
     if url != HERE or socket_path.is_socket():

@@ -1,7 +1,7 @@
-"""The connections of sessions: bytes in, messages to the desk, answers out.
+"""Connections of sessions: received bytes to messages for the desk, answers to bytes.
 
-A client cannot make the others wait: what it sends at once is taken in turns, and while it does not
-read its answers nothing more is read from it.
+A client cannot delay others: its messages are processed in turns, and while it does not read its
+answers, nothing more is read from it.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from kvstore.state.tree.sessions import Peer
 log = logging.getLogger(__name__)
 
 UNSENT_BYTES_HIGH: Final = 1 << 20
-"""While more than this waits to be sent nothing is read, nor taken of what was."""
+"""While more bytes than this wait to be sent, nothing is read or processed."""
 UNSENT_BYTES_MAX: Final = 16 << 20
-"""A client that does not read its answers (to requests that waited) is cut off beyond this."""
+"""Beyond this, a client that does not read answers (to requests that waited) is disconnected."""
 UNREAD_BYTES_MAX: Final = 256 << 20
-"""Bytes that came and were not taken yet, of all connections."""
+"""Maximum unprocessed bytes of all connections together."""
 STATS_SHARE: Final = 20
-"""Statistics that took long to gather are told again for so many times as long."""
+"""Statistics are cached for this many times the duration of gathering them."""
 
 
 class SessionConnections:
     """All connections of sessions with one node.
 
     Args:
-        desk: where their messages are carried out.
-        stats: gives the JSON that answers ``Stats``.
+        desk: processes their messages.
+        stats: returns the JSON for ``Stats``.
 
     Attributes:
-        open: those that said Hello, by their number at the desk.
-        unread_bytes: what came on them and was not taken yet.
+        open: connections after their Hello, by their number at the desk.
+        unread_bytes: unprocessed bytes of all connections.
     """
 
     def __init__(self, desk: Desk, stats: Callable[[], bytes]) -> None:
@@ -56,18 +56,18 @@ class SessionConnections:
         self._rounds = Rounds()
 
     def close(self) -> None:
-        """Cut all of them off."""
+        """Close all connections."""
         for connection in list(self.open.values()):
             connection.transport.abort()
         self._processes.close()
 
     def begin(self, connection: "SessionConnection", hello: wire.Hello, rest: bytes) -> None:
-        """Say Hello to the node, before this or another connection of the process can be lost.
+        """Pass Hello to the node, before this or another connection of the process can be lost.
 
         Args:
-            connection: the loop has taken its socket over.
+            connection: a connection whose socket the loop has taken over.
             hello: its first message.
-            rest: what came after that.
+            rest: bytes received after it.
         """
         try:
             connection.peer = self._watch(connection)
@@ -81,7 +81,7 @@ class SessionConnections:
             connection.data_received(rest)
 
     def receive(self, connection: "SessionConnection", body: bytes | memoryview) -> None:
-        """Carry out one message."""
+        """Process one message."""
         try:
             request = wire.decode_request(body)
         except ProtocolError as error:
@@ -93,20 +93,21 @@ class SessionConnections:
         self._desk.receive(connection.number, request)
 
     def refuse(self, connection: "SessionConnection", error: ProtocolError) -> None:
-        """What came on a connection is no message: say so, and end the connection."""
+        """Answer an invalid message with a failure, and close the connection."""
         self._counts["refused_protocol"] += 1
         log.warning("connection of process %s ended: %s", connection.peer.pid or "?", error)
         connection.answer(wire.Failure(0, error.code, str(error)))
         connection.transport.close()
 
     def want(self, connection: "SessionConnection") -> None:
-        """A connection has messages that may be taken; see :meth:`SessionConnection.take`."""
+        """A connection has messages to process; see :meth:`SessionConnection.take`."""
         self._rounds.want(connection.peer.identity, connection.take)
 
     def unread(self, change_bytes: int) -> None:
-        """A connection holds so many bytes more that were not taken yet.
+        """Add to the unprocessed bytes.
 
-        When all hold too many, the process with the most of them loses its largest message.
+        If all connections together have too many, the process with the most loses the connection
+        with its largest message.
         """
         self.unread_bytes += change_bytes
         if self.unread_bytes > UNREAD_BYTES_MAX and change_bytes > 0:
@@ -116,10 +117,10 @@ class SessionConnections:
             largest = max(
                 self.open.values(), key=lambda one: (held[one.peer.identity], one.unread_bytes)
             )
-            self.refuse(largest, ProtocolError("too many long messages are on their way"))
+            self.refuse(largest, ProtocolError("too many long messages at a time"))
 
     def lost(self, connection: "SessionConnection") -> None:
-        """A connection closed."""
+        """A connection was closed."""
         if self.open.pop(connection.number, None) is None:
             return  # its Hello was refused
         identity = connection.peer.identity
@@ -129,7 +130,7 @@ class SessionConnections:
             self._processes.forget(identity)
 
     def _stats_json(self) -> bytes:
-        """The node's statistics; many engines that ask all the time get the same for a while."""
+        """The node's statistics; cached, because many engines may request them often."""
         start_s = monotonic()
         if start_s >= self._told_until_s:
             self._told = self._stats()
@@ -138,7 +139,7 @@ class SessionConnections:
         return self._told
 
     def _watch(self, connection: "SessionConnection") -> Peer:
-        """Learn from the kernel who the peer is, and when its process ends."""
+        """Ask the kernel for the peer's identity, and watch its process."""
         pid = credentials(connection.raw).pid
         process = self._processes.add(connection.raw, pid)
         return Peer(process.identity, pid, process.watched, connection.tenants)
@@ -148,15 +149,15 @@ class SessionConnection(asyncio.Protocol):
     """One connection of a session after its handshake.
 
     Args:
-        server: all connections, which take its messages.
-        tenants: which ones its process may belong to; None = any.
-        first: its socket, its Hello, and what came after that.
+        server: all connections; processes the messages.
+        tenants: tenants that its process may use; None = any.
+        first: its socket, its Hello, and the bytes received after it.
 
     Attributes:
-        number: names it at the desk; 0 until its Hello was taken there.
-        peer: who is at the other end, once the server has looked.
+        number: its number at the desk; 0 until its Hello was processed.
+        peer: identity of the peer, once known.
         raw: its socket, which belongs to the loop's transport.
-        unread_bytes: what came and was not taken yet, but for the first message of it.
+        unread_bytes: unprocessed bytes, without the first message.
     """
 
     transport: asyncio.Transport
@@ -165,7 +166,7 @@ class SessionConnection(asyncio.Protocol):
         self, server: SessionConnections, tenants: frozenset[str] | None,
         first: tuple[socket.socket, wire.Hello, bytes],
     ) -> None:  # fmt: skip
-        """Belong to the server; :meth:`connection_made` begins."""
+        """Store the arguments; :meth:`connection_made` starts."""
         self.number = 0
         self.peer = Peer(0)
         self.tenants = tenants
@@ -174,22 +175,22 @@ class SessionConnection(asyncio.Protocol):
         self._first = first
         self._reader = wire.FrameReader()
         self.unread_bytes = 0
-        #: The next messages, as far as they are cut already; the others are in the reader.
+        #: The next messages that are already split; the others are in the reader.
         self._bodies: deque[bytes | memoryview] = deque()
-        #: More messages are to be taken when it is this connection's turn.
+        #: More messages must be processed in this connection's next turn.
         self._more = False
         self._congested = False
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The loop took the socket over."""
+        """The event loop has taken over the socket."""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's own class
         self.transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
         _, hello, rest = self._first
         self._server.begin(self, hello, rest)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Handle received bytes."""
         try:
             body = self._reader.add(data)
         except ProtocolError as error:
@@ -203,7 +204,7 @@ class SessionConnection(asyncio.Protocol):
             self._read_or_pause()
 
     def take(self, end_s: float) -> bool:
-        """Take messages until then; whether there are more that may be taken."""
+        """Process messages until ``end_s``; returns whether more can be processed."""
         self._more = False
         body = self._next()
         while body is not None:
@@ -217,28 +218,28 @@ class SessionConnection(asyncio.Protocol):
         return self._more
 
     def pause_writing(self) -> None:
-        """The client does not read its answers."""
+        """The client does not read its answers: stop processing its messages."""
         self._congested = True
         self._read_or_pause()
 
     def resume_writing(self) -> None:
-        """It has read some."""
+        """The client has read some answers: continue."""
         self._congested = False
         self._server.want(self)
         self._read_or_pause()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The peer left, or was cut off."""
+        """The connection was closed by either side."""
         self._bodies.clear()
         self._reader = wire.FrameReader()
         self._count_unread(0)
         self._server.lost(self)
 
     def answer(self, answer: wire.Answer) -> None:
-        """Send one answer; a peer that lets them pile up is cut off.
+        """Send one answer; close the connection if too many are unread.
 
-        What the socket takes goes out now: the transport would send it only when this turn of the
-        loop ends, after the events of the same request have been published.
+        Bytes are written to the socket directly: the transport would write them only at the end of
+        this turn of the loop, after the events of the same request were published.
         """
         frame = wire.encode(answer)
         waiting = self.transport.get_write_buffer_size()
@@ -253,15 +254,15 @@ class SessionConnection(asyncio.Protocol):
         if frame:
             self.transport.write(frame)
         if waiting > UNSENT_BYTES_MAX:
-            log.warning("process %s does not read its answers: cut off", self.peer.pid or "?")
+            log.warning("process %s does not read its answers: disconnected", self.peer.pid or "?")
             self.transport.abort()
 
     def cut(self) -> None:
-        """Close it at once; what was not sent is lost."""
+        """Close it at once; unsent bytes are lost."""
         self.transport.abort()
 
     def _next(self) -> bytes | memoryview | None:
-        """The next message, if one may be taken."""
+        """The next message, if one can be processed."""
         if self._congested or self.transport.is_closing():
             return None
         if self._bodies:
@@ -273,7 +274,7 @@ class SessionConnection(asyncio.Protocol):
             return None
 
     def _read_or_pause(self) -> None:
-        """Read only while the client reads too, and what it has sent has been taken."""
+        """Read only while the client reads its answers and its messages have been processed."""
         pause = self._more or self._congested or bool(self._bodies)
         if pause == self._paused or self.transport.is_closing():
             return

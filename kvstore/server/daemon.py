@@ -1,9 +1,8 @@
-"""``kvstore-server``: one node of a machine as a process."""
+"""``kvstore-server``: runs one node."""
 
 import argparse
 import asyncio
 import faulthandler
-import gc
 import hashlib
 import logging
 import os
@@ -31,6 +30,7 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
 from kvstore.process import logs
+from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
 from kvstore.server.notify import ServiceManager
@@ -46,42 +46,44 @@ from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
 from kvstore.tier.stale import MemoryRecord
 
-log = logging.getLogger("kvstore.server.daemon")  # also when it is run with python -m
+log = logging.getLogger("kvstore.server.daemon")  # also if run with python -m
 
 TICK_S: Final = 0.02
 LONG_TURN_NS: Final = 50_000_000
-"""A turn of the loop that the log names."""
+"""Turns of the loop longer than this are logged."""
 LAG_WINDOW_S: Final = 15.0
-"""Of this window and the one before the worst lag is told, so that every scrape sees it."""
+"""The maximum lag of this window and the previous one is reported, so that every scrape sees it."""
 WRITE_OUT_S: Final = 10.0
-"""How long an orderly end writes pages that are in memory only."""
+"""Seconds for writing pages to the SSDs before an orderly stop."""
 END_WAIT_S: Final = 5.0
-"""What threads that should have ended get before the process ends without them."""
+"""Seconds for threads to end before the process exits without them."""
 _STALE_CHECK_TICKS: Final = 50
 
 
 class Daemon:
-    """A node with everything around it.
+    """A node with its memory, disk tier, sockets, HTTP and events.
 
     Args:
-        loaded: the whole tree, and where its values came from.
-        undo: is told how to end each thing as soon as it is made; whoever gives it ends them.
-        device: the disk that the SSD tier is on; None = of this machine.
+        loaded: the configuration, with the sources of its values.
+        undo: gets a function to release each resource as soon as it is created; the caller runs
+            them.
+        device: the disk of the SSD tier; None = the file system.
 
     Raises:
-        ConfigError, TierUnavailable: the memory or an endpoint cannot be had; says which and why.
+        ConfigError, TierUnavailable: memory or an endpoint is not available; the message says which
+            and why.
     """
 
     def __init__(
         self, loaded: Loaded[ServerConfig], undo: ExitStack, device: Disk | None = None
     ) -> None:
-        """Make the memory and the node; nothing listens yet."""
+        """Create the memory and the node; nothing listens yet."""
         self.loaded = loaded
         self._started_s = monotonic()
         self._manager = ServiceManager()
         undo.callback(self._manager.close)
         if self._manager.watchdog_s:
-            faulthandler.enable()  # a watchdog ends it by SIGABRT: it then says where it hangs
+            faulthandler.enable()  # a watchdog sends SIGABRT: log where it hangs
         self._manager.status("starting")
         self._undo = undo
         self._device = device
@@ -89,7 +91,7 @@ class Daemon:
         host = config.host
         self.boot = secrets.token_bytes(16)
         extents = host.capacity_bytes // host.extent_bytes
-        # Of all nodes on this machine, the one on this socket is this one.
+        # Identifies this node among those of the machine by its socket.
         place = hashlib.sha256(os.path.realpath(config.socket.path).encode()).hexdigest()[:12]
         self._label = f"{config.node.name}.{place}"
         self._record = MemoryRecord(Path(f"{config.socket.path}.memory"))
@@ -123,7 +125,7 @@ class Daemon:
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self._table)
         self._watch = Watch(self.node, self.status.unready)
-        #: How late the loop was at worst: in this window, and in the one before.
+        #: Maximum lag of the loop: in this window, and in the previous one.
         self._lags_s = (0.0, 0.0)
         self._why = ""
         self._failed = False
@@ -132,10 +134,10 @@ class Daemon:
         """Serve until SIGTERM or SIGINT.
 
         Returns:
-            exit status: 1 when an invariant broke; the state could not be trusted any more.
+            Exit status; 1 if an assertion failed, so that the state cannot be trusted.
 
         Raises:
-            ConfigError, TierUnavailable: the SSD tier or an address cannot be had.
+            ConfigError, TierUnavailable: the SSD tier or an address is not available.
         """
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
@@ -166,7 +168,7 @@ class Daemon:
         return int(self._failed)
 
     def _recover(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take over what is on the SSDs."""
+        """Recover the pages on the SSDs."""
         self._manager.status("recovering pages from the SSDs")
 
         def wake() -> None:
@@ -179,12 +181,11 @@ class Daemon:
         self._table.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
-        gc.freeze()  # no collection walks over all that was found: nodes go by their counts
 
     def _close_publication(self) -> None:
         try:
             self.publication.close()
-        except KVStoreError as error:  # what went wrong before it matters more
+        except KVStoreError as error:  # an earlier error is more important
             event(log, logging.ERROR, "events did not end", why=str(error))
 
     def _stop(self, why: str, stop: asyncio.Event) -> None:
@@ -192,14 +193,14 @@ class Daemon:
         stop.set()
 
     def _fail(self, context: dict[str, object], stop: asyncio.Event) -> None:
-        """Something raised on the loop that owns the state: end rather than go on with it."""
+        """An exception on the loop that owns the state: stop the node."""
         error = context.get("exception")
         log.critical("%s", context.get("message"), exc_info=cast("BaseException | None", error))
         self._failed = True
         self._stop("its state cannot be trusted any more", stop)
 
     def _counts(self) -> dict[str, object]:
-        """What nobody counts but the process itself."""
+        """Counts of the process itself."""
         return {
             "pid": os.getpid(),
             "loop_lag_s": max(self._lags_s),
@@ -207,14 +208,14 @@ class Daemon:
         }
 
     def _status(self) -> str:
-        """One line for whoever asks the service manager."""
+        """One line of status for the service manager."""
         return f"stopping: {self._why}" if self._why else self.status.unready() or "serving"
 
     def _stats_json(self) -> bytes:
         return msgspec.json.encode(self.status.stats())
 
     async def _write_out(self) -> None:
-        """Before an orderly end: what is worth it goes to disk, so that a restart finds it."""
+        """Before an orderly stop: write pages to disk, so that a restart finds them."""
         if self.disk is None:
             return
         loop = asyncio.get_running_loop()
@@ -228,7 +229,7 @@ class Daemon:
             log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
 
     async def _tick(self) -> None:
-        """Apply deadlines, measure the loop's lag, take back memory that earlier clients left."""
+        """Apply deadlines, measure the loop's lag, take back withheld memory."""
         loop = asyncio.get_running_loop()
         ticks = 0
         window = loop.time()
@@ -241,7 +242,7 @@ class Daemon:
                 worst, earlier, window = 0.0, worst, before
                 took_ns, what = self.desk.take_longest()
                 if took_ns >= LONG_TURN_NS:
-                    log.warning("everybody waited %.0f ms for %s", took_ns / 1e6, what)
+                    log.warning("the loop was blocked for %.0f ms by %s", took_ns / 1e6, what)
             self._lags_s = worst, earlier
             self.desk.advance()
             if not self._announcement.done:
@@ -281,9 +282,9 @@ class Daemon:
 
 
 def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
-    """Put up to ``count`` withheld extents to use, as far as there is memory; how many that were.
+    """Allocate memory for up to ``count`` withheld extents; returns how many succeeded.
 
-    What there is none for is asked for again later: a node that runs does not end for it.
+    The caller retries the others later; a failure does not stop a running node.
     """
     made = 0
     try:
@@ -291,22 +292,22 @@ def take_back(slots: SlotTable, memory: HostMemory, count: int) -> int:
             memory.create([number])
             made += 1
     except TierUnavailable as error:
-        log.warning("memory of the previous boot's clients is not taken back yet: %s", error)
+        log.warning("withheld memory cannot be allocated yet: %s", error)
     slots.provide(made)
     return made
 
 
 async def serve(loaded: Loaded[ServerConfig], device: Disk | None) -> int:
-    """Run a daemon from its first resource to its last; returns the exit status."""
+    """Run a daemon, and release its resources; returns the exit status."""
     with ExitStack() as undo:
         return await Daemon(loaded, undo, device).run()
 
 
 def require_memory(needs: Needs) -> None:
-    """Refuse to start what would be killed for its memory, or could not get it; warn if it may be.
+    """Check that the memory fits; log a warning if it barely does.
 
     Raises:
-        ConfigError: it can never fit; says what there is and what to do.
+        ConfigError: it can never fit; the message says what was found and what to do.
     """
     for check in memory_checks(needs):
         if check.status == "fail":
@@ -320,7 +321,7 @@ def require_memory(needs: Needs) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> int:
-    """Run the daemon; returns the process's exit status: 2 when it did not start."""
+    """Run the daemon; returns the process's exit status; 2 if it did not start."""
     if not __debug__:
         sys.stderr.write("kvstore-server relies on assertions and does not run under python -O\n")
         return 2
@@ -336,14 +337,14 @@ def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> 
                 return 0
             _say_what_starts(loaded)
             require_memory(loaded.config.needs)
-            gc.callbacks.append(spare_survivors)
+            undo.callback(spare_the_old())
             status = uvloop.run(serve(loaded, device))
             event(log, logging.INFO, "stopped", status=status)
         except KVStoreError as error:
             refusal = f"{error.code}: {error}"
-        except OSError as error:  # of a call that has no error of ours
+        except OSError as error:  # not translated to an error of ours
             refusal = f"{KVStoreError.code}: {error}"
-        except BaseExceptionGroup as error:  # of what ran beside the signal's wait
+        except BaseExceptionGroup as error:  # of tasks that ran in parallel
             log.critical("the node failed", exc_info=error)
             status = 1
         hanging = _hanging(thread for thread in threading.enumerate() if thread not in before)
@@ -351,7 +352,7 @@ def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> 
             event(log, logging.CRITICAL, "not started", why=refusal)
     if refusal and options.log_format == "text":
         sys.stderr.write(f"kvstore-server: {refusal}\n")
-    if hanging:  # the interpreter would wait for them for ever
+    if hanging:  # the interpreter would wait for them forever
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -360,12 +361,12 @@ def main(arguments: Sequence[str] | None = None, device: Disk | None = None) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore-server", description="Keep KV pages for the engines of this machine."
+        prog="kvstore-server", description="Store KV pages for the engines of this machine."
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="a setting; wins over the environment (KVSTORE__SECTION__KEY) and the file",
+        help="a setting; overrides the environment (KVSTORE__SECTION__KEY) and the file",
     )  # fmt: skip
     parser.add_argument(
         "--print-config", action="store_true", help="print every setting and its source, and exit"
@@ -376,7 +377,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--log-format", default="text", choices=["text", "json"],
-        help="lines on standard error; default: text",
+        help="format of the log on standard error; default: text",
     )  # fmt: skip
     version = f"kvstore-server {version_of()}"
     parser.add_argument("--version", action="version", version=version)
@@ -396,7 +397,7 @@ def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
 
 
 def _hanging(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
-    """Those that should have ended and do not; they get a moment."""
+    """The threads that have not ended after a short wait."""
     deadline = monotonic() + END_WAIT_S
     waited = [thread for thread in threads if not thread.daemon]
     for thread in waited:
@@ -406,16 +407,6 @@ def _hanging(threads: Iterable[threading.Thread]) -> list[threading.Thread]:
         event(log, logging.CRITICAL, "ended without waiting for threads",
               threads=[thread.name for thread in left])  # fmt: skip
     return left
-
-
-def spare_survivors(phase: str, info: dict[str, int]) -> None:
-    """A callback of ``gc``: what a full collection leaves alive, later ones do not look at again.
-
-    It is nodes of the prefix tree, nearly all of it, and they go by their counts. Walking over a
-    million of them each time would stop the node for a second.
-    """
-    if phase == "stop" and info["generation"] == 2:
-        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Carries out what the admin process asks: each operation is work in turns, its answer a frame.
+"""Runs the operations of the admin process: each is work in turns, its answer a frame.
 
-What it refuses changed nothing. What fails for a reason of our own ends the node (the loop's
-handler sees to that): a state that broke an assertion must not be served from.
+A refused operation has changed nothing. An internal failure stops the node (through the loop's
+handler), because a state that failed an assertion must not be used.
 """
 
 import logging
@@ -30,10 +30,10 @@ class Dispatcher:
     """All operations of one node.
 
     Args:
-        node: decides.
+        node: the node.
         memory: the bytes of the host tier.
-        status: what the node says of itself.
-        turns: where they are carried out.
+        status: the node's status.
+        turns: runs the operations.
         send: sends an answer to the admin process.
     """
 
@@ -54,23 +54,23 @@ class Dispatcher:
         self._changes = set(self._operation.handlers)
 
     def close(self) -> None:
-        """Let go of everything; the turns have ended."""
+        """Release everything; the turns have ended."""
         self._operation.close()
 
     def forget(self) -> None:
-        """Whoever asked has gone; what runs as a job goes on."""
+        """The admin process has ended: cancel its operations; jobs continue."""
         for task in self._tasks.values():
             self._turns.abandon(task)
         self._tasks.clear()
 
     def abandon(self, message: Abandon) -> None:
-        """Nobody waits for an answer any more."""
+        """Cancel an operation whose client does not wait any more."""
         task = self._tasks.pop(message.id, None)
         if task is not None:
             self._turns.abandon(task)
 
     def ask(self, message: Ask) -> None:
-        """Begin to carry out an operation."""
+        """Start an operation."""
         number = message.id
         if message.operation == operations.PingNode.__name__:
             self._send(Answered(number, msgspec.Raw(_ENCODER.encode({"status": "ok"}))))
@@ -108,7 +108,7 @@ class Dispatcher:
             return
         try:
             encoded = _ENCODER.encode(result)
-        except (TypeError, ValueError, OverflowError):  # a name that is no UTF-8, say
+        except (TypeError, ValueError, OverflowError):  # for example a name that is not UTF-8
             log.exception("%s cannot be answered", type(asked).__name__)
             self._refuse(number, Refusal(500, "internal", "see the node's log"))
             return
@@ -119,7 +119,7 @@ class Dispatcher:
 
 
 def _log_operation(asked: operations.Operation, by: Caller, result: Any) -> None:
-    """Say who changed what, or was told whose prompt, and what came of it."""
+    """Log who changed what, or saw whose prompt, and the result."""
     told: dict[str, object] = {"operation": type(asked).__name__}
     told |= {"role": by.role, "address": by.address}
     for name in asked.__struct_fields__:

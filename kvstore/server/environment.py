@@ -1,4 +1,4 @@
-"""What the environment tells our commands, and what it tells processes that we start."""
+"""Environment variables of our commands, and of processes that we start."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from kvstore.errors import ConfigError, reason
 
 
 def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 - it is frozen
-    """The Unix socket of a node's admin API; of a node that was told nothing, by default."""
+    """The Unix socket of a node's admin API; by default that of a node with default settings."""
     return Path(config.http.socket_path or f"{config.socket.path}.admin")
 
 
 def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The node's address and the token that the ``kvstore`` command uses unless it is told.
+    """The default address and token of the ``kvstore`` command.
 
     Raises:
         ConfigError: KVSTORE_TOKEN_FILE cannot be read.
@@ -30,5 +30,5 @@ def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a process of ours: it imports what this one does, and nothing else."""
+    """The environment of a child process, so that it imports the same code as this one."""
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,9 +1,9 @@
-"""The admin process of a node: health, metrics and the admin API over HTTP, beside the node.
+"""Starts and supervises the admin process, which serves HTTP: health, metrics, the admin API.
 
-Whoever speaks HTTP takes a process's descriptors, memory and interpreter, and that process is not
-the node's: it is a child (:mod:`kvstore.server.admin`) that asks the node for one short operation
-at a time (:mod:`kvstore.server.dispatch`). The node keeps the listening sockets. If the child ends
-it is started again on them; when the node ends, however that happens, so does the child.
+HTTP clients use descriptors, memory and CPU time of a process, so this is not the node's process
+but a child (:mod:`kvstore.server.admin`). The child sends short operations to the node
+(:mod:`kvstore.server.dispatch`). The node keeps the listening sockets. If the child ends, it is
+restarted with the same sockets. If the node ends, for whatever reason, the child ends too.
 """
 
 import asyncio
@@ -45,39 +45,39 @@ from kvstore.tier.host import HostMemory
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0
-"""A machine that is busy starts a process slowly."""
+"""Maximum time for the start of the child; a busy machine is slow."""
 SILENT_S: Final = 30.0
-"""A child that says nothing for so long is ended and started again."""
+"""A child that sends nothing for so long is killed and restarted."""
 END_S: Final = 3.0
 PAUSE_S: Final = 0.1
 PAUSE_MAX_S: Final = 10.0
 STEADY_S: Final = 60.0
-"""A child that lived so long is started again at once when it ends."""
+"""A child that ran for so long is restarted at once when it ends."""
 _MODULE: Final = ("-P", "-m", "kvstore.server.admin")
 
 
 class HttpServer:
-    """The child that serves HTTP, and what it asks.
+    """The child that serves HTTP, and its operations.
 
     Args:
-        loaded: the configuration, and where its values came from.
-        desk: the node's.
+        loaded: the configuration, with the sources of its values.
+        desk: the node's desk.
         memory: the bytes of the host tier.
-        status: what the node says of itself.
+        status: the node's status.
 
     Attributes:
-        url: where it listens.
+        url: its TCP address.
         admin_url: its Unix socket.
-        restarts: how often the child ended and was started again.
+        restarts: how often the child was restarted.
     """
 
     def __init__(
         self, loaded: Loaded[ServerConfig], desk: Desk, memory: HostMemory, status: NodeStatus
     ) -> None:
-        """Take the address; nobody is answered yet.
+        """Listen at the TCP address; serve nothing yet.
 
         Raises:
-            ConfigError: the address cannot be had, or a token cannot be read.
+            ConfigError: the address is not available, or a token cannot be read.
         """
         config = loaded.config
         self.restarts = 0
@@ -103,11 +103,11 @@ class HttpServer:
         self._stopping = False
 
     async def start(self) -> None:
-        """Make the socket and the token, and serve.
+        """Create the Unix socket and the token, and start the child.
 
         Raises:
-            ConfigError: the socket or the file cannot be made.
-            TierUnavailable: the child does not come up.
+            ConfigError: the socket or the file cannot be created.
+            TierUnavailable: the child does not start.
         """
         mode = 0o660 if self._group else 0o600
         self._unix = _listen("http.socket_path", Unix(str(self._socket_path)), mode)
@@ -116,7 +116,7 @@ class HttpServer:
         await self._begin()
 
     async def watch(self) -> None:
-        """Start the child again whenever it ends; until cancelled."""
+        """Restart the child whenever it ends, until cancelled."""
         pause = PAUSE_S
         while True:
             began = monotonic()
@@ -134,16 +134,16 @@ class HttpServer:
                 await self._begin()
             except TierUnavailable as error:
                 event(log, logging.ERROR, "admin process not started", why=str(error))
-                self._lost.set()  # and once more, after a longer pause
+                self._lost.set()  # retry after a longer pause
 
     def stop(self) -> None:
-        """End the child and whatever it asked for; waits, but not for ever."""
+        """Stop the child and its operations; waits for a limited time."""
         self._stopping = True
         self._turns.close()
         self._dispatcher.close()
         if self._mine is not None:
             with contextlib.suppress(OSError):
-                self._mine.shutdown(socket.SHUT_RDWR)  # the loop, which closes it, runs no more
+                self._mine.shutdown(socket.SHUT_RDWR)  # the loop, which would close it, has ended
         if self._channel is not None:
             self._channel.close()
         self._reap()
@@ -161,13 +161,13 @@ class HttpServer:
     # ---- the child --------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Start a child, and wait until it serves."""
+        """Start a child, and wait until it is ready."""
         self._lost.clear()
         self._serving.clear()
         self._silent_s = 0.0
         try:
             self._mine = mine = self._spawn()
-        except OSError as error:  # no process or descriptor is to be had now
+        except OSError as error:  # no process or descriptor available
             raise TierUnavailable(f"the admin process cannot be started: {error}") from error
         channel = self._channel = Channel(FromAdmin, self._received, self._lost.set, ASK_BYTES_MAX)
         await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=mine)
@@ -212,19 +212,20 @@ class HttpServer:
         return [self._tcp.socket.fileno(), self._unix.socket.fileno()]
 
     async def _until_lost(self) -> None:
-        """Wait for the child's end; one that has long been silent is ended."""
+        """Wait for the child's end; kill it if it is silent for too long."""
         while not self._lost.is_set():
-            # Not wait_for: before Python 3.12 it takes a cancellation that comes with the end.
+            # Not wait_for: before Python 3.12 it may swallow a cancellation that arrives at the
+            # end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_S):
                     await self._lost.wait()
-            self._silent_s += ALIVE_S  # as often as this loop runs: it may have been away itself
+            self._silent_s += ALIVE_S  # not the clock: this loop may have been stopped
             if self._silent_s >= SILENT_S and self._channel is not None:
                 event(log, logging.ERROR, "admin process silent", silent_s=SILENT_S)
                 self._channel.close()
 
     def _reap(self) -> int | None:
-        """The exit status of a child that was told to end."""
+        """Wait for a child that was told to end; returns its exit status."""
         child, self._child = self._child, None
         if child is None:
             return None
@@ -258,7 +259,7 @@ def _status(status: int | None) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """A configured value, without what is no text: names of files may be any bytes."""
+    """A configured value as valid text: file names may be any bytes."""
     if isinstance(value, dict):
         return {name: _printable(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -269,10 +270,10 @@ def _printable(value: Any) -> Any:
 
 
 def _listen(key: str, endpoint: Endpoint, mode: int = 0o600) -> Listener:
-    """A listening socket; from the ready line on, connections wait there for the child.
+    """Open a listening socket; connections wait there until the child accepts them.
 
     Raises:
-        ConfigError: the address cannot be had; names its key.
+        ConfigError: the address is not available; names its key.
     """
     try:
         return Listener(key, endpoint, mode)

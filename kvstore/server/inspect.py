@@ -1,6 +1,6 @@
-"""Operations that show: spaces, pages, the prefix tree, sessions, pins, limits, explanations.
+"""Operations that show spaces, pages, the prefix tree, sessions, pins, limits and explanations.
 
-Each is work in turns; rows are made a few at a time, whatever has left meanwhile is left out.
+Each is work in turns. Rows are produced a few at a time; pages that leave meanwhile are skipped.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,32 +24,32 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Session
 
 STRETCH_ROWS: Final = 250
-"""Rows of one answer: making JSON's like of them takes a part of a millisecond."""
+"""Maximum rows of one answer; producing them takes less than a millisecond."""
 STRETCH_SHARDS: Final = 1000
-"""Shards of the spaces of one answer, but at least one space."""
+"""Maximum shards of the spaces in one answer, but at least one space."""
 STRETCH_PROCESSES: Final = 1000
 PROCESSES_MAX: Final = 1000
-"""Processes of one session that are shown."""
+"""Maximum processes shown per session."""
 _SHELVES_MAX: Final = 64
-"""Shelves that one answer looks through; a filter that finds little goes on with the next one."""
+"""Maximum shelves searched for one answer; the next answer continues."""
 _STEP_ROWS: Final = 16
 _CHILDREN_MAX: Final = 100
 _TOKENS_MAX: Final = 65_536
-"""Token ids of one answer, but those of at least one page."""
+"""Maximum token ids of one answer, but at least one page."""
 _READ_S: Final = 5.0
 _POLL_S: Final = 0.002
 _NS_PER_S: Final = 1_000_000_000
 
 
 class Inspection:
-    """What changes nothing.
+    """The operations that change nothing.
 
     Args:
-        node: is looked at, never changed.
-        status: what it says of itself.
+        node: the node; never changed.
+        status: its status.
 
     Attributes:
-        handlers: operation → what carries it out.
+        handlers: operation → its implementation.
     """
 
     def __init__(self, node: Node, status: NodeStatus) -> None:
@@ -76,7 +76,7 @@ class Inspection:
         }
 
     def readiness(self, _asked: operations.ShowReadiness) -> Work[answers.Readiness]:
-        """Whether there is memory to store pages in."""
+        """Check that there is memory to store pages in."""
         yield from ()
         slots, disk = self._table.slots, self._table.disk
         if why := self._status.unready():
@@ -87,7 +87,7 @@ class Inspection:
         return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
-        """A stretch of spaces."""
+        """List spaces."""
         every = list(self._table.spaces)
         rows: list[answers.SpaceRow] = []
         shards = 0
@@ -103,7 +103,7 @@ class Inspection:
         return answers.SpaceList(spaces=rows, next=more, total=len(every))
 
     def pages(self, asked: operations.ListPages) -> Work[answers.PageList]:
-        """A stretch of pages."""
+        """List pages."""
         space = space_of(self._table.spaces, asked.space)
         limit = min(asked.limit, STRETCH_ROWS)
         if asked.prefix is not None:
@@ -113,7 +113,7 @@ class Inspection:
             rows = yield from _rows(nodes, asked)
             return answers.PageList(pages=rows, next=nodes[-1].key.hex() if more else None)
         if len(asked.cursor) == 64:
-            raise InvalidArgument("cursor", "is one of a listing with a prefix")
+            raise InvalidArgument("cursor", "belongs to a listing with a prefix")
         found: list[answers.PageRow] = []
         at = int(asked.cursor)
         for count, number in enumerate(space.by_creation.numbers(at)):
@@ -144,7 +144,7 @@ class Inspection:
         )  # fmt: skip
 
     def tokens(self, asked: operations.ShowTokens) -> Work[answers.PromptPart]:
-        """The tokens of a page and of some before it; read from their records if need be."""
+        """The tokens of a page and of some before it; read from their records if necessary."""
         space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
         node = space.nodes.get(self._stored(space, key.hex(), "key"))
         chain: list[PrefixNode] = []
@@ -174,7 +174,7 @@ class Inspection:
         return answers.PromptPart(space=space.label, prompt=rows)
 
     def tree(self, asked: operations.ListTree) -> Work[answers.PageList]:
-        """A stretch of the prefix tree."""
+        """List a part of the prefix tree."""
         space = space_of(self._table.spaces, asked.space)
         top = self._stored(space, asked.key, "key") if asked.key is not None else PrefixKey(b"")
         after = key_of(asked.cursor, "cursor") if asked.cursor is not None else PrefixKey(b"")
@@ -184,7 +184,7 @@ class Inspection:
         return answers.PageList(pages=rows, next=nodes[-1].key.hex() if more else None)
 
     def sessions(self, asked: operations.ListSessions) -> Work[answers.SessionList]:
-        """A stretch of sessions."""
+        """List sessions."""
         every = list(self._node.sessions.values())
         rows: list[answers.SessionRow] = []
         processes = 0
@@ -227,7 +227,7 @@ class Inspection:
     # ---- explaining -------------------------------------------------------------------------
 
     def page_sizes(self, asked: operations.ListPageSizes) -> Work[answers.PageSizes]:
-        """Which page sizes there are."""
+        """The page sizes of the spaces."""
         yield from ()
         space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
         sizes = sorted({one.identity.page_tokens for one in self._table.spaces})
@@ -238,9 +238,9 @@ class Inspection:
         )
 
     def runs(self, asked: operations.FindRuns) -> Work[answers.Runs]:
-        """Who holds the longest part of a chain."""
+        """The spaces with the longest part of a chain."""
         if len(asked.keys) % KEY_BYTES:
-            raise InvalidArgument("keys", "they are no whole number of keys")
+            raise InvalidArgument("keys", "not a whole number of keys")
         if asked.among is None:
             spaces = list(self._table.spaces)
         else:
@@ -253,30 +253,30 @@ class Inspection:
         )
 
     def explain(self, asked: operations.ExplainKey) -> Work[Explanation]:
-        """Why a key is a hit or not."""
+        """Explain why a key is a hit or a miss."""
         space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
         explainer = Explainer(self._table, monotonic_ns())
         return (yield from explainer.steps(key_of(asked.key), space, asked.shard))
 
     def compare(self, asked: operations.Compare) -> Work[Explanation]:
-        """What keeps a page from being one of another space."""
+        """Compare the spaces of two pages with the same key."""
         yield from ()
         space = space_of(self._table.spaces, asked.space)
         other = space_of(self._table.spaces, asked.other, "other")
         explainer = Explainer(self._table, monotonic_ns())
         return explainer.other(space, other, key_of(asked.key))
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _stored(self, space: PrefixTree, text: str, field: str) -> PrefixKey:
-        """The key that a request names, if the space has it."""
+        """The key in a request, if the space has it."""
         key = key_of(text, field)
         if key not in space.nodes:
             raise not_stored(key.hex(), field)
         return key
 
     def _quotas(self) -> dict[str, Quotas]:
-        """What spaces may have in each tier there is."""
+        """The limits of spaces in each tier."""
         quotas, disk = {"host": self._table.quotas}, self._table.disk
         return quotas if disk is None else {**quotas, "ssd": disk.limits.quotas}
 
@@ -303,7 +303,7 @@ class Inspection:
 
 
 def _ids(tokens: bytes) -> list[int] | None:
-    """Token ids of their bytes; None = they are not known."""
+    """Token ids from their bytes; None = unknown."""
     return list(memoryview(tokens).cast("I")) if tokens else None
 
 
@@ -316,7 +316,7 @@ def _at_once(shown: Callable[[], Any]) -> Work[Any]:
 def _rows(
     nodes: Iterable[PrefixNode], wanted: operations.ListPages | None, most: int = STRETCH_ROWS
 ) -> Work[list[answers.PageRow]]:
-    """The rows of the first nodes that are there and wanted."""
+    """The rows of the first nodes that still exist and match."""
     rows: list[answers.PageRow] = []
     now_ns = monotonic_ns()
     for count, node in enumerate(nodes, start=1):

@@ -1,4 +1,4 @@
-"""What an operator starts and that takes a while: verifying, evicting, moving. With progress."""
+"""Jobs of operators with progress: verifying, evicting, moving."""
 
 import logging
 from collections.abc import Callable
@@ -18,14 +18,14 @@ KEPT_MAX: Final = 256
 
 
 class OperatorJob:
-    """One piece of an operator's work.
+    """One job.
 
     Attributes:
-        number: names the job on this node.
-        done: steps that are done, of ``total`` (an estimate while pages come and go).
-        result: what it found; plain values.
-        pages: that it has changed: taken out, quarantined, or moved to where they are now.
-        cancelled: whether the work should end; it looks between its steps.
+        number: number of the job on this node.
+        done: completed steps of ``total`` (an estimate, because pages may change meanwhile).
+        result: its results; plain values.
+        pages: number of pages that it has dropped, quarantined or moved.
+        cancelled: whether the work should stop; checked between its steps.
     """
 
     def __init__(self, number: int, kind: str, subject: dict[str, Value], by: Caller) -> None:
@@ -59,7 +59,7 @@ class OperatorJob:
         )  # fmt: skip
 
     def shown(self) -> JobRow:
-        """The job as it is now."""
+        """The present state of the job."""
         return JobRow(
             job=self.number, kind=self.kind, subject=self._subject, state=self.state,
             done=self.done, total=max(self.total, self.done), result=dict(self.result),
@@ -68,10 +68,10 @@ class OperatorJob:
 
 
 class Jobs:
-    """The jobs of one node: a few that run, and the last ones that ended.
+    """The jobs of one node: a few running ones, and the last ended ones.
 
     Args:
-        turns: where they run.
+        turns: runs the jobs.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -80,10 +80,10 @@ class Jobs:
         self._number = 0
 
     def refuse_if_full(self) -> None:
-        """Refuse one job more.
+        """Refuse a new job if too many run.
 
         Raises:
-            Refusal: 409, too many run already.
+            Refusal: 409, too many jobs run.
         """
         if sum(job.state == "running" for job in self._jobs.values()) >= RUNNING_MAX:
             message = f"{RUNNING_MAX} jobs run already; wait for one or cancel it"
@@ -96,16 +96,16 @@ class Jobs:
         by: Caller,
         work: Callable[[OperatorJob], Work[None]],
     ) -> JobRow:
-        """Begin a job.
+        """Start a job.
 
         Args:
-            kind: names the work.
-            subject: what it is about.
-            by: who wants it, for the log.
-            work: what is to be done.
+            kind: name of the work.
+            subject: its arguments.
+            by: the client, for the log.
+            work: the work.
 
         Raises:
-            Refusal: 409, too many run already; nothing was done.
+            Refusal: 409, too many jobs run; nothing was done.
         """
         self.refuse_if_full()
         self._number += 1
@@ -119,10 +119,10 @@ class Jobs:
         return shown
 
     def get(self, number: int) -> OperatorJob:
-        """A job that runs or that ended not long ago.
+        """A running or recent job.
 
         Raises:
-            Refusal: 404, there is none of that number.
+            Refusal: 404, the number is unknown.
         """
         job = self._jobs.get(number)
         if job is None:
@@ -131,5 +131,5 @@ class Jobs:
         return job
 
     def all(self) -> list[JobRow]:
-        """All jobs that are remembered, the newest first."""
+        """All known jobs, newest first."""
         return [job.shown() for job in reversed(self._jobs.values())]

@@ -38,6 +38,7 @@ COUNTED: Final = {
     "lost_puts": "Puts that were aborted while their engine may still be writing.",
     "expired_leases": "Leases that expired before they were released.",
     "contradicting_pages": "Pages refused because their key is already stored behind another page.",
+    "moved_extents": "Extents that went over to pages of another size or tenant.",
     "closed_spaces": "Idle spaces that were closed so that others could be opened.",
     "retired_extents":
         "Extents that got new memory because an unwatched process may still access the old.",

@@ -1,4 +1,4 @@
-"""What operators name: a space by its label, a page by its key."""
+"""Resolves names in requests of operators: labels of spaces, keys of pages."""
 
 from collections.abc import Iterable
 
@@ -9,30 +9,30 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 def space_of(spaces: Iterable[PrefixTree], label: str, field: str = "space") -> PrefixTree:
-    """The space of a label, or of the beginning of one (8 or more hex digits).
+    """The space with a label, or with a prefix of it (8 or more hex digits).
 
     Args:
-        spaces: those there are.
-        label: what the operator said.
-        field: the request's, for the message.
+        spaces: all spaces.
+        label: label or prefix in the request.
+        field: field of the request, for the message.
 
     Raises:
-        Refusal: 404 none, 400 more than one.
+        Refusal: 404 if none matches, 400 if several match.
     """
     short = len(label) >= 8
     found = [one for one in spaces if one.label == label or (short and one.label.startswith(label))]
     if not found:
         raise Refusal(404, "not_found", f"{label[:80]!r} is not open here; see /v1/spaces", field)
     if len(found) > 1:
-        raise Refusal(400, "invalid_argument", f"{label!r} begins several spaces", field)
+        raise Refusal(400, "invalid_argument", f"several spaces begin with {label!r}", field)
     return found[0]
 
 
 def key_of(text: str, field: str = "key") -> PrefixKey:
-    """A key from its 64 hex digits.
+    """Parse a key of 64 hex digits.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: it is not a key.
     """
     try:
         key = bytes.fromhex(text)
@@ -44,6 +44,6 @@ def key_of(text: str, field: str = "key") -> PrefixKey:
 
 
 def not_stored(key: str, field: str) -> Refusal:
-    """What is asked of a page that a space does not have."""
+    """The refusal for a page that is not stored."""
     message = f"{key[:80]} is not stored in this space; explain says why"
     return Refusal(404, "not_found", message, field)

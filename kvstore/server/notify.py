@@ -1,9 +1,8 @@
-"""What the service manager is told: systemd's notification protocol, over plain datagrams.
+"""Notifies the service manager: systemd's notification protocol, over plain datagrams.
 
-A service of ``Type=notify`` finds the manager's socket in ``NOTIFY_SOCKET``. With ``WatchdogSec``
-it also finds in ``WATCHDOG_USEC`` how soon it is ended and started again if nothing is heard of it.
-Whoever calls this owns a loop that must not wait: what the manager does not take now is sent in a
-later turn, and a manager that is gone is no reason to end.
+A service of ``Type=notify`` gets the manager's socket in ``NOTIFY_SOCKET``. With ``WatchdogSec`` it
+also gets the watchdog period in ``WATCHDOG_USEC``. The caller's loop must not block: messages that
+cannot be sent now are sent in a later turn, and a missing manager is not an error.
 """
 
 import logging
@@ -15,19 +14,19 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 ALIVE_SHARE: Final = 4
-"""Signs of life in each watchdog period: a loop that is late for three quarters of it lives on."""
+"""Watchdog messages per period, so that a lag of three quarters of the period is tolerated."""
 _FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _STATUS_BYTES_MAX: Final = 1024
 
 
 class ServiceManager:
-    """The service manager that started this process, if it wants to hear of it.
+    """The service manager that started this process, if any.
 
     Args:
-        environ: where it says so.
+        environ: the environment with its variables.
 
     Attributes:
-        watchdog_s: it ends a process of which it has heard nothing for so long; 0 = never.
+        watchdog_s: the watchdog period; 0 = no watchdog.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -42,26 +41,26 @@ class ServiceManager:
         if not name:
             return
         if name[0] not in "/@":
-            log.warning("NOTIFY_SOCKET=%s is no Unix socket: the manager is told nothing", name)
+            log.warning("NOTIFY_SOCKET=%s is not a Unix socket: the manager is not notified", name)
             return
         self._address = "\0" + name[1:] if name[0] == "@" else name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self.watchdog_s = _watchdog_s(environ)
 
     def ready(self, status: str) -> None:
-        """It serves from now on."""
+        """The process is ready."""
         self._tell(READY="1", STATUS=status)
 
     def stopping(self, status: str) -> None:
-        """It has begun to end."""
+        """The process is stopping."""
         self._tell(STOPPING="1", STATUS=status)
 
     def status(self, text: str) -> None:
-        """One line for people; what was said already is not said again."""
+        """Set the one-line status; sent only if it changed."""
         self._tell(STATUS=text)
 
     def turn(self, now_s: float) -> None:
-        """A sign of life, when one is due, and what could not be sent before; call it often."""
+        """Send the watchdog message when it is due, and pending messages; call it often."""
         if self._socket is None:
             return
         if self.watchdog_s and now_s >= self._alive_due_s and self._send("WATCHDOG=1"):
@@ -70,7 +69,7 @@ class ServiceManager:
             self._send_states()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -90,15 +89,15 @@ class ServiceManager:
             self._unsent.clear()
 
     def _send(self, message: str) -> bool:
-        """Whether the manager has it."""
+        """Send a message; returns whether it was sent."""
         assert self._socket is not None
         try:
             self._socket.sendto(message.encode(), _FLAGS, self._address)
         except BlockingIOError:
-            return False  # it has much to read: once more in the next turn
+            return False  # its buffer is full: retry in the next turn
         except OSError as error:
             if not self._broken:
-                log.warning("the service manager cannot be told anything: %s", error)
+                log.warning("the service manager cannot be notified: %s", error)
             self._broken = True
             return False
         self._broken = False
@@ -106,11 +105,11 @@ class ServiceManager:
 
 
 def _watchdog_s(environ: Mapping[str, str]) -> float:
-    """How long the manager waits for a sign of life of this very process; 0 = it does not."""
+    """The watchdog period for this process; 0 = none."""
     text, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
     if not text or (pid and pid != str(os.getpid())):
         return 0.0
     if not text.isdecimal():
-        log.warning("WATCHDOG_USEC=%s is no number of microseconds: no watchdog", text)
+        log.warning("WATCHDOG_USEC=%s is not a number of microseconds: no watchdog", text)
         return 0.0
     return int(text) / 1e6

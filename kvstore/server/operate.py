@@ -1,6 +1,6 @@
-"""Operations that change: pins, eviction, verification, limits, the policy, movements, jobs.
+"""Operations that change state: pins, eviction, verification, limits, policy, movements, jobs.
 
-Whatever can be refused is refused before anything has changed, in the same step that changes it.
+Arguments are checked in the same step that makes the change, before anything has changed.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.tier.host import HostMemory
 
 LIMIT_S: Final = 60.0
-"""So long a job that brings a space within its quota waits for the SSDs while nothing goes."""
+"""Maximum time that a quota job waits for the SSDs without progress."""
 _POLL_S: Final = 0.05
 _SHRINK_PAGES: Final = 8
 _SETTLE_LEAVES: Final = 64
@@ -41,16 +41,16 @@ Change = Callable[[Any, Caller], Work[Any]]
 
 
 class OperatorRequests:
-    """What the role ``operate`` may ask.
+    """The operations of the operate role.
 
     Args:
-        table: what is changed.
+        table: the page table.
         memory: the bytes of the host tier.
-        status: what the node says of itself.
-        turns: where jobs run.
+        status: the node's status.
+        turns: runs jobs.
 
     Attributes:
-        handlers: operation → what carries it out, for whom.
+        handlers: operation → its implementation, which also gets the caller.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OperatorRequests:
         }
 
     def close(self) -> None:
-        """Let go of what jobs use; they have ended."""
+        """Release the resources of jobs; they have ended."""
         self._verifier.close()
 
     def pin(self, asked: operations.PinPages, _by: Caller) -> Work[answers.Pinned]:
@@ -94,13 +94,13 @@ class OperatorRequests:
         )
 
     def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
-        """End a pin."""
+        """Remove a pin."""
         yield from ()
         ended = self._table.unpin(asked.pin)
         return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
 
     def evict(self, asked: operations.Evict, by: Caller) -> Work[JobRow]:
-        """Take a key with all that follows it, or a whole space, out of the index."""
+        """Drop the pages of a key and its descendants, or of a whole space."""
         yield from ()
         space = space_of(self._table.spaces, asked.space)
         top = _node(space, key_of(asked.key)) if asked.key is not None else space.root
@@ -114,7 +114,7 @@ class OperatorRequests:
         """Empty a space, or all spaces."""
         yield from ()
         if (asked.space is None) == (not asked.all):
-            raise InvalidArgument("space", "name a space, or say all=true")
+            raise InvalidArgument("space", "name a space, or set all=true")
         table = self._table
         one = [space_of(self._table.spaces, asked.space)] if asked.space is not None else None
         tops = [space.root for space in one or list(table.spaces)]
@@ -133,7 +133,7 @@ class OperatorRequests:
         }  # fmt: skip
         if asked.space is None:
             if asked.key is not None:
-                raise InvalidArgument("space", "a key is one of a space; name it too")
+                raise InvalidArgument("space", "a key needs its space too")
             spaces = list(self._table.spaces)
             work = self._verifier.spaces(spaces, tiers, deadline_ns)
         elif asked.key is None:
@@ -145,7 +145,7 @@ class OperatorRequests:
         return self._jobs.start("verify", subject, by, work)
 
     def prefetch(self, asked: operations.PrefetchPages, by: Caller) -> Work[JobRow]:
-        """Bring pages from the SSD into host memory, by a deadline."""
+        """Load pages from the SSDs into host memory, until a deadline."""
         return (yield from self._moved("prefetch", asked, "host", by))
 
     def move(self, asked: operations.MovePages, by: Caller) -> Work[JobRow]:
@@ -153,7 +153,7 @@ class OperatorRequests:
         return (yield from self._moved("move", asked, asked.to, by))
 
     def limit(self, asked: operations.SetLimits, by: Caller) -> Work[JobRow]:
-        """Limit what a space may have, and what the others must leave it, in a tier."""
+        """Set the quota and the reservation of a space in a tier."""
         yield from ()
         space, table = space_of(self._table.spaces, asked.space), self._table
         self._refuse_without(asked.tier)
@@ -173,13 +173,13 @@ class OperatorRequests:
         )
 
     def set_policy(self, asked: operations.SetPolicy, _by: Caller) -> Work[answers.PolicySet]:
-        """Change the eviction policy; when that fails the one before it stays."""
+        """Change the eviction policy; if that fails, the old one stays."""
         eviction = self._table.eviction
         if asked.name not in POLICIES:
             known = ", ".join(POLICIES)
-            raise InvalidArgument("name", f"{asked.name[:80]!r} is no policy; known are {known}")
+            raise InvalidArgument("name", f"{asked.name[:80]!r} is not a policy; known are {known}")
         while not eviction.settle(_SETTLE_LEAVES):
-            yield None  # leaves still move over to the policy before
+            yield None  # leaves are still being moved to the previous policy
         previous = eviction.policy
         try:
             eviction.change_policy(asked.name)
@@ -190,7 +190,7 @@ class OperatorRequests:
         return answers.PolicySet(**_policy(self._status.policy()), previous=previous)
 
     def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:
-        """The jobs that run and the last ones that ended, the newest first."""
+        """Running jobs and the last ended ones, newest first."""
         yield from ()
         return answers.JobList(jobs=self._jobs.all())
 
@@ -200,16 +200,16 @@ class OperatorRequests:
         return self._jobs.get(asked.job).shown()
 
     def cancel(self, asked: operations.CancelJob, _by: Caller) -> Work[JobRow]:
-        """Ask a job to end."""
+        """Cancel a job."""
         yield from ()
         found = self._jobs.get(asked.job)
         found.cancelled = True
         return found.shown()
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _write(self, nodes: list[PrefixNode]) -> Work[None]:
-        """Have pages written that are not on disk, the first of a chain first."""
+        """Queue pages that are not on disk for writing, heads first."""
         disk = self._table.disk
         assert disk is not None
         for count, node in enumerate(nodes, start=1):
@@ -219,15 +219,15 @@ class OperatorRequests:
                 yield None
 
     def _refuse_without(self, tier: str | None) -> None:
-        """Refuse what is asked of a tier that this node does not have."""
+        """Refuse a tier that this node does not have."""
         if tier == "ssd" and self._table.disk is None:
-            message = "this node has no SSD tier: give it ssd.directories"
+            message = "this node has no SSD tier: set ssd.directories"
             raise Refusal(409, "tier_unavailable", message, "tier")
 
     def _limit(self, job: OperatorJob, space: PrefixTree, tier: str) -> Work[None]:
-        """Offer every page anew, then evict until the quota is kept.
+        """Requeue every page of the space, then evict until it is within its quota.
 
-        ``complete`` is false when it is not: pages are pinned or in use, or the SSDs too slow.
+        ``complete`` is false if it is not: pages are pinned or in use, or the SSDs are too slow.
         """
         table = self._table
         for number in space.by_creation.numbers(0):
@@ -238,7 +238,7 @@ class OperatorRequests:
                     table.eviction.offer_all(some, anew=True)
                 for node in some:
                     table.add_candidate(node)
-                yield None  # also when it is cancelled: a leaf that is no candidate is never found
+                yield None  # also if cancelled: leaves that are not queued would never be evicted
         evicted = 0
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)
@@ -254,11 +254,14 @@ class OperatorRequests:
                 return
             if freed:
                 deadline_ns = now_ns + int(LIMIT_S * 1e9)
-            # What is being written goes when that is done.
+            # Pages being written are evicted when that is done.
             yield None if freed else _POLL_S
 
     def _shrink(self, job: OperatorJob, space: PrefixTree, tier: str) -> tuple[int, bool, bool]:
-        """Take some pages of a space out: the bytes, whether it is in its quota, what waits."""
+        """Evict some pages of a space.
+
+        Returns bytes, whether it is within its quota, what waits.
+        """
         table = self._table
         disk = table.disk
         job.pages -= _evicted(table)
@@ -277,7 +280,7 @@ class OperatorRequests:
         self, kind: str, asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller
     ) -> Work[JobRow]:
         if self._table.disk is None:
-            message = "this node has one tier: there is nowhere to move pages to"
+            message = "this node has only one tier"
             raise Refusal(409, "tier_unavailable", message)
         space = space_of(self._table.spaces, asked.space)
         keys: list[PrefixKey] = []
@@ -321,19 +324,19 @@ def _node(space: PrefixTree, key: PrefixKey) -> PrefixNode:
 
 
 def _evicted(table: PageTable) -> int:
-    """Pages that were taken out of a tier for room so far."""
+    """Number of pages evicted from a tier so far."""
     return sum(table.counts[name] for name in _EVICTIONS)
 
 
 def _policy(shown: dict[str, Any]) -> dict[str, Any]:
-    """The policies at work, without what an answer has no place for."""
+    """The present policies, with the fields of the answer."""
     return {
         name: value for name, value in shown.items() if name in answers.Policy.__struct_fields__
     }
 
 
 def _outcome(space: PrefixTree, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:
-    """How many keys' pages a movement left in the tier it went to."""
+    """Count the keys by the result of a movement."""
     there = kept = 0
     for count, key in enumerate(keys, start=1):
         node = space.nodes.get(key)

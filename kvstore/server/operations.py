@@ -77,10 +77,10 @@ class ShowPage(Operation, frozen=True):
 
 
 class ShowTokens(Operation, frozen=True):
-    """What was asked of engines: the token ids of a page, and of pages before it.
+    """Show the token ids of a page and of pages before it: the text of a prompt.
 
-    ``pages``: of how many pages, the page itself included; fewer when they are long. It changes
-    nothing and leaves a line in the log.
+    ``pages``: number of pages including the page itself; fewer are returned if they are long. It
+    changes nothing, but is logged.
     """
 
     space: Name

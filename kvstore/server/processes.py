@@ -1,9 +1,10 @@
-"""Who is behind a connection, and when that process ends: pidfds.
+"""Identifies the processes of connections, and watches their exit with pidfds.
 
-``SO_PEERPIDFD`` (Linux 6.5) works across PID namespaces, so it is asked first: an engine in another
-container has no process id here. Before that there is the process id of ``SO_PEERCRED``. Where
-neither leads to a pidfd the process is *unwatched*: its end is never told, and what it holds when
-its connection breaks comes back by retiring memory (:mod:`kvstore.state.table.retirement`).
+``SO_PEERPIDFD`` (Linux 6.5) works across PID namespaces, so it is tried first: an engine in another
+container may have no process id here. On older kernels the process id of ``SO_PEERCRED`` is used.
+If neither gives a pidfd, the process is *unwatched*: its exit is not detected, and the resources it
+holds when its connection breaks are freed by retiring memory
+(:mod:`kvstore.state.table.retirement`).
 """
 
 import asyncio
@@ -24,11 +25,11 @@ log = logging.getLogger(__name__)
 _SO_PEERPIDFD: Final = 77
 _PEERCRED: Final = struct.Struct("3i")
 _UNIQUE_INODES_SINCE: Final = (6, 9)
-"""From this kernel on all pidfds of a process have an inode number that no other ever has."""
+"""From this kernel version on, all pidfds of a process have a unique inode number."""
 
 
 class Credentials(NamedTuple):
-    """What the kernel says of the process that connected; ``pid`` 0 = not of our namespace."""
+    """The kernel's data on a connected process; ``pid`` 0 = not in our namespace."""
 
     pid: int
     uid: int
@@ -36,17 +37,18 @@ class Credentials(NamedTuple):
 
 
 def credentials(connection: socket.socket) -> Credentials:
-    """Who connected."""
+    """The credentials of the peer."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     return Credentials(*_PEERCRED.unpack(packed))
 
 
 class Watched(NamedTuple):
-    """One process, as :class:`Processes` knows it.
+    """One process in :class:`Processes`.
 
     Attributes:
-        identity: equal for all connections of one process, and for no two processes at a time.
-        watched: its end will be told.
+        identity: equal for all connections of one process; different for processes that run at the
+            same time.
+        watched: its exit will be detected.
     """
 
     identity: int
@@ -54,10 +56,10 @@ class Watched(NamedTuple):
 
 
 class Processes:
-    """The processes that the node waits for.
+    """The watched processes.
 
     Args:
-        ended: called with the identity of a process that has ended, on the loop.
+        ended: called on the loop with the identity of a process that has exited.
     """
 
     def __init__(self, ended: Callable[[int], None]) -> None:
@@ -70,7 +72,7 @@ class Processes:
         """Watch the process behind a connection.
 
         Raises:
-            ProtocolError: it has ended already.
+            ProtocolError: it has already exited.
         """
         try:
             pidfd = _open(connection, pid)
@@ -81,8 +83,8 @@ class Processes:
                 self._warned = True
                 log.warning(
                     "process %s cannot be watched: it is in another PID namespace, and this kernel"
-                    " (before Linux 6.5) does not tell its end. What such processes hold when they"
-                    " end is withheld for a minute; share the PID namespace to avoid that",
+                    " (before Linux 6.5) does not report its exit. Memory that such processes hold"
+                    " is freed a minute after they end; share the PID namespace to avoid that",
                     pid or "of a new connection",
                 )
             return Watched(next(self._anonymous), watched=False)
@@ -90,7 +92,7 @@ class Processes:
         known = self._pidfds.get(identity)
         if known is not None and not _runs(known):
             self.forget(identity)
-            self._ended(identity)  # its number was given to another process before we were told
+            self._ended(identity)  # its id was reused before its exit was reported
             known = None
         if known is not None:
             os.close(pidfd)
@@ -100,7 +102,7 @@ class Processes:
         return Watched(identity, watched=True)
 
     def runs(self, identity: int) -> bool:
-        """Whether a process still runs; one that is not watched is taken to."""
+        """Whether a process still runs; assumed for unwatched ones."""
         pidfd = self._pidfds.get(identity)
         return pidfd is None or _runs(pidfd)
 
@@ -127,15 +129,15 @@ class Processes:
 
 
 def _open(connection: socket.socket, pid: int) -> int | None:
-    """A pidfd of the peer, or None where there is no way to one.
+    """A pidfd of the peer, or None if it is not available.
 
     Raises:
-        ProcessLookupError: the process has ended.
+        ProcessLookupError: the process has exited.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ESRCH):  # until Linux 6.16: it was waited for
+        if error.errno in (errno.EINVAL, errno.ESRCH):  # until Linux 6.16: it was already reaped
             raise ProcessLookupError(error.errno, "it has ended") from error
     if pid <= 0:
         return None

@@ -1,4 +1,4 @@
-"""What the node did, as KV events for whoever indexes pages."""
+"""Publishes the node's actions as KV events."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -29,9 +29,9 @@ from kvstore.state.tree.actions import (
 )
 
 MEDIA: Final = {"host": "CPU", "ssd": "STORAGE"}
-"""What events call a tier; the words are vLLM's."""
+"""Tier → its name in events (vLLM's names)."""
 BESIDE: Final = "ipc"
-"""The endpoint that is a Unix socket beside the node's."""
+"""The endpoint for a Unix socket next to the node's."""
 _OTHER: Final = {"host": "ssd", "ssd": "host"}
 
 
@@ -39,26 +39,27 @@ _TOKEN_CHARACTERS: Final = range(16, TOKEN_BYTES_MAX + 1)
 
 
 class Publication:
-    """Turns the node's actions into events; does nothing when events are configured off."""
+    """Converts the node's actions to events; does nothing if events are off."""
 
     def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
         """Bind the sockets.
 
         Args:
-            config: where, and what.
-            socket: of the node; Unix sockets of events lie beside it and have its permissions.
+            config: endpoints and options.
+            socket: the node's socket; Unix sockets for events are next to it, with the same
+                permissions.
             node: its name.
-            boot: names this life of it.
+            boot: its boot id.
 
         Raises:
-            ConfigError: an endpoint cannot be bound, or a token cannot be read or is none; names
-                its key.
+            ConfigError: an endpoint cannot be bound, or a token is missing or invalid; names its
+                key.
         """
         self._publisher: EventPublisher | None = None
         self._tokens = config.tokens
         if not config.endpoint:
             return
-        # Events tell of every tenant: not for a group of which each member has its own.
+        # Events cover all tenants, so a group with separate tenants must not read them.
         mode = 0o660 if socket.group_access and not socket.tenants else 0o600
         replay = config.replay_endpoint
         try:
@@ -77,44 +78,44 @@ class Publication:
 
     @property
     def endpoint(self) -> str:
-        """Where events are published; empty when they are not."""
+        """The endpoint of events; empty if they are off."""
         return self._publisher.bound_endpoint if self._publisher else ""
 
     @property
     def replay_endpoint(self) -> str:
-        """Where missed events can be asked for again; empty when they cannot."""
+        """The endpoint of replays; empty if they are off."""
         return (self._publisher.bound_replay_endpoint or "") if self._publisher else ""
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether anybody is told the tokens of pages."""
+        """Whether token ids are published."""
         return self._tokens and self._publisher is not None
 
     def publish(self, actions: Sequence[Action]) -> None:
-        """Queue one batch; never waits."""
+        """Queue one batch; never blocks."""
         if self._publisher is not None:
             self._publisher.publish(events_of(actions, tokens=self._tokens))
 
     def stats(self) -> dict[str, object]:
-        """Counters of the publisher; empty when events are off."""
+        """Counters of the publisher; empty if events are off."""
         return msgspec.structs.asdict(self._publisher.stats()) if self._publisher else {}
 
     def close(self) -> None:
-        """Send what is queued and stop."""
+        """Send queued batches and stop."""
         if self._publisher is not None:
             self._publisher.close()
 
 
 def _resolved(endpoint: str, socket: SocketConfig, name: str) -> str:
-    """The endpoint itself, or the Unix socket of that name beside the node's."""
+    """The endpoint, with ``ipc`` resolved to a Unix socket next to the node's."""
     return f"ipc://{Path(socket.path).absolute()}.{name}" if endpoint == BESIDE else endpoint
 
 
 def _follow_token(config: EventsConfig) -> bytes:
-    """What followers over TCP must show; a Unix socket has permissions instead.
+    """The token that followers over TCP must send; Unix sockets use permissions instead.
 
     Raises:
-        ConfigError: it cannot be read, or is no good.
+        ConfigError: it cannot be read, or is invalid.
     """
     if "tcp:" not in f"{config.endpoint} {config.replay_endpoint}":
         return b""
@@ -132,13 +133,13 @@ def _follow_token(config: EventsConfig) -> bytes:
 
 
 def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]:
-    """The events that tell what ``actions`` did, in order; neighbours of one kind become one.
+    """Convert actions to events, in order; consecutive ones of the same kind are merged.
 
-    Token ids are told only if ``tokens`` asks for them: keys name pages without saying what is in
-    them. Of an event's pages those of all are told, or none.
+    Token ids are included only if ``tokens`` is true, because keys do not reveal the contents of
+    pages. An event has the token ids of all its pages, or none.
 
-    A page that left one medium and stays in another is told of as removed from the one and stored
-    in the other again: whoever follows events without looking at media ends right too.
+    A page that left one medium and stays in another is published as removed from the first and
+    stored again in the second, so that followers that ignore media are correct too.
     """
     events: list[Event] = []
     told = [action for action in actions if not isinstance(action, Abandoned)]
@@ -153,7 +154,7 @@ def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]
             case TierRemoved(tier=tier):
                 moved = [one for one in members if isinstance(one, TierRemoved)]
                 events.append(_removed(moved[0], [key for one in moved for key in one.keys], tier))
-                events += _stored(moved[::-1], _OTHER[tier], tokens)  # leaves leave first
+                events += _stored(moved[::-1], _OTHER[tier], tokens)  # removals begin with leaves
             case TierStored(tier=tier):
                 came = [one for one in members if isinstance(one, TierStored)]
                 events += _stored(came, tier, tokens)
@@ -163,7 +164,7 @@ def events_of(actions: Sequence[Action], *, tokens: bool = False) -> list[Event]
 
 
 def _kind(action: Action) -> tuple[object, ...]:
-    """Equal for actions that may become one event if they follow each other."""
+    """Equal for consecutive actions that may be merged into one event."""
     where = (type(action), action.space.number, action.shard) if hasattr(action, "shard") else ()
     match action:
         case Removed(tiers=tiers):
@@ -191,7 +192,7 @@ def _stored(
     tier: str,
     tokens: bool,  # noqa: FBT001
 ) -> list[Event]:
-    """One event for each run in which page follows page."""
+    """One event for each run of consecutive pages."""
     runs: list[list[TierStored | TierRemoved]] = []
     for page in pages:
         if runs and page.parent == runs[-1][-1].keys[-1]:
@@ -213,7 +214,7 @@ def _stored(
 
 
 def _ids(tokens: Sequence[bytes]) -> list[int]:
-    """The token ids of pages that follow each other; none unless those of all are known."""
+    """The token ids of consecutive pages; none unless those of all pages are known."""
     known = b"".join(tokens) if all(tokens) else b""
     found: list[int] = np.frombuffer(known, dtype="<u4").tolist()
     return found

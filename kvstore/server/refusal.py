@@ -1,4 +1,4 @@
-"""What is refused to whoever asks over HTTP: a status, a stable code, a message, the field."""
+"""Refusals of HTTP requests: a status, a stable code, a message, the field."""
 
 from typing import Final
 
@@ -9,17 +9,17 @@ STATUS: Final = {
     "config": 400, "tier_unavailable": 503, "durability_unavailable": 409,
     "transfer_timeout": 503, "peer_unreachable": 503,
 }  # fmt: skip
-"""Code of an error of ours → HTTP status."""
+"""Error code → HTTP status."""
 
 
 class Refusal(Exception):
-    """What is asked cannot be done; nothing has changed.
+    """A request was refused; nothing has changed.
 
     Args:
         status: HTTP status.
         code: stable identifier, ``snake_case``.
         message: what is wrong and what to do.
-        field: which part of the request is wrong; empty = none in particular.
+        field: name of the wrong field; empty if no single field is wrong.
     """
 
     def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
@@ -30,7 +30,7 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: KVStoreError) -> "Refusal":
-        """What an error of ours is to whoever asked."""
+        """Convert an error of kvstore."""
         field = getattr(error, "field", "")
         message = str(error).removeprefix(f"{field}: ") if field else str(error)
         return cls(STATUS.get(error.code, 500), error.code, message, field)

@@ -1,4 +1,4 @@
-"""What an operator takes out of the index: step by step, then for good on the SSDs too."""
+"""Drops pages for an operator: in steps, then with tombstones on the SSDs."""
 
 from time import monotonic_ns
 from typing import Final
@@ -11,15 +11,15 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode
 
 SYNC_S: Final = 30.0
-"""A job waits so long for its tombstones; they are tried further when it has ended."""
+"""Maximum time that a job waits for its tombstones; they are retried after it has ended."""
 _POLL_S: Final = 0.02
 
 
 def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str) -> Work[None]:
-    """Take out what lies at and below each node, then wait until no restart brings it back.
+    """Drop the pages of nodes and their descendants, and wait until this survives a restart.
 
-    ``job.result`` says how many pages were ``dropped``, how many nodes were ``kept``, and whether
-    that is ``durable``; if not, ``why``.
+    ``job.result`` has the number of ``dropped`` pages and of ``kept`` nodes, and whether the
+    removal is ``durable``; if not, ``why``.
     """
     dropped = kept = 0
     job.result.update(dropped=0, kept=0)
@@ -41,15 +41,15 @@ def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str)
 
 
 def _wait(table: PageTable, job: OperatorJob, lost_keys: int) -> Work[str]:
-    """Why a restart may bring pages back that were taken out; empty when it cannot."""
+    """Why a restart may find the dropped pages again; empty if it cannot."""
     disk = table.disk
     if disk is None:
-        return ""  # memory has no second life
+        return ""  # memory does not survive a restart
     durable = disk.graves.await_written(lost_keys)
     deadline_ns = monotonic_ns() + int(SYNC_S * 1e9)
     while not durable.ended:
         if job.cancelled or monotonic_ns() >= deadline_ns:
-            return "the SSDs have not taken it yet; it is tried further while the node runs"
+            return "not written to the SSDs yet; the node keeps trying"
         yield _POLL_S
     if durable.error is not None:
         return f"{durable.error.code}: {durable.error}"

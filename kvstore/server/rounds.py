@@ -1,8 +1,8 @@
-"""Whose messages are taken next, so that no client makes the others wait, however many it has open.
+"""Schedules the processing of messages, so that no client delays others.
 
-A connection's messages are taken at once while the loop has done little since it last looked at its
-sockets. Otherwise the connection waits for its turn: processes follow each other, and so do the
-connections of each, and after :data:`ROUND_S` the loop looks at its sockets again.
+Messages are processed at once if the loop has done little since it last polled its sockets.
+Otherwise the connection waits for its turn: processes take turns, and so do the connections of each
+process. After :data:`ROUND_S` the loop polls its sockets again.
 """
 
 import asyncio
@@ -12,31 +12,31 @@ from time import monotonic
 from typing import Final
 
 TURN_S: Final = 0.002
-"""How long one connection's messages are taken before it is another's turn."""
+"""Maximum time for messages of one connection before another's turn."""
 ROUND_S: Final = 0.006
-"""How long messages are taken before the loop does something else."""
+"""Maximum time for messages before the loop polls its sockets."""
 
 
 Take = Callable[[float], bool]
-"""Takes messages of one connection until then; whether there are more that may be taken."""
+"""Processes messages of one connection until a time; returns whether there are more."""
 
 
 class Rounds:
-    """All connections whose messages wait for their turn."""
+    """The connections that wait for their turn."""
 
     def __init__(self) -> None:
-        #: Process → its connections; whose turn it is first.
+        #: Process → its connections; the next one first.
         self._waiting: dict[int, deque[Take]] = {}
         self._queued: set[Take] = set()
         self._taken_s = 0.0
         self._called = False
 
     def want(self, process: int, take: Take) -> None:
-        """A connection has messages that may be taken: now, or when it is its turn.
+        """A connection has messages: process them now, or in its turn.
 
         Args:
             process: equal for all connections of one process.
-            take: equal at each call for one connection; it is called once for all calls before.
+            take: equal in each call for one connection; called once for all calls before.
         """
         if take in self._queued:
             return

@@ -1,8 +1,8 @@
-"""The node's Unix socket: who may connect, and descriptors of extents for those who may map them.
+"""The node's Unix socket: access control, handshakes, and descriptors of extents.
 
-A connection begins on the raw socket: its first message is read before the loop's transport takes
-over, because descriptors can only be passed there. ``FetchExtents`` is answered with descriptors
-and the connection closes; ``Hello`` makes it a session's connection. All of it runs on the one loop
+The first message of a connection is read from the raw socket, before the loop's transport takes
+over, because descriptors can only be passed there. ``FetchExtents`` is answered with descriptors,
+and the connection closes. ``Hello`` makes it a session's connection. Everything runs on the loop
 that owns the node.
 """
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 SILENT_MAX: Final = 128
-"""Connections that have not said anything yet; whoever comes then takes the place of the oldest."""
+"""Maximum connections without a first message; a new one replaces the oldest."""
 HANDSHAKES_MAX: Final = 2 * SILENT_MAX
-"""Those that wait for memory included; further ones wait to be accepted."""
+"""The same, including those that wait for memory; further ones are not accepted yet."""
 FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
 ACCEPT_PAUSE_S: Final = 0.1
@@ -42,16 +42,16 @@ class SocketServer:
     """Serves one node on one Unix socket.
 
     Args:
-        config: where the socket is and who may connect.
-        desk: the node's.
-        memory: the extents to hand out.
-        stats: gives the JSON that answers ``Stats``.
+        config: path of the socket and access.
+        desk: the node's desk.
+        memory: the extents.
+        stats: returns the JSON for ``Stats``.
     """
 
     def __init__(
         self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], bytes]
     ) -> None:
-        """Listen nowhere yet; see :meth:`serve`.
+        """Do not listen yet; see :meth:`listen` and :meth:`serve`.
 
         Raises:
             ConfigError: a user or group of ``socket.tenants`` does not exist.
@@ -64,14 +64,14 @@ class SocketServer:
         self._connections = SessionConnections(desk, stats)
         self._accepted = 0
         self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
-        #: Connections that have not said anything yet, and when each must go.
+        #: Connections without a first message, and their deadlines.
         self._silent: dict[int, asyncio.Timeout] = {}
 
     def listen(self) -> None:
-        """Make the socket; peers may connect from now on and are served by :meth:`serve`.
+        """Create the socket; peers may connect, and :meth:`serve` serves them.
 
         Raises:
-            ConfigError: the socket cannot be made there.
+            ConfigError: the socket cannot be created.
         """
         path = Path(self._config.path)
         self._lock = _lock(path)
@@ -90,7 +90,7 @@ class SocketServer:
                 await self._handshakes.acquire()
                 try:
                     raw, _ = await loop.sock_accept(self._listener)
-                except OSError as error:  # no descriptors left: those who wait, wait
+                except OSError as error:  # no descriptors left: pending connections wait
                     self._handshakes.release()
                     log.warning("connections cannot be accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -101,7 +101,7 @@ class SocketServer:
                 task.add_done_callback(lambda _: self._handshakes.release())
 
     def close(self) -> None:
-        """Cut all connections off and remove the socket file, if it is still ours."""
+        """Close all connections and remove the socket file if it is still ours."""
         path = Path(self._config.path)
         self._listener.close()
         if path.exists() and path.stat().st_ino == self._inode:
@@ -110,13 +110,13 @@ class SocketServer:
         os.close(self._lock)
 
     def stats(self) -> dict[str, object]:
-        """How many connections there are, and were."""
+        """Number of open connections, and of all accepted ones."""
         return {
             "connections": len(self._connections.open),
             "accepted_connections": self._accepted,
         }
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     async def _handshake(self, raw: socket.socket, serial: int) -> None:
         """Read the first message and become a session's connection, or answer and close."""
@@ -137,7 +137,7 @@ class SocketServer:
                 if not isinstance(request, wire.Hello):
                     raise ProtocolError(f"{type(request).__name__} before Hello")
         except TimeoutError:
-            self._turn_away(raw, ProtocolError("it said nothing in time; others want to connect"))
+            self._turn_away(raw, ProtocolError("no message in time, and its place was needed"))
             return
         except (KVStoreError, OSError) as error:
             self._turn_away(raw, error)
@@ -148,19 +148,19 @@ class SocketServer:
         await loop.connect_accepted_socket(lambda: connection, raw)
 
     def _make_place(self) -> None:
-        """Who says nothing keeps nobody out who does."""
+        """Close the oldest connection without a first message, if there are too many."""
         if len(self._silent) >= SILENT_MAX:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
 
     def _mode(self) -> int:
-        """Who may connect at all; :meth:`_admit` looks closer."""
+        """The mode of the socket file; :meth:`_admit` checks each peer."""
         if self._tenants:
             return 0o666
         return 0o660 if self._config.group_access else 0o600
 
     def _admit(self, raw: socket.socket) -> frozenset[str] | None:
-        """Which tenants the peer may belong to, if it may connect; None = any."""
+        """The tenants that the peer may use, if it may connect; None = any."""
         if len(self._connections.open) >= self._config.connections_max:
             raise ProtocolError(f"{self._config.connections_max} connections are open already")
         uid = credentials(raw).uid
@@ -169,14 +169,14 @@ class SocketServer:
         if self._tenants:
             tenants = self._tenants.of(raw)
             if not tenants:
-                raise ProtocolError(f"user {uid} may not connect: no tenant is for it")
+                raise ProtocolError(f"user {uid} may not connect: socket.tenants has no entry")
             return tenants
         if not (self._config.group_access and os.getegid() in groups(raw)):
             raise ProtocolError(f"user {uid} may not connect: the node runs as {os.geteuid()}")
         return None
 
     async def _memory_there(self, numbers: Sequence[int]) -> None:
-        """Wait until the memory of these extents is there, or a moment at most."""
+        """Wait for the memory of these extents, for a short time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEMORY_WAIT_S
         wanted = numbers[:_EXTENTS_MAX]
@@ -191,7 +191,7 @@ class SocketServer:
         if session is None or (tenants is not None and session.domain not in tenants):
             raise ProtocolError("no such session")
         if request.boot not in (b"", self._node.boot):
-            raise ProtocolError("these extents are of an earlier boot")
+            raise ProtocolError("these extents belong to an earlier boot")
         if len(request.extents) > _EXTENTS_MAX or len(request.known) > wire.KNOWN_EXTENTS_MAX:
             raise ProtocolError(f"more extents at once than {_EXTENTS_MAX}, or too many known")
         owners = {extent.number: extent.domain for extent in self._table.slots.extents}
@@ -201,7 +201,7 @@ class SocketServer:
                 raise ProtocolError(f"extent {number} is not of tenant {session.domain!r}")
             descriptor = self._memory.descriptor(number)
             if descriptor is None:
-                raise CapacityError(f"extent {number} has no memory for the moment")
+                raise CapacityError(f"extent {number} has no memory now")
             descriptors.append(descriptor)
         gone = [number for number in request.known if owners.get(number) != session.domain]
         answer = wire.encode(wire.ExtentsFollow(request.extents, gone))
@@ -214,12 +214,12 @@ class SocketServer:
         try:
             raw.send(wire.encode(wire.Failure(1, code, str(error))))
         except OSError:
-            log.debug("the refused peer had left")
+            log.debug("the refused peer had disconnected")
         raw.close()
 
 
 async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> tuple[bytes, bytes]:
-    """The body of the first frame, and what came after it."""
+    """Read the first frame; returns its body, and the bytes after it."""
     data = b""
     while True:
         if len(data) >= 4:
@@ -230,14 +230,14 @@ async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> t
                 raise ProtocolError(f"a first message of {end} bytes")
         more = await loop.sock_recv(raw, 1 << 16)
         if not more:
-            raise ProtocolError("closed before its first message was whole")
+            raise ProtocolError("closed before its first message was complete")
         data += more
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that keeps other nodes from listening at ``path`` as long as it is open.
+    """Lock ``path`` for this node; returns a descriptor that holds the lock while it is open.
 
-    Without it, of two nodes that start at once each could unlink the other's new socket.
+    Without it, two nodes that start at the same time could unlink each other's new socket.
     """
     place = path.with_name(path.name + ".lock")
     try:
@@ -259,7 +259,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
     try:
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"socket.path={path} is not a socket: remove it, or name another")
+                raise ConfigError(f"socket.path={path} is not a socket: remove it, or use another")
             if _answers(path):
                 raise ConfigError(f"socket.path={path}: another node listens there")
             path.unlink()

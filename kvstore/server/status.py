@@ -1,4 +1,4 @@
-"""What a node says of itself: whether it is ready, what it counts, its tiers, its policies."""
+"""The status of a node: readiness, counters, tiers, policies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -11,17 +11,17 @@ from kvstore.node.desk import Desk
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
 
-_WITHHELD: Final = "all memory is held by clients of the previous boot"
+_WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
 
 class NodeStatus:
-    """One node, as its log, its engines and its operators see it; call it on the state's loop.
+    """The status for the log, engines and operators; call it on the state's loop.
 
     Args:
-        desk: the node's.
+        desk: the node's desk.
         memory: the bytes of the host tier.
-        configured_policy: the eviction policy that the node began with.
-        started_s: when it began, in monotonic seconds.
+        configured_policy: the configured eviction policy.
+        started_s: time of the start, monotonic seconds.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class NodeStatus:
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 
     def add(self, source: Callable[[], Mapping[str, object]]) -> None:
-        """Take over what another part of the daemon counts into :meth:`stats`."""
+        """Add the counters of another part of the daemon to :meth:`stats`."""
         self._sources.append(source)
 
     def unready(self) -> str:
-        """Why no page can be stored; empty when they can."""
+        """Why no page can be stored; empty if pages can be stored."""
         return "" if self._table.slots.extents else _WITHHELD
 
     def stats(self) -> dict[str, Any]:
-        """One snapshot of everything that can be counted.
+        """A snapshot of all counters.
 
-        It is a :class:`kvstore.server.counts.NodeStats`. Its values are plain, and
-        it takes less than a turn however much there is.
+        It has the fields of :class:`kvstore.server.counts.NodeStats`, as plain values, and takes
+        less than a turn whatever the size of the node.
         """
         stats = {
             **self._desk.stats(),
@@ -80,7 +80,7 @@ class NodeStatus:
         return tiers
 
     def policy(self) -> dict[str, Any]:
-        """The policies at work: a :class:`kvstore.server.answers.Policy`."""
+        """The present policies: a :class:`kvstore.server.answers.Policy`."""
         shown: dict[str, Any] = {
             "name": self._table.eviction.policy,
             "known": list(POLICIES),

@@ -1,4 +1,4 @@
-"""Who may use which tenant's pages: users and groups, as the kernel tells them."""
+"""Maps users and groups of peers to tenants."""
 
 import grp
 import logging
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 _SO_PEERGROUPS: Final = 59
 _GROUP: Final = struct.Struct("I")
 _GROUPS_MAX: Final = 256
-"""Groups that Python's ``getsockopt`` has room for; of a process in more only its own counts."""
+"""Maximum groups that Python's ``getsockopt`` can return; with more, the primary one counts."""
 
 
 class Tenants:
-    """What ``socket.tenants`` says.
+    """The entries of ``socket.tenants``.
 
     Args:
         entries: ``TENANT=USER`` and ``TENANT=@GROUP``, by name or number.
 
     Raises:
-        ConfigError: an entry is no such thing, or names nobody of this machine.
+        ConfigError: an entry is invalid, or its user or group does not exist.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ def _further_groups(connection: socket.socket) -> Sequence[int]:
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, size)
     except OSError as error:
-        log.warning("the groups of a peer cannot be read, and do not count: %s", error)
+        log.warning("the groups of a peer cannot be read and are ignored: %s", error)
         return []
     return [group for (group,) in _GROUP.iter_unpack(packed)]
 

@@ -1,8 +1,8 @@
-"""Turns on the loop that owns the state: operators' work, in pieces of about a millisecond.
+"""Runs operators' work on the loop that owns the state, in turns of about a millisecond.
 
-Work is a generator. It runs on the loop, so it may look at the state and change it; where it gives
-the turn away anything may happen to the state, and what it holds on to must be looked at anew. All
-work together gets one turn at a time, and the loop has as long for everybody else before the next.
+Work is a generator. It runs on the loop, so it may read and change the state. When it yields, the
+state may change, and everything it holds must be checked again. All work together gets one turn at
+a time, followed by a pause of the same length for other work of the loop.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from kvstore.server.refusal import Refusal
 T = TypeVar("T")
 
 Work = Generator[float | None, None, T]
-"""Gives None where it may go on at its next turn, or the seconds that it waits for something."""
+"""Yields None to continue in its next turn, or seconds to wait."""
 
 TURN_S: Final = 0.001
-"""A turn ends with the first step that ends later."""
+"""A turn ends with the first step that ends after this time."""
 
 
 class Task:
-    """Work that was begun.
+    """Work in progress.
 
     Args:
         work: its steps.
-        ended: is called with what it gave or why it was refused.
+        ended: called with its result or its refusal.
     """
 
     def __init__(self, work: Work[Any], ended: Callable[[Any], None]) -> None:
@@ -38,10 +38,10 @@ class Task:
 
 
 class Turns:
-    """All work on one node, each in its turn.
+    """All work on one node.
 
     Args:
-        desk: carries out, when a turn ends, what it did to the state.
+        desk: carries out the decisions made in a turn, at its end.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -56,7 +56,7 @@ class Turns:
         return len(self._tasks)
 
     def start(self, work: Work[T], ended: Callable[[T | Refusal], None]) -> Task:
-        """Do some work; what else than a refusal it raises, goes to the loop's handler."""
+        """Start work; exceptions other than refusals go to the loop's handler."""
         task = Task(work, ended)
         self._tasks.add(task)
         self._ready.append(task)
@@ -64,12 +64,12 @@ class Turns:
         return task
 
     def abandon(self, task: Task) -> None:
-        """Nobody waits for this any more: it takes no further turn."""
+        """Cancel work whose client does not wait any more."""
         self._tasks.discard(task)
         task.work.close()
 
     def close(self) -> None:
-        """End all work where it is."""
+        """Cancel all work."""
         for task in list(self._tasks):
             self.abandon(task)
         if self._handle is not None:
@@ -82,7 +82,7 @@ class Turns:
             self._taking = False
 
     def _turn(self) -> None:
-        """Take steps for a while, then leave the loop to the others for as long."""
+        """Run steps for one turn, then pause for the same time."""
         begun = perf_counter()
         end, now = begun + TURN_S, begun
         while self._ready and now < end:
@@ -92,7 +92,7 @@ class Turns:
             now = perf_counter()
         self._desk.flush()
         took = perf_counter() - begun
-        self._desk.note_turn(round(took * 1e9), "what an operator asked for")
+        self._desk.note_turn(round(took * 1e9), "an operator's request")
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
     def _rested(self) -> None:
@@ -100,7 +100,7 @@ class Turns:
         self._go_on()
 
     def _step(self, task: Task) -> None:
-        """One step; the effects on the state are handed on by the node."""
+        """Run one step; the desk carries out its effects later."""
         result: Any
         try:
             pause = self._desk.node.operate(lambda _table: next(task.work), monotonic_ns())

@@ -1,10 +1,10 @@
-"""Verify: read pages again where they lie and compare them with their digests.
+"""Verify: reads pages again in their tiers and compares them with their digests.
 
-On disk the state reads them, a few at a time (:mod:`kvstore.state.disk.checks`); the job hands it
-one stretch of pages after the other and waits. In memory pages are pinned a batch at a time under a
-lease of the node's own, read and digested in a thread, and let go; through the extents'
-descriptors, not through a mapping: nothing of it must be unmapped when an extent changes hands.
-What fails is quarantined.
+Pages on disk are read by the state code, a few at a time (:mod:`kvstore.state.disk.checks`); the
+job passes it one part after another and waits. Pages in memory are pinned in batches under the
+node's own lease, read and digested in a thread, and released. They are read through the extents'
+descriptors instead of a mapping, so that nothing has to be unmapped when an extent is reassigned.
+Pages that fail are quarantined.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ _LEASE_NS: Final = 60 * 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """One page to check; ``extent`` and ``offset`` are valid while the batch's lease stands."""
+    """One page to check; ``extent`` and ``offset`` are valid while the batch's lease is held."""
 
     node: PrefixNode
     shard: int
@@ -48,10 +48,10 @@ class _Page:
 
 
 class Verifier:
-    """Checks pages against their digests, in the tiers where they are.
+    """Checks pages against their digests, in their tiers.
 
     Args:
-        table: whose pages.
+        table: the page table.
         memory: the bytes of the host tier.
     """
 
@@ -63,7 +63,7 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, "kvstore-verify")
 
     def close(self) -> None:
-        """Read nothing more; waits for the batch that is being read."""
+        """Stop reading; waits for the current batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def page(
@@ -80,7 +80,7 @@ class Verifier:
     def spaces(
         self, spaces: list[PrefixTree], tiers: Sequence[str], deadline_ns: int
     ) -> Callable[[OperatorJob], Work[None]]:
-        """Work that checks all pages of some spaces, those included that come meanwhile."""
+        """Work that checks all pages of some spaces, including pages stored meanwhile."""
 
         def work(job: OperatorJob) -> Work[None]:
             scan = _Scan(job, tiers, deadline_ns, 0)
@@ -112,7 +112,7 @@ class Verifier:
             yield from self._check_disk(scan, _listed(filter(is_live, nodes), ["ssd"]))
 
     def _check_disk(self, scan: "_Scan", pages: list[tuple[PrefixNode, int]]) -> Work[None]:
-        """Have the state read a stretch of pages on disk, and wait for it."""
+        """Pass some pages on disk to the state code, and wait."""
         if not pages:
             return
         assert self._table.disk is not None
@@ -164,7 +164,7 @@ class Verifier:
             if not is_live(node) or shard not in node.slots or not node.ready >> shard & 1:
                 continue
             if node.read_once >> shard & 1:
-                scan.add("skipped", 1)  # releasing it would be its one reading
+                scan.add("skipped", 1)  # releasing it would count as its only read
                 continue
             slot = node.slots[shard]
             extent, _, offset = table.slots.address(slot)
@@ -177,13 +177,13 @@ class Verifier:
 
 
 class _Scan:
-    """One job's walk; counts in the job's result.
+    """The walk of one job; counts in the job's result.
 
     Args:
-        job: whose.
+        job: the job.
         tiers: ``host``, ``ssd`` or both.
-        deadline_ns: nothing is begun later; then the result says that it is not ``complete``.
-        total: pages there are to check, as far as is known.
+        deadline_ns: nothing is started later; then ``complete`` is false in the result.
+        total: estimated number of pages to check.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class _Scan:
         self.job.pages = self._counts["corrupt"]
 
     def over(self) -> bool:
-        """Whether to begin nothing more."""
+        """Whether to stop."""
         late = monotonic_ns() >= self._deadline_ns
         if late or self.job.cancelled:
             self.job.result["complete"] = False
@@ -211,7 +211,7 @@ class _Scan:
 
 
 def _count(scan: _Scan, space: PrefixTree) -> Work[None]:
-    """Count the pages of a space in the tiers that are looked at."""
+    """Count the pages of a space in the chosen tiers."""
     for number in space.by_creation.numbers(0):
         nodes = space.by_creation.nodes(number)
         if "host" in scan.tiers:
@@ -222,14 +222,14 @@ def _count(scan: _Scan, space: PrefixTree) -> Work[None]:
 
 
 def _listed(nodes: Iterable[PrefixNode], tiers: Sequence[str]) -> list[tuple[PrefixNode, int]]:
-    """The pages of some nodes in some tiers; one that is in both tiers is listed twice."""
+    """The pages of some nodes in some tiers; a page in both tiers is listed twice."""
     every = list(nodes)
     pages = [(node, shard) for node in every for shard in node.slots if "host" in tiers]
     return pages + [(node, shard) for node in every for shard in node.disk if "ssd" in tiers]
 
 
 def _wrong(memory: HostMemory, pages: list[_Page]) -> list[_Page]:
-    """The pages whose bytes are not those of their digests; in a thread."""
+    """The pages that fail their digests; runs in a thread."""
     by_shard: dict[int, list[_Page]] = defaultdict(list)
     for page in pages:
         by_shard[page.shard].append(page)

@@ -1,7 +1,7 @@
-"""What an operator reads in the log while a node runs, seen from outside: nobody has to report it.
+"""Logs changes of a node's state by comparing snapshots, so that other code need not log them.
 
-A look compares the node with what the last look saw. It is cheap, so there is one in every tick of
-the loop; an engine that stays for less than a tick leaves no line.
+Each tick of the loop compares the node with the previous snapshot, which is cheap. An engine that
+is connected for less than a tick is not logged.
 """
 
 import logging
@@ -18,22 +18,22 @@ from kvstore.state.tree.sessions import Session
 log = logging.getLogger(__name__)
 
 CLOSE_LOOK_TICKS: Final = 10
-"""So often a look is at everything, else only at who is there."""
+"""Number of ticks between checks of everything; other ticks check only the engines."""
 SPACES_TOLD: Final = 16
-"""Spaces of one engine that are told of; it may open thousands."""
+"""Maximum spaces of one engine that are logged; it may open thousands."""
 CALM_S: Final = 30.0
-"""So long the SSD tier must be without a failure before it is said to be well, if it is idle."""
+"""Seconds without a failure after which an idle SSD tier counts as recovered."""
 _NS: Final = 1_000_000_000
 
 
 @dataclass(slots=True)
 class _Engine:
-    """A session as it was seen.
+    """The snapshot of a session.
 
     Attributes:
-        since_ns: when it was seen first.
-        pids: of its processes that have one here.
-        opened: spaces it had opened.
+        since_ns: when it was first seen.
+        pids: process ids of its processes, as far as they are visible here.
+        opened: number of spaces it had opened.
         spaces: labels of the first of them, at most :data:`SPACES_TOLD`.
     """
 
@@ -44,7 +44,7 @@ class _Engine:
     spaces: list[str] = field(default_factory=list)
 
     def look_at_processes(self) -> None:
-        """Remember its processes: when it has left they are gone too."""
+        """Record its processes, for the line when it has left."""
         self.pids.update(one.peer.pid for one in self.session.processes.values() if one.peer.pid)
 
     def look_at_spaces(self) -> None:
@@ -59,15 +59,15 @@ class _Engine:
 
 
 class Watch:
-    """Logs engines that come and go, and what becomes of a node's tiers, policy and readiness.
+    """Logs connecting and disconnecting engines, and changes of tiers, policy and readiness.
 
     Args:
-        node: is looked at, never changed.
-        unready: why the node cannot serve now; empty when it can.
+        node: the node; never changed.
+        unready: returns why the node is not ready; empty if it is.
     """
 
     def __init__(self, node: Node, unready: Callable[[], str]) -> None:
-        """Take it that all is as it should be: the first look says what is not."""
+        """Assume a normal state; the first check logs deviations."""
         self._node = node
         self._table = node.pages
         self._unready = unready
@@ -75,12 +75,12 @@ class Watch:
         self._engines: dict[bytes, _Engine] = {}
         self._why = ""
         self._withheld_bytes = 0
-        #: When the SSD tier last failed, and pages written until then; None while it is well.
+        #: Time of the SSD tier's last failure, and pages written until then; None while it works.
         self._failed: tuple[int, int] | None = None
         self._policy = self._table.eviction.policy
 
     def look(self, now_ns: int) -> None:
-        """Log what is not as it was."""
+        """Log all changes."""
         close = self._ticks % CLOSE_LOOK_TICKS == 0
         if close or self._engines.keys() != self._node.sessions.keys():
             self._who_is_there(now_ns)
@@ -97,7 +97,7 @@ class Watch:
 
     def _who_is_there(self, now_ns: int) -> None:
         sessions = self._node.sessions
-        # One that came back within a tick has its old token, and is another session.
+        # An engine that reconnected within a tick has its old token, but another session.
         left = [one for one in self._engines.items() if sessions.get(one[0]) is not one[1].session]
         for token, gone in left:
             del self._engines[token]
@@ -118,7 +118,7 @@ class Watch:
         withheld, before = slots.withheld * slots.extent_bytes, self._withheld_bytes
         if withheld > before:
             event(log, logging.WARNING, "host memory withheld", withheld_bytes=withheld,
-                  why="clients still map memory of the previous boot")  # fmt: skip
+                  why="clients still map memory of the previous run")  # fmt: skip
         elif withheld < before:
             event(log, logging.INFO, "host memory returned", withheld_bytes=withheld,
                   returned_bytes=before - withheld)  # fmt: skip
@@ -132,9 +132,9 @@ class Watch:
         if disk.troubled:
             if self._failed is None:
                 event(log, logging.WARNING, "SSD tier degraded",
-                      why="writes or syncs fail; the node serves on from memory")  # fmt: skip
+                      why="writes or syncs fail; the node serves from memory")  # fmt: skip
             self._failed = now_ns, written
-        elif self._failed is not None:  # between two tries nothing fails either
+        elif self._failed is not None:  # between two tries nothing fails
             since_ns, before = self._failed
             if written > before or now_ns - since_ns >= CALM_S * _NS:
                 event(log, logging.INFO, "SSD tier recovered")

@@ -1,1 +1,1 @@
-"""What users and our own tests check a store with: simulated time, processes and connections."""
+"""Tools to test a store, for users and our own tests: contracts, simulations, fault injection."""

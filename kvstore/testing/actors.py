@@ -1,7 +1,7 @@
-"""The processes of engines in a simulation: what they ask a node for, and do to its memory.
+"""Simulated processes of engines: their requests to a node, and their use of its memory.
 
-They copy bytes a piece at a time, so that everything else happens between two pieces, and compare
-what they read with what the page's key says it must be.
+They copy bytes in pieces, so that other events happen between two pieces, and compare the bytes
+they read with those that follow from the page's key.
 """
 
 from collections.abc import Callable, Generator
@@ -26,7 +26,7 @@ _SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0,
 _ORIGINS: Final = count(1)
 
 Script = Generator[int | wire.Request, wire.Answer | None, None]
-"""What a process does: yields nanoseconds to pass, or a request; gets its answer, None if lost."""
+"""A script yields nanoseconds to wait, or a request; it gets the answer, None if it is lost."""
 
 
 @dataclass(eq=False)
@@ -34,12 +34,12 @@ class Actor:
     """One simulated process of an engine.
 
     Attributes:
-        pid: what the kernel would call it.
-        tenant: whose pages it uses.
-        session: the token it shows; empty before its first Welcome.
+        pid: its simulated process id.
+        tenant: its tenant.
+        session: token of its session; empty before its first Welcome.
         connection: number of the open connection; 0 = none.
-        mapped: extents it has mapped; it goes on using them whatever becomes of its connection.
-        watched: the kernel tells the node when it ends.
+        mapped: extents it has mapped; it uses them even after its connection broke.
+        watched: the node is notified when it ends.
     """
 
     pid: int
@@ -57,16 +57,16 @@ class Actor:
 
 
 class Engines:
-    """What processes of engines do.
+    """The scripts of engine processes.
 
     Args:
-        time: of the simulation.
+        time: timeline of the simulation.
         extents: the node's memory, by number.
         connect: opens a connection of a process.
         tell: sends a message of a process that has no answer.
 
     Attributes:
-        sessions: tenant → the token that its engine was given last.
+        sessions: tenant → the latest session token of its engine.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engines:
         self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
 
     def live(self, process: Actor) -> Script:
-        """A process from its start to its end, whenever that is."""
+        """The script of a process, from its start; it never returns."""
         identity = SpaceIdentity(tenant=process.tenant, model="m", kv_dtype="uint8", page_tokens=1)
         space = -1
         while True:
@@ -110,7 +110,7 @@ class Engines:
         if not isinstance(welcome, wire.Welcome):
             return -1
         process.session = self.sessions[process.tenant] = welcome.session
-        # A script does one thing at a time: nothing of an earlier connection is under way.
+        # A script does one thing at a time: no copy of an earlier connection is in progress.
         self._tell(process, wire.Settled(number))
         opened = yield wire.OpenSpace(0, identity, [_SHARD])
         return opened.space if isinstance(opened, wire.SpaceOpened) else -1
@@ -182,7 +182,7 @@ class Engines:
             self._outcome.pages_persisted += len(keys)
 
     def _map(self, process: Actor, addresses: bytes) -> list[tuple[bytearray, int] | None]:
-        """Where slots are; None where the extent is gone and was not mapped before."""
+        """Memory of the slots; None if an extent is gone and was not mapped before."""
         places: list[tuple[bytearray, int] | None] = []
         for extent, _, offset in np.frombuffer(addresses, dtype=wire.ADDRESS).tolist():
             if extent not in process.mapped and extent in self._extents:
@@ -196,7 +196,7 @@ class Engines:
         return LEASE_MS_MAX * 1_500_000 if slow else self._random.randrange(300_000)
 
     def _make_prompts(self, tenant: str) -> list[PrefixKeys]:
-        """Prompts that branch: a common start and many ends."""
+        """Prompts that branch: common starts, many ends."""
         common = [len(tenant), 1, 2]
         ends = [[self._random.randrange(3) for _ in range(6)] for _ in range(6)]
         return [page_keys(common + end, 1) for end in ends]

@@ -1,4 +1,4 @@
-"""What every tier must keep, as checks that need no test framework.
+"""The contract of all tiers, as checks that need no test framework.
 
 ::
 
@@ -6,7 +6,7 @@
     for check in TierContract.CHECKS:
         getattr(contract, check)()      # AssertionError says what was broken
 
-A tier is driven through a **holder**, which says in that tier's own words what the checks ask for:
+The checks use a tier through a **holder**, an adapter with one interface for all tiers:
 :class:`HostHolder`, :class:`LogHolder`, :class:`SlabHolder`.
 """
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from kvstore.tier.gpu import DeviceSlab
 
 PAGE_BYTES: Final = (512, 4096, 12_288, 65_536)
-"""Sizes of pages in the checks; smaller and larger than a slot's alignment."""
+"""Page sizes of the checks; smaller and larger than a slot's alignment."""
 
 
 def new_page(random: Random, page_bytes: int) -> PageInMemory:
-    """A random page of the shard whose pages have that size."""
+    """A random page of this size, in a shard of matching size."""
     heads = page_bytes // SHARD.page_bytes(SPACE)
     shard = ShardSpec(layout=SHARD.layout, layers=SHARD.layers, heads=(0, heads))
     return PageInMemory.random(random, page_bytes, shard=shard)
@@ -50,19 +50,19 @@ class Holder(Protocol):
     """One tier, open and empty."""
 
     def write(self, pages: Sequence[PageInMemory]) -> list[KVStoreError | None]:
-        """Write pages at once; how each ended, None = it is there."""
+        """Write pages together; returns the error of each, None = it is stored."""
 
     def read(self, page: PageInMemory) -> tuple[KVStoreError | None, bytes]:
-        """Read the page of that name and digest; how that ended, and its bytes if it is there."""
+        """Read the page with this name and digest; returns its error, or None and its bytes."""
 
     def damage(self, page: PageInMemory) -> None:
-        """Change a byte of a page that is there, where it lies, behind the tier's back."""
+        """Change a byte of a stored page in place, without the tier's knowledge."""
 
     def fill(self) -> None:
-        """Leave no room for another page."""
+        """Use all space, so that another page does not fit."""
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether everything has ended within the time."""
+        """Wait until the tier is idle; returns False on timeout."""
 
     def close(self) -> None:
         """Release every resource."""
@@ -72,7 +72,7 @@ class TierContract:
     """The checks.
 
     Args:
-        open_holder: an empty tier of at least 512 KiB.
+        open_holder: opens an empty tier of at least 512 KiB.
     """
 
     CHECKS: ClassVar[tuple[str, ...]] = (
@@ -88,7 +88,7 @@ class TierContract:
         self._open = open_holder
 
     def check_pages_come_back_byte_for_byte(self) -> None:
-        """What was written is what is read, whatever its size and however often."""
+        """Pages of all sizes are read as they were written, repeatedly."""
         random, holder = Random(1), self._open()
         pages = [new_page(random, size) for size in PAGE_BYTES]
         assert holder.write(pages) == [None] * len(pages)
@@ -99,7 +99,7 @@ class TierContract:
         holder.close()
 
     def check_wrong_bytes_are_never_given_out(self) -> None:
-        """Bytes that are wrong when they come, or become so, are an error and nothing else."""
+        """Pages with wrong bytes, before or after the write, are errors, without any bytes."""
         random, holder = Random(2), self._open()
         pages = [new_page(random, 4096) for _ in range(4)]
         content = [page.content for page in pages]
@@ -114,7 +114,7 @@ class TierContract:
         holder.close()
 
     def check_a_page_is_given_out_only_under_its_own_name(self) -> None:
-        """Who asks for another key gets an error."""
+        """Reading another key is an error."""
         random, holder = Random(3), self._open()
         here, other = new_page(random, 4096), new_page(random, 4096)
         assert holder.write([here]) == [None]
@@ -123,17 +123,17 @@ class TierContract:
         holder.close()
 
     def check_many_writers_each_get_one_answer(self) -> None:
-        """Pages written at once, also the same one twice, all are there once."""
+        """Pages that are written together are each stored, with one completion."""
         random, holder = Random(4), self._open()
         pages = [new_page(random, 512) for _ in range(24)]
         ended = holder.write(pages)
         assert ended == [None] * len(pages)
         assert all(holder.read(page) == (None, page.content) for page in pages)
-        assert holder.drain(WAIT_S), "nothing is under way any more"
+        assert holder.drain(WAIT_S), "the tier is idle"
         holder.close()
 
     def check_a_full_tier_says_so_and_keeps_what_it_has(self) -> None:
-        """A page that finds no room is refused with CapacityError, which is retryable."""
+        """A page that does not fit is refused with CapacityError, which is retryable."""
         random, holder = Random(5), self._open()
         first, late = new_page(random, 4096), new_page(random, 4096)
         assert holder.write([first]) == [None]
@@ -146,31 +146,31 @@ class TierContract:
         holder.close()
 
     def check_a_closed_tier_leaves_nothing_behind(self) -> None:
-        """Closing is bounded, may be repeated, and ends every thread."""
+        """Closing takes a limited time, may be repeated, and ends every thread."""
         threads = set(threading.enumerate())
         holder = self._open()
         assert holder.write([new_page(Random(6), 4096)]) == [None]
         closing = threading.Thread(target=holder.close)
         closing.start()
         closing.join(WAIT_S)
-        assert not closing.is_alive(), "it does not end"
+        assert not closing.is_alive(), "close does not return"
         holder.close()
         assert set(threading.enumerate()) <= threads, "threads are left"
 
 
 class LogHolder:
-    """The log: pages one behind the other in its segments.
+    """Holder of the log: writes adjacent pages to its segments.
 
     Args:
-        tier: open, with segments of at least 256 KiB.
+        tier: open tier, with segments of at least 256 KiB.
         damage: changes a byte of the payload of the record at a place.
-        fill: leaves no room where the log is.
+        fill: uses all space of the log.
     """
 
     def __init__(
         self, tier: Tier, damage: Callable[[Place], None], fill: Callable[[], None]
     ) -> None:
-        """Begin with the first segment."""
+        """Start with the first segment."""
         self._tier = tier
         self._driver = TierDriver(tier)
         self._damage = damage
@@ -210,10 +210,10 @@ class LogHolder:
 
 
 class SlabHolder:
-    """The device slab, where loads to host memory come from it.
+    """Holder of the device slab, if it serves loads to host memory.
 
     Args:
-        slab: open and empty.
+        slab: open and empty slab.
         damage: changes a byte of the first of these pages on the device.
     """
 
@@ -222,7 +222,7 @@ class SlabHolder:
         self._damage = damage
 
     def write(self, pages: Sequence[PageInMemory]) -> list[KVStoreError | None]:
-        """See :class:`Holder`; as many threads as pages, as promotions are."""
+        """See :class:`Holder`; uses one thread per page, as promotions do."""
         ended: dict[int, KVStoreError | None] = {}
 
         def promote(at: int) -> None:
@@ -249,7 +249,7 @@ class SlabHolder:
         self._damage(_page_set(page), _keys(page))
 
     def fill(self) -> None:
-        """See :class:`Holder`; what is read for the first time takes no used slot."""
+        """See :class:`Holder`; pages that are read for the first time evict no others."""
         random = Random(7)
         while True:
             page = new_page(random, 4096)
@@ -279,10 +279,10 @@ class SlabHolder:
 
 
 class HostHolder:
-    """Host memory, as a node in this process gives it out: readers verify what they get."""
+    """Holder of host memory, through an embedded node: readers verify pages."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Open a node of ``capacity_bytes``, eight extents."""
+        """Open a node of ``capacity_bytes`` in eight extents."""
         host = HostConfig(
             capacity_bytes=capacity_bytes, extent_bytes=capacity_bytes // 8, prefault=False,
             session_quota_bytes=4 * capacity_bytes,
@@ -293,7 +293,7 @@ class HostHolder:
         self._written: list[PageInMemory] = []
 
     def write(self, pages: Sequence[PageInMemory]) -> list[KVStoreError | None]:
-        """See :class:`Holder`; with the digest that the page's name says, not one of the bytes."""
+        """See :class:`Holder`; commits the page's given digest, whatever its bytes."""
         return [self._put(page) for page in pages]
 
     def read(self, page: PageInMemory) -> tuple[KVStoreError | None, bytes]:
@@ -312,7 +312,7 @@ class HostHolder:
         self._link.send(wire.Release(lease))
 
     def fill(self) -> None:
-        """See :class:`Holder`: what is there is being read, and all else is being written."""
+        """See :class:`Holder`: leases all stored pages, and begins puts in all other slots."""
         for page in self._written:
             self._lease(page)
         random = Random(8)
@@ -320,7 +320,7 @@ class HostHolder:
             pass
 
     def drain(self, timeout_s: float) -> bool:
-        """See :class:`Holder`: nothing of it runs by itself."""
+        """See :class:`Holder`: nothing runs in the background."""
         return timeout_s > 0
 
     def close(self) -> None:

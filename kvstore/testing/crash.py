@@ -1,8 +1,8 @@
-"""Kills a real daemon under load, again and again, and looks at what it has when it comes back.
+"""Kills a real daemon under load repeatedly, and checks its pages after each restart.
 
-A kill keeps what the daemon wrote (the page cache is the kernel's); power cuts are
-:mod:`kvstore.testing.powercut`'s. Every byte of a page follows from its key, so whatever a reader
-gets can be judged without asking a digest.
+A kill keeps what the daemon wrote (it is in the kernel's page cache); for power cuts see
+:mod:`kvstore.testing.powercut`. The bytes of a page follow from its key, so readers can check them
+without a digest.
 """
 
 import re
@@ -32,7 +32,7 @@ PAGE_TOKENS: Final = 16
 PAGE_BYTES: Final = 64 << 10
 CHAIN_PAGES: Final = 12
 CHAINS: Final = 8
-"""Prompts of one life; the next life has others, so that the disk always has something to do."""
+"""Prompts of one life; the next life has others, so that there is always something to write."""
 WORKERS: Final = 3
 OPERATIONS_MAX: Final = 60
 ROOMY_BYTES: Final = 512 * MIB
@@ -47,17 +47,17 @@ _KNOWN_FILES: Final = re.compile(r"segment-[0-9a-f]{16}\.kvlog|kvstore-log\.json
 
 @dataclass
 class CrashOutcome:
-    """What happened; a test asks that each of these did happen.
+    """Counts of a run; tests assert that each of these has occurred.
 
     Attributes:
-        kills: of a daemon that served, and of one that was starting.
-        kills_by_point: at what each of the former was killed.
-        operations: of the load.
-        acknowledged: pages, when a put of them was acknowledged as durable.
+        kills: kills of a serving daemon; ``kills_of_starts``: of a starting one.
+        kills_by_point: kills of a serving daemon, by the point they were made at.
+        operations: operations of the load.
+        acknowledged: pages whose durable put was acknowledged.
         verified: acknowledged pages found byte-equal after a kill.
-        compared: pages whose bytes were compared, under load and after.
-        recovered: pages that starts found on disk.
-        troubles: error code → how often the load met it.
+        compared: pages whose bytes were compared, under load and afterwards.
+        recovered: pages found on disk by starts.
+        troubles: error code → number of times the load got it.
     """
 
     kills: int = 0
@@ -72,11 +72,11 @@ class CrashOutcome:
 
 
 class CrashFound(AssertionError):
-    """The store lied, lost what it had acknowledged, or did not come back."""
+    """The store returned wrong bytes, lost acknowledged pages, or did not restart."""
 
 
 def open_space(store: KVStore) -> Space:
-    """The space of all pages here."""
+    """The space of all pages of the test."""
     space = store.space(_IDENTITY, [_SHARD])
     assert space.page_bytes == (PAGE_BYTES,)
     return space
@@ -89,33 +89,33 @@ def chain_keys(space: Space, chain: int, pages: int = CHAIN_PAGES) -> PrefixKeys
 
 
 def page_of(key: bytes) -> npt.NDArray[np.uint8]:
-    """The only right bytes of a page: its key, over and over."""
+    """The only correct bytes of a page: its key, repeated."""
     return np.resize(np.frombuffer(key, dtype=np.uint8), PAGE_BYTES)
 
 
 def wrong_pages(keys: PrefixKeys, found: list[npt.NDArray[np.uint8]]) -> list[int]:
-    """Which of the first pages of a chain are not what they should be."""
+    """Indexes of the leading pages of a chain that have wrong bytes."""
     return [at for at, page in enumerate(found) if not np.array_equal(page, page_of(keys[at]))]
 
 
 class CrashLoad:
-    """Threads that store and read pages until the daemon is gone.
+    """Threads that store and read pages until the daemon has ended.
 
     Args:
-        address: of the daemon.
-        seed: of what they do.
-        chains: the prompts.
-        outcome: counts go there.
+        address: address of the daemon.
+        seed: seed of their choices.
+        chains: numbers of the prompts.
+        outcome: counts are added to it.
 
     Attributes:
-        acknowledged: chain → how many of its first pages were acknowledged as durable.
-        operations: that have ended.
-        waiting: threads that wait for a durable put now.
-        found: what went wrong, if anything.
+        acknowledged: chain → number of leading pages that were acknowledged as durable.
+        operations: number of completed operations.
+        waiting: number of threads that wait for a durable put.
+        found: errors found.
     """
 
     def __init__(self, address: str, seed: str, chains: range, outcome: CrashOutcome) -> None:
-        """Start them."""
+        """Start the threads."""
         self.acknowledged: dict[int, int] = {}
         self.operations = 0
         self.waiting = 0
@@ -133,7 +133,7 @@ class CrashLoad:
             thread.start()
 
     def end(self) -> None:
-        """The daemon is gone: wait for the threads."""
+        """The daemon has ended: wait for the threads."""
         self._over.set()
         for thread in self._threads:
             thread.join(WAIT_S)
@@ -150,7 +150,7 @@ class CrashLoad:
                     self._count(error.code)
                 except (PeerUnreachable, TransferTimeout) as error:
                     self._count(error.code)
-                    self._over.wait(TIMEOUT_S)  # it is being killed, or should be
+                    self._over.wait(TIMEOUT_S)  # the daemon is being killed
                 except KVStoreError as error:
                     self.found.append(f"the load was refused: {error.code}: {error}")
                 else:
@@ -203,10 +203,10 @@ class CrashRun:
     """Lives of one daemon, each ended by SIGKILL at a point that the seed chooses.
 
     Args:
-        folder: everything is made in it.
-        seed: decides what is done and where the daemon is killed; threads race all the same.
+        folder: folder for all files.
+        seed: decides the operations and the points of kills; thread timing still varies.
         sync: ``interval`` or ``always``.
-        say: told of the progress, a line at a time.
+        say: called with lines of progress.
     """
 
     def __init__(self, folder: Path, seed: int, sync: str, say: Say = lambda _line: None) -> None:
@@ -220,11 +220,11 @@ class CrashRun:
         self._acknowledged: dict[int, int] = {}
 
     def run(self, kills: int) -> CrashOutcome:
-        """Kill the daemon so often, and verify what each start finds.
+        """Kill the daemon repeatedly, and verify the pages after each start.
 
         Raises:
-            CrashFound: a page that was acknowledged is lost, a byte is wrong, the daemon does not
-                come back, or it leaves files or descriptors behind.
+            CrashFound: an acknowledged page is lost, a byte is wrong, the daemon does not restart,
+                or it leaves files or descriptors behind.
         """
         for life in range(kills):
             if life % LIVES_OF_A_DIRECTORY == 0:
@@ -246,7 +246,7 @@ class CrashRun:
         return self.outcome
 
     def _begin_anew(self, *, tight: bool) -> None:
-        """An empty directory; a tight one is so small that its segments are reclaimed."""
+        """Empty the directory; a tight one is so small that its segments are reclaimed."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._acknowledged.clear()
         self._tight = tight
@@ -283,7 +283,7 @@ class CrashRun:
         return server
 
     def _kill_a_start(self) -> None:
-        """Kill a daemon while it takes its directory over."""
+        """Kill a daemon while it recovers its directory."""
         with Server(self._folder, self._settings()) as server:
             directory = str(self._directory)
 
@@ -316,7 +316,7 @@ class CrashRun:
         self._acknowledged |= load.acknowledged
 
     def _point(self, load: CrashLoad) -> tuple[Callable[[], bool], str]:
-        """When to kill: a condition, and what it is called."""
+        """When to kill: a condition, and its name."""
         least = self._random.randint(1, OPERATIONS_MAX)
         segments = len(self._segments()) + self._random.randint(1, 3)
 
@@ -339,10 +339,10 @@ class CrashRun:
             return [path.name for path in self._directory.iterdir() if path.suffix == ".kvlog"]
         return []
 
-    # ---- afterwards -------------------------------------------------------------------------
+    # ---- after a restart --------------------------------------------------------------------
 
     def _verify(self, server: Server, *, everything: bool) -> None:
-        """What was acknowledged is there; nothing is wrong; nothing is left over."""
+        """Acknowledged pages are there; no byte is wrong; no files are left over."""
         self._look_for_leftovers(server)
         self.outcome.recovered += server.get("/v1/stats")["pages"]
         chains = sorted(self._acknowledged)
@@ -382,10 +382,10 @@ class CrashRun:
 
     def _refuse(self, found: list[str], server: Server) -> None:
         if "Traceback" in server.errors:
-            found = [*found, "the daemon had a mistake"]
+            found = [*found, "the daemon logged a traceback"]
         if found:
             raise CrashFound(
                 f"seed {self._seed} {self._sync}, after {self.outcome.kills} kills:\n"
                 + "\n".join(found)
-                + f"\n--- the daemon's last words\n{server.errors[-4000:]}"
+                + f"\n--- the end of the daemon's log\n{server.errors[-4000:]}"
             )

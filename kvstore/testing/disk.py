@@ -1,6 +1,6 @@
-"""Disks for tests: one in memory whose power can be cut, and one that fails on demand.
+"""Disks for tests: one in memory with power cuts, and one that fails on demand.
 
-Both are a :class:`kvstore.tier.disk.Disk`, so the SSD log runs on them unchanged.
+Both implement :class:`kvstore.tier.disk.Disk`, so the SSD log uses them unchanged.
 """
 
 import errno
@@ -17,7 +17,7 @@ from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.vectored import aligned
 
 SECTOR_BYTES: Final = 512
-"""A disk writes so many bytes whole or not at all."""
+"""Unit of atomic writes of the disk."""
 SLOW_S_MAX: Final = 30.0
 
 
@@ -45,15 +45,15 @@ def _error(number: int, path: object = "") -> OSError:
 
 
 class SimulatedDisk:
-    """Files in memory behind a cache that a power cut takes away.
+    """Files in memory, with a cache that a power cut loses.
 
-    What was written since a file's last sync survives a cut in any subset, in any order, torn at
-    sectors of 512 bytes; a name that was made or deleted since its directory's last sync, or not.
+    Of the writes since a file's last sync, any subset survives a cut, in any order, torn at sectors
+    of 512 bytes. A name created or deleted since its directory's last sync may survive or not.
 
     Args:
-        capacity_bytes: of all files.
-        direct_io: what :meth:`takes_direct_io` says.
-        seed: of the random ids.
+        capacity_bytes: total size of all files.
+        direct_io: result of :meth:`takes_direct_io`.
+        seed: seed of the random ids.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class SimulatedDisk:
         self._next = 1000
         self._lock = threading.Lock()
 
-    # ---- what tests do to it ----------------------------------------------------------------
+    # ---- for tests --------------------------------------------------------------------------
 
     def cut_power(self, random: Random) -> None:
-        """Lose what was not synced, or parts of it; every lock and open file goes."""
+        """Lose writes that were not synced, or parts of them; close all locks and files."""
         self.kill()
         for directory in self._directories.values():
             for name in sorted({name for name, _ in directory.unsynced}):
@@ -83,7 +83,7 @@ class SimulatedDisk:
                 _cut(file, random)
 
     def kill(self) -> None:
-        """End whoever uses the disk: locks and open files go, what was written stays cached."""
+        """Kill the process that uses the disk: close all locks and files, keep the cache."""
         self._open.clear()
         for directory in self._directories.values():
             directory.locked = False
@@ -95,14 +95,14 @@ class SimulatedDisk:
         file.durable = bytearray(file.cached)
         file.unsynced.clear()
 
-    # ---- the disk ---------------------------------------------------------------------------
+    # ---- the interface ----------------------------------------------------------------------
 
     def make_directory(self, path: Path) -> None:
         """See :class:`Disk`; names of directories are durable at once."""
         self._directories.setdefault(path, _Directory())
 
     def file_system(self, path: Path) -> FileSystem:
-        """See :class:`Disk`; all directories are on one."""
+        """See :class:`Disk`; all directories are on one file system."""
         self._directory(path)
         return FileSystem(0, self._capacity_bytes, self._capacity_bytes - self._used_bytes())
 
@@ -206,10 +206,10 @@ class SimulatedDisk:
         """See :class:`Disk`."""
         return self._random.randbytes(16)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def open_files(self) -> int:
-        """Descriptors that are not closed, locks included."""
+        """Number of open descriptors, including locks."""
         return len(self._open)
 
     def _used_bytes(self) -> int:
@@ -257,9 +257,9 @@ def _grow(file: _File) -> None:
 
 
 def _cut(file: _File, random: Random) -> None:
-    """What the disk has of a file when its power fails."""
+    """Set a file to what the disk has after a power cut."""
     if file.durable or random.random() < 0.5:
-        _grow(file)  # else not even its size was written
+        _grow(file)  # otherwise not even its size was written
         writes = file.unsynced[:]
         random.shuffle(writes)
         for offset, data in writes:
@@ -270,7 +270,7 @@ def _cut(file: _File, random: Random) -> None:
 
 
 def _survivors(length: int, random: Random) -> list[tuple[int, int]]:
-    """Parts of a write that reach the disk: all, none, a front, a back, or any sectors."""
+    """Parts of a write that reach the disk: all, none, the front, the back, or any sectors."""
     sectors = -(-length // SECTOR_BYTES)
     cut = random.randint(0, sectors) * SECTOR_BYTES
     match random.randrange(5):
@@ -294,7 +294,7 @@ def _survivors(length: int, random: Random) -> list[tuple[int, int]]:
 
 
 class DiskFault(StrEnum):
-    """What :class:`FaultyDisk` can do to a call."""
+    """The faults of :class:`FaultyDisk`."""
 
     IO_ERROR = "io_error"
     SLOW = "slow"
@@ -314,15 +314,15 @@ _ERRORS: Final = {
 
 
 class FaultyDisk:
-    """A disk in front of another one; calls that are armed fail, all others pass.
+    """A wrapper around another disk; armed calls fail, all others are passed on.
 
     Args:
-        disk: the real one.
-        seed: of where a write is torn and which bit is flipped.
+        disk: the other disk.
+        seed: decides where a write is torn and which bit is flipped.
 
     Attributes:
-        hits: faults that have struck.
-        slow_ends: what slow calls wait for, at most SLOW_S_MAX.
+        hits: number of faults so far.
+        slow_ends: event that slow calls wait for, at most SLOW_S_MAX.
     """
 
     def __init__(self, disk: Disk, seed: int = 0) -> None:
@@ -333,7 +333,7 @@ class FaultyDisk:
         self._armed: dict[Call, tuple[DiskFault, int, int]] = {}
 
     def arm(self, call: Call, fault: DiskFault, *, after: int = 0, times: int = 1) -> None:
-        """Let ``times`` calls fail once ``after`` more have passed."""
+        """Let ``times`` calls fail, after ``after`` more successful ones."""
         self._armed[call] = (fault, after, times)
 
     def _struck(self, call: Call) -> DiskFault | None:
@@ -389,7 +389,7 @@ class FaultyDisk:
         return self._disk.size(descriptor)
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :class:`Disk`; short, torn or flipped when armed so."""
+        """See :class:`Disk`; short, torn or with a flipped bit if armed."""
         fault = self._struck("write")
         if fault not in (DiskFault.SHORT, DiskFault.TORN, DiskFault.BIT_FLIP):
             return self._disk.write(descriptor, buffers, offset)
@@ -403,7 +403,7 @@ class FaultyDisk:
         return kept if fault is DiskFault.SHORT else len(data)
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See :class:`Disk`; short or flipped when armed so."""
+        """See :class:`Disk`; short or with a flipped bit if armed."""
         fault = self._struck("read")
         if fault is DiskFault.SHORT:
             return self._disk.read(descriptor, [buffers[0][: len(buffers[0]) // 2]], offset)

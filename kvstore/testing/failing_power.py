@@ -1,4 +1,4 @@
-"""A disk whose power fails in the middle of a call, and an SSD log without any order."""
+"""A disk whose power fails during a call, and an SSD log that runs jobs in any order."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ from kvstore.tier.ssd import SSDLog
 
 
 class PowerCut(Exception):
-    """The power fails in this call of the disk."""
+    """The power has failed during this call of the disk."""
 
 
 class FailingPower(SimulatedDisk):
-    """A disk whose power fails after so many more calls that change it.
+    """A disk whose power fails after a number of calls that change it.
 
     Attributes:
-        calls_left: how many; None = it holds.
+        calls_left: number of calls until then; None = it does not fail.
     """
 
     calls_left: int | None = None
@@ -38,7 +38,7 @@ class FailingPower(SimulatedDisk):
         return super().create(path, size_bytes, direct=direct)
 
     def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """See :class:`~kvstore.tier.disk.Disk`; it can fail before and after."""
+        """See :class:`~kvstore.tier.disk.Disk`; can fail before and after the write."""
         self._spend()
         written = super().write(descriptor, buffers, offset)
         self._spend()
@@ -66,10 +66,10 @@ class FailingPower(SimulatedDisk):
 
 
 class UnorderedLog(SSDLog):
-    """An SSD log whose jobs run in any order, and whose completions come late.
+    """An SSD log whose jobs run in any order, and whose completions are late.
 
-    The order in which they were submitted is that of their sequence numbers, as in any log; a sync
-    covers what was written before it was submitted, so it runs at once or later.
+    Sequence numbers have the order of submission, as in any log. A sync covers what was written
+    before its submission, so it runs at once or later.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class UnorderedLog(SSDLog):
         self._late: list[Completion] = []
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take them in short runs; what of a run lies side by side is written in one call."""
+        """Submit jobs in short runs; adjacent records of a run are written in one call."""
         left = list(jobs)
         while left:
             run = self._dice.choice((1, 1, 2, 4))
@@ -91,7 +91,7 @@ class UnorderedLog(SSDLog):
                 self._run_one(len(self._queue) - 1)
 
     def poll(self) -> list[Completion]:
-        """Run some jobs, tell of some that have ended."""
+        """Run some jobs; return some completions."""
         while self._queue and self._dice.random() < 0.6:
             self._run_one(self._dice.randrange(len(self._queue)))
         self._dice.shuffle(self._late)
@@ -100,7 +100,7 @@ class UnorderedLog(SSDLog):
         return now
 
     def _run_one(self, index: int) -> None:
-        """Carry out one piece of work before those that wait longer."""
+        """Run one piece of work out of order."""
         work = self._queue[index]
         del self._queue[index]
         self._do(work, self._movers[0])
@@ -109,14 +109,14 @@ class UnorderedLog(SSDLog):
 
 
 class WaitedMemory:
-    """Real memory; whoever hands it out waits until it is there.
+    """Real memory; replacing it waits until the new memory exists.
 
     Args:
-        memory: the node's.
+        memory: the node's memory.
     """
 
     def __init__(self, memory: HostMemory) -> None:
-        """Belong to one desk."""
+        """Store the memory."""
         self._memory = memory
 
     def replace(self, replaced: list[Replacement]) -> None:

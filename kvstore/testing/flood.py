@@ -1,4 +1,4 @@
-"""More pages than the disk can take: what becomes of latency, memory and unsynced pages."""
+"""Stores more pages than the disk can write: measures latency, memory and unsynced pages."""
 
 import os
 import threading
@@ -24,23 +24,23 @@ PUT_PAGES: Final = 4
 PUT_BYTES: Final = PUT_PAGES * PAGE_BYTES
 SEGMENT_BYTES: Final = 64 * MIB
 WRITERS: Final = 3
-"""The first one puts durably; it waits for syncs, the others do not."""
+"""Number of writers. The first one puts durably and waits for syncs, the others do not."""
 TIMEOUT_S: Final = 30.0
 _PROMPTS: Final = 1 << 20
-"""Prompts of a writer, so that no two writers share one."""
+"""Prompts per writer, so that no two writers share one."""
 _IDENTITY: Final = SpaceIdentity(model="flood", kv_dtype="bfloat16", page_tokens=PAGE_TOKENS)
 _SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=128), layers=(0, 4), heads=(0, 8))
 
 
 @dataclass(frozen=True)
 class FloodPut:
-    """One put that was done.
+    """One completed put.
 
     Attributes:
-        prompt: what was stored.
-        seconds: it took.
+        prompt: number of its prompt.
+        seconds: its duration.
         durable: it was acknowledged as durable.
-        room: memory could not have been full by then.
+        room: memory cannot have been full yet.
     """
 
     prompt: int
@@ -51,15 +51,15 @@ class FloodPut:
 
 @dataclass
 class Flooded:
-    """What came of it.
+    """The result of a flood.
 
     Attributes:
-        puts: in the order they ended.
-        refused: puts that found no room, or no answer, in time and were done again.
-        capacity_bytes: of the node's memory.
-        seconds: it lasted.
-        memory_bytes_max: most memory in use: shared, and what the daemon grew by itself.
-        stats: the daemon's, at the end.
+        puts: puts in the order of completion.
+        refused: puts without space or answer in time, which were retried.
+        capacity_bytes: size of the node's memory.
+        seconds: duration.
+        memory_bytes_max: maximum memory in use: shared, plus the growth of the daemon itself.
+        stats: the daemon's statistics at the end.
     """
 
     puts: list[FloodPut] = field(default_factory=list)
@@ -71,11 +71,11 @@ class Flooded:
 
     @property
     def written_bytes(self) -> int:
-        """What the tier wrote meanwhile."""
+        """Bytes that the tier has written."""
         return int(self.stats["ssd"].get("written_bytes", 0))
 
     def kept(self, capacity_bytes: int) -> list[FloodPut]:
-        """Durable puts so late that the disk cannot have reclaimed them since."""
+        """Durable puts so recent that the disk cannot have reclaimed them."""
         late: list[FloodPut] = []
         after = 0
         for put in reversed(self.puts):
@@ -88,7 +88,7 @@ class Flooded:
 
 
 def settings(folder: Path, memory_bytes: int, disk_bytes: int) -> dict[str, object]:
-    """Of a daemon to flood: write-back, everything admitted."""
+    """Settings of the daemon: write-back, all pages admitted."""
     return {
         "node.name": f"flood-{os.getpid()}",
         "socket.path": folder / "kv.sock",
@@ -107,7 +107,7 @@ def settings(folder: Path, memory_bytes: int, disk_bytes: int) -> dict[str, obje
 
 
 def open_space(store: KVStore) -> Space:
-    """The space of all pages here."""
+    """The space of all pages of the flood."""
     space = store.space(_IDENTITY, [_SHARD])
     assert space.page_bytes == (PAGE_BYTES,)
     return space
@@ -119,12 +119,12 @@ def prompt_keys(space: Space, prompt: int) -> PrefixKeys:
 
 
 def pages_of(keys: PrefixKeys) -> list[npt.NDArray[np.uint8]]:
-    """The only right bytes of a put's pages: each page's key, over and over."""
+    """The only correct bytes of a put's pages: each page's key, repeated."""
     return [np.tile(np.frombuffer(key, dtype=np.uint8), PAGE_BYTES // len(key)) for key in keys]
 
 
 def shared_bytes(server: Server) -> int:
-    """Memory that the daemon shares with clients, touched or not mapped alike."""
+    """Memory that the daemon shares with clients, mapped or not."""
     sizes: dict[int, int] = {}
     for entry in Path(f"/proc/{server.pid}/fd").iterdir():
         try:
@@ -140,8 +140,8 @@ class Flood:
     """Writers that put new pages as fast as they can.
 
     Args:
-        server: ready.
-        say: told once a second: seconds, latencies of that second in seconds.
+        server: a server that is ready.
+        say: called once a second with the second, and the latencies in it in seconds.
         durable: the first writer puts durably.
     """
 
@@ -149,7 +149,7 @@ class Flood:
         self, server: Server, say: Callable[[int, list[float]], None] = lambda _at, _puts: None,
         *, durable: bool = True,
     ) -> None:  # fmt: skip
-        """Look at the memory in use before."""
+        """Measure the memory in use before the flood."""
         self._server = server
         self._durable = durable
         self._say = say
@@ -160,10 +160,10 @@ class Flood:
         self.result = Flooded(capacity_bytes=server.get("/v1/stats")["host"]["capacity_bytes"])
 
     def run(self, seconds: float) -> Flooded:
-        """Flood for so long.
+        """Flood for this many seconds.
 
         Raises:
-            Exception: what a writer met that is no back-pressure.
+            Exception: a writer got an error that is not back-pressure.
         """
         begin = time.monotonic()
         writers = [
@@ -223,7 +223,7 @@ class Flood:
 
 
 def missing_puts(address: str, puts: list[FloodPut]) -> list[int]:
-    """Prompts of puts that are not all there, byte-equal."""
+    """Prompts of puts whose pages are missing or not byte-equal."""
     missing = []
     with KVStore.connect(address, name="flood-verify", timeout_s=TIMEOUT_S) as store:
         space = open_space(store)

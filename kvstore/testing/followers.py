@@ -1,4 +1,4 @@
-"""Who follows a node's events, beside the node: does it know where every page is, and its token?"""
+"""A simulated follower of a node's events: checks that it knows the place of every page."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ Page = tuple[object, object, BlockHash]
 
 
 def page_token(key: BlockHash) -> bytes:
-    """What simulations give as the only token of a page; the pages of one prompt differ in it."""
+    """The only token of a page in simulations; different for the pages of one prompt."""
     assert isinstance(key, bytes)
     return key[:4]
 
 
 class KnownPages:
-    """Two indexes: one keeps the media of each page apart, one takes no notice of media."""
+    """Two indexes: one with the media of each page, one that ignores media."""
 
     def __init__(self) -> None:
         self._media: dict[Page, set[str]] = defaultdict(set)
         self._plain: set[Page] = set()
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Take note of what the node publishes."""
+        """Apply the events that the node publishes."""
         for event in events_of(actions, tokens=True):
             assert isinstance(event, StoredEvent | RemovedEvent)
             if isinstance(event, StoredEvent) and event.token_ids:
@@ -43,7 +43,7 @@ class KnownPages:
                     self._plain.discard(page)
 
     def check(self, table: PageTable) -> None:
-        """Assert that both know what the node knows."""
+        """Assert that both indexes match the page table."""
         there: dict[Page, set[str]] = {}
         for space in table.spaces:
             for node in space.nodes.values():

@@ -1,7 +1,7 @@
-"""One life of a node on a disk: from its start until the power fails, with an engine that asks.
+"""One life of a node on a disk: from its start to a power cut, with one engine.
 
-The node, its page table, its disk side and the SSD log are the real ones. The engine waits for
-nothing, and writes down what it was promised.
+Node, page table, disk side and SSD log are the real ones. The engine never waits, and records what
+the node has acknowledged.
 """
 
 import ctypes
@@ -55,22 +55,22 @@ Page = tuple[int, bytes]
 
 @dataclass
 class Toll:
-    """What happened in a run; a test asks that each of these did happen somewhere.
+    """Counts of a run; tests assert that each of these has occurred.
 
     Attributes:
         cuts: power cuts.
-        acknowledged: pages, when a put of them was acknowledged as durable.
+        acknowledged: pages whose durable put was acknowledged.
         survived: acknowledged pages found after a cut.
-        late: pages that were reclaimed between their sync and its acknowledgement.
-        removed: acknowledged pages that were reclaimed since.
+        late: pages reclaimed between their sync and its acknowledgement.
+        removed: acknowledged pages that were reclaimed later.
         read: pages whose bytes were compared.
         written: ordinary pages that had been written when the power failed.
-        lost: of these, those that were not there afterwards.
-        reclaimed: segments.
-        evicted: pages, when an operator's eviction of them was acknowledged.
-        gone: evicted pages that were not there after a cut.
-        doubtful: pages evicted without acknowledgement when the power failed.
-        returned: of these, those that were there afterwards.
+        lost: those of them that were missing afterwards.
+        reclaimed: segments that were reclaimed.
+        evicted: pages whose eviction by an operator was acknowledged.
+        gone: evicted pages that were missing after a cut, as they must be.
+        doubtful: pages with an eviction that was not acknowledged when the power failed.
+        returned: those of them that were found afterwards.
     """
 
     cuts: int = 0
@@ -90,12 +90,12 @@ class Toll:
 
 @dataclass
 class Promises:
-    """What a node has promised in its lives so far.
+    """What a node has acknowledged in its lives so far.
 
     Attributes:
-        acknowledged: pages whose put was acknowledged as durable, and that were not reclaimed.
+        acknowledged: pages whose durable put was acknowledged, and that were not reclaimed.
         evicted: pages whose eviction was acknowledged, and that were not stored again.
-        toll: what happened.
+        toll: counts.
     """
 
     acknowledged: dict[Page, None] = field(default_factory=dict)
@@ -104,30 +104,30 @@ class Promises:
 
 
 class Life:
-    """One node from its start to its power cut, with one engine that asks without waiting.
+    """One node from its start to its power cut, with one engine that never waits.
 
     Args:
-        random: where every choice comes from.
-        config: of the SSD tier.
-        disk: what the tier is on.
-        prompts: all that is ever stored.
-        promises: what the lives before this one have promised; this one adds to it.
+        random: source of all choices.
+        config: configuration of the SSD tier.
+        disk: disk of the tier.
+        prompts: all prompts that may be stored.
+        promises: what earlier lives have acknowledged; this one adds to it.
     """
 
     def __init__(
         self, random: Random, config: SSDConfig, disk: FailingPower,
         prompts: Sequence[PrefixKeys], promises: Promises,
     ) -> None:  # fmt: skip
-        """Start the node; it takes over what the disk has.
+        """Start the node and recover its pages.
 
         Raises:
-            PowerCut: already here.
+            PowerCut: the power failed during the start.
         """
         self._random = random
         self._prompts = prompts
         self._promises = promises
         self._toll = promises.toll
-        #: Evictions that are not acknowledged, and their pages that were not stored again since.
+        #: Evictions that are not acknowledged → their pages, except those stored again since.
         self.evictions: list[tuple[Durable, set[Page]]] = []
         self._overtaken: set[int] = set()
         self._now_ns = 1_000_000_000
@@ -162,10 +162,10 @@ class Life:
         ):
             self.desk.receive(self._connection, request)
 
-    # ---- what an engine does ----------------------------------------------------------------
+    # ---- the engine -------------------------------------------------------------------------
 
     def put(self, keys: PrefixKeys, shard: int, *, durable: bool) -> None:
-        """Begin to store pages; they are copied when their slots are granted."""
+        """Start to store pages; they are copied when their slots are granted."""
         number, wait_ms = next(self._numbers), self._random.choice((0, WAIT_MS))
         request = wire.BeginPut(
             0, number, self._space, self._shards[shard], keys.packed, b"", b"", wait_ms
@@ -173,7 +173,7 @@ class Life:
         self._ask(request, shard, keys, durable=durable)
 
     def read(self, keys: PrefixKeys, shard: int) -> None:
-        """Begin to read pages."""
+        """Start to read pages."""
         number = next(self._numbers)
         request = wire.Acquire(
             0, number, self._space, self._shards[shard], keys.packed, 10_000, WAIT_MS
@@ -181,13 +181,13 @@ class Life:
         self._ask(request, shard, keys)
 
     def release_one(self) -> None:
-        """Give a lease back."""
+        """Release a lease."""
         if self._leases:
             number = self._leases.pop(self._random.randrange(len(self._leases)))
             self.desk.receive(self._connection, wire.Release(number))
 
     def evict(self, key: PrefixKey | None, cause: str) -> None:
-        """Take a page with all that follows it out, as an operator does; None: everything."""
+        """Drop a page and its descendants, as an operator does; None = all pages."""
         tree = self._tree()
         top = tree.root if key is None else tree.nodes.get(key)
         if top is None:
@@ -201,7 +201,7 @@ class Life:
             pages |= {(shard, name) for shard in range(len(SHARDS)) for name in self._known}
         durable = self.node.operate(lambda _: self.disk.pages.graves.await_written(0), self._now_ns)
         self.evictions.append((durable, pages))
-        # What was asked for so far is gone; its acknowledgement says nothing of what is put now.
+        # Earlier puts are dropped too; their acknowledgements do not apply to later puts.
         self._overtaken |= self._asked.keys()
         self._note_removed()
 
@@ -227,7 +227,7 @@ class Life:
         self.desk.receive(self._connection, request)
 
     def step(self) -> None:
-        """Let things go on: time, the tier, answers."""
+        """Advance time, the tier and answers, by random amounts."""
         self._now_ns += self._random.randrange(TICK_NS)
         if self._random.random() < 0.5:
             self.desk.advance()
@@ -238,7 +238,7 @@ class Life:
         self._note_evicted()
 
     def answer(self, answer: wire.Answer) -> None:
-        """Go on with what was asked."""
+        """Continue after an answer of the node."""
         if isinstance(answer, wire.Welcome):
             return
         if isinstance(answer, wire.SpaceOpened):
@@ -259,11 +259,11 @@ class Life:
             case wire.Persisted() if answer.id not in self._overtaken:
                 self._note_durable(shard, keys)
             case _:
-                pass  # a refusal is an answer too
+                pass  # refused
 
     def cut(self) -> None:
-        """The node never does that to an engine that asks as it should."""
-        raise AssertionError("cut off")
+        """Fail: the node never closes the connection of a correct client."""
+        raise AssertionError("disconnected")
 
     def _granted(
         self, answer: wire.PutGranted, request: wire.BeginPut, shard: int, keys: PrefixKeys, *,
@@ -302,10 +302,10 @@ class Life:
         extent, _, offset = at
         return self.memory.address(extent) + offset
 
-    # ---- what is expected -------------------------------------------------------------------
+    # ---- expectations -----------------------------------------------------------------------
 
     def on_disk(self) -> set[Page]:
-        """Pages that count as being on disk."""
+        """Pages that are on disk, according to the page table."""
         return {
             (self._shards.index(shard), key)
             for key, node in self._tree().nodes.items()
@@ -321,7 +321,7 @@ class Life:
             if (shard, key) in on_disk:
                 self._promises.acknowledged[shard, key] = None
                 self._toll.acknowledged += 1
-            else:  # between its sync and this answer it left, as any page may
+            else:  # dropped between its sync and this answer, as any page may be
                 counts = self.node.pages.counts
                 left = ("reclaimed_pages", "removed_operator", "removed_corrupt")
                 assert any(counts[name] for name in left), "acknowledged, not written"
@@ -334,10 +334,10 @@ class Life:
         self._toll.removed += len(gone)
 
     def read_everything(self) -> set[Page]:
-        """Every page that a reader gets, byte-equal; each prompt is read until its run is there.
+        """Read every prompt until its whole run was read; returns the pages, byte-equal.
 
         Raises:
-            AssertionError: a wrong byte, or a read that does not end.
+            AssertionError: a wrong byte, or a read that never completes.
         """
         found: set[Page] = set()
         for shard in range(len(SHARDS)):
@@ -346,7 +346,7 @@ class Life:
         return found
 
     def _read_fully(self, keys: PrefixKeys, shard: int) -> int:
-        """Pages of the run that could be read."""
+        """Number of pages of the run that were read."""
         for _ in range(SETTLE_STEPS_MAX):
             self.read(keys, shard)
             while self._asked:
@@ -360,12 +360,12 @@ class Life:
         raise AssertionError(f"{len(keys)} pages are neither read nor missed")
 
     def close(self) -> None:
-        """The process is gone."""
+        """End the process: release its memory."""
         self.memory.close()
 
 
 def content(key: PrefixKey, shard: int) -> bytes:
-    """The only right bytes of a page."""
+    """The only correct bytes of a page."""
     return page_content(key[shard:] + key[:shard])
 
 

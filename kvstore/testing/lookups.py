@@ -1,11 +1,11 @@
-"""An engine that looks up all the time, and says how long its node let it wait.
+"""An engine that looks up continuously, and measures how long its node lets it wait.
 
-Run as ``python -m kvstore.testing.lookups ADDRESS PID``: it stores a prompt, says ``ready``, looks
-it up every two milliseconds until its standard input closes, and prints what it saw as JSON.
+Run as ``python -m kvstore.testing.lookups ADDRESS PID``: it stores a prompt, prints ``ready``,
+looks it up every two milliseconds until its standard input closes, and prints its measurements as
+JSON.
 
-A machine with few cores makes everybody wait. What the kernel says that the node's loop, or this
-process, was ready to run and did not get to (``schedstat``) is no fault of the node's, and is not
-counted.
+On a machine with few cores processes wait for the CPU. The time for which the node's loop or this
+process was runnable but did not run (``schedstat``) is not the node's fault, and is subtracted.
 """
 
 import os
@@ -23,7 +23,7 @@ from kvstore import wire
 from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 
 PAGES: Final = 1000
-"""Fewer than leave an extent in one turn: who needs its room has it at once."""
+"""Fewer than leave an extent in one turn, so that an eviction frees the extent at once."""
 PAUSE_S: Final = 0.002
 _PAGE_TOKENS: Final = 64
 _STRETCH_BYTES: Final = 256 * KEY_BYTES
@@ -33,14 +33,14 @@ _never: Final = threading.Event()
 
 @dataclass
 class Waits:
-    """What one engine saw.
+    """Measurements of one engine.
 
     Attributes:
-        lookups: how many there were.
-        misses: of these, not a hit of all pages.
-        half_s: half of the lookups took no longer.
-        worst_s: the longest, less what the kernel kept others waiting.
-        stalls_s: those that took longer than 5 ms, so corrected; the longest first.
+        lookups: number of lookups.
+        misses: those without a hit of all pages.
+        half_s: median duration.
+        worst_s: longest duration, without time waiting for the CPU.
+        stalls_s: durations of more than 5 ms, corrected in the same way; the longest first.
     """
 
     lookups: int = 0
@@ -54,8 +54,8 @@ class Engine:
     """A connection to a node's socket.
 
     Args:
-        address: of the socket.
-        pid: of the node.
+        address: address of the socket.
+        pid: process id of the node.
     """
 
     def __init__(self, address: str, pid: int) -> None:
@@ -77,7 +77,7 @@ class Engine:
         self.put()
 
     def put(self) -> None:
-        """Store the prompt, a stretch at a time."""
+        """Store the prompt, a part at a time."""
         parent = b""
         for start in range(0, len(self._keys), _STRETCH_BYTES):
             keys = self._keys[start : start + _STRETCH_BYTES]
@@ -89,7 +89,7 @@ class Engine:
             parent = keys[-KEY_BYTES:]
 
     def lookup(self) -> tuple[float, bool]:
-        """One lookup: the seconds it took, and whether all was a hit."""
+        """One lookup: seconds, and whether all pages were hits."""
         before = self._waited_s()
         begun = perf_counter()
         found = self._ask(wire.Lookup(5, self._space, [0], self._keys))
@@ -98,7 +98,7 @@ class Engine:
         return max(0.0, took - (self._waited_s() - before)), found.pages == PAGES
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._socket.close()
 
     def _waited_s(self) -> float:

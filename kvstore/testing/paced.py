@@ -1,4 +1,4 @@
-"""A ``kvstore-server`` whose disk writes no more than so many bytes a second.
+"""A ``kvstore-server`` whose disk has a limited write speed.
 
 ``python -m kvstore.testing.paced BYTES_PER_S [options of kvstore-server]``
 """
@@ -13,10 +13,10 @@ from kvstore.tier.disk import Buffer, OSDisk
 
 
 class PacedDisk(OSDisk):
-    """The disk of this machine, slowed down: writes end one after the other at a fixed pace.
+    """The machine's disk with a limited speed: writes complete one after another.
 
     Args:
-        bytes_per_s: of all writes together, above 0.
+        bytes_per_s: total write speed, above 0.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -27,7 +27,7 @@ class PacedDisk(OSDisk):
         self._free_s = 0.0
 
     def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """See :class:`~kvstore.tier.disk.Disk`; returns when it is this write's turn to end."""
+        """See :class:`~kvstore.tier.disk.Disk`; returns when the limited speed allows it."""
         written = super().write(descriptor, buffers, offset)
         with self._lock:
             self._free_s = max(self._free_s, monotonic()) + written / self._bytes_per_s

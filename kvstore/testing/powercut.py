@@ -1,8 +1,8 @@
-"""Power cuts of a whole node: what it acknowledged, as durable or as taken out, stays so.
+"""Power cuts of a whole node: acknowledged pages stay, and evicted pages stay away.
 
-The node, its page table, its disk side and the SSD log are the real ones; the disk is simulated and
-keeps only what was synced. Jobs of the tier run and end in any order. The power fails in the middle
-of the disk's calls, those of a start included. One seed is one history.
+Node, page table, disk side and SSD log are the real ones; the disk is simulated and keeps only what
+was synced. Jobs of the tier run and end in any order. The power fails during calls of the disk,
+including those of a start. A seed determines the whole history.
 """
 
 from contextlib import closing
@@ -19,7 +19,7 @@ from kvstore.testing.life import SHARDS, Life, Page, Promises, Toll
 
 SEGMENT_BYTES: Final = 160 << 10
 SEGMENTS: Final = 7
-"""Fewer than all pages take: segments are reclaimed while the power fails."""
+"""Too few for all pages, so that segments are reclaimed while the power fails."""
 HOME: Final = Path("/log")
 CALLS_MAX: Final = 220
 STEPS_MAX: Final = 400
@@ -28,12 +28,12 @@ EVICT_SHARE: Final = 0.2
 
 @dataclass
 class History:
-    """One seed: lives of a node on one disk, each but the last ended by a power cut.
+    """One seed: lives of a node on one disk, each except the last ended by a power cut.
 
     Attributes:
-        seed: decides everything.
+        seed: determines all random choices.
         sync: the node's sync policy.
-        evictions: an operator takes pages out, and some are found corrupt.
+        evictions: also drop pages, by an operator or as corrupt.
     """
 
     seed: int
@@ -42,7 +42,7 @@ class History:
     promises: Promises = field(default_factory=Promises)
 
     def __post_init__(self) -> None:
-        """An empty disk."""
+        """Create an empty disk."""
         self._toll = self.promises.toll
         self.random = Random(f"{self.seed} {self.sync}")
         self.disk = FailingPower(seed=self.seed)
@@ -59,14 +59,15 @@ class History:
         self._doubtful: set[Page] = set()
 
     def run(self, cuts: int = 3, *, fully: bool = True) -> Toll:
-        """Let the node live, cut its power, check what it finds; and again.
+        """Run the node, cut its power and check the recovered pages, repeatedly.
 
         Args:
-            cuts: how often.
+            cuts: number of power cuts.
             fully: read every page at the end.
 
         Raises:
-            AssertionError: an acknowledged page is lost, a wrong byte was read, the state broke.
+            AssertionError: an acknowledged page is lost, a wrong byte was read, or an invariant
+                failed.
         """
         ordinary: set[Page] = set()
         for _ in range(cuts):
@@ -85,14 +86,14 @@ class History:
         try:
             life = self._begin()
         except PowerCut:
-            pass  # while the node was starting
+            pass  # during the start
         else:
             with closing(life):
                 self._live(life, ordinary)
         self.disk.cut_power(self.random)
 
     def _live(self, life: Life, ordinary: set[Page]) -> None:
-        """Until the power fails, or long enough; ``ordinary`` is what was on disk then."""
+        """Run until a power cut, or for some time; sets ``ordinary`` to the pages on disk then."""
         try:
             self._inspect(life, ordinary, fully=self.random.random() < 0.3)
             for _ in range(STEPS_MAX):
@@ -127,7 +128,7 @@ class History:
                 pass
 
     def _inspect(self, life: Life, ordinary: set[Page], *, fully: bool) -> None:
-        """What was acknowledged is there, and of the rest nothing is wrong."""
+        """Acknowledged pages are there, evicted ones are not, and no byte is wrong."""
         adopted = life.on_disk()
         lost = self.promises.acknowledged.keys() - adopted
         assert not lost, f"seed {self.seed} {self.sync}: {len(lost)} durable pages are lost"

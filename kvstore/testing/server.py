@@ -1,4 +1,4 @@
-"""A real ``kvstore-server`` in a process of its own, for tests and benches that harm it."""
+"""A real ``kvstore-server`` in a separate process, for tests and benches that harm it."""
 
 import json
 import os
@@ -27,11 +27,11 @@ _never: Final = threading.Event()
 
 
 class ServerError(RuntimeError):
-    """The daemon did not do what was expected of it; the text has its last words."""
+    """The daemon did not behave as expected; the message contains the end of its log."""
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
-    """Ask ``condition`` again and again until it is true (True) or time is up (False)."""
+    """Check ``condition`` repeatedly until it is true (True) or the time is up (False)."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
@@ -41,12 +41,12 @@ def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
 
 
 class Server:
-    """One daemon; a context manager that leaves no process behind.
+    """One daemon, as a context manager that leaves no process behind.
 
     Args:
-        folder: for its output; exists.
+        folder: existing folder for its output.
         settings: dotted configuration key → value.
-        module: what is run, and its first arguments.
+        module: module to run, and its first arguments.
 
     Attributes:
         pid: its process id.
@@ -56,11 +56,11 @@ class Server:
         self, folder: Path, settings: Mapping[str, object],
         module: Sequence[str] = ("kvstore.server.daemon",),
     ) -> None:  # fmt: skip
-        """Start it; see :meth:`wait_ready`."""
+        """Start the daemon; see :meth:`wait_ready`."""
         command = [sys.executable, "-m", *module, "--set", "http.port=0"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
-        earlier = len(list(folder.glob("server-*.out")))  # they may still run, and write
+        earlier = len(list(folder.glob("server-*.out")))  # earlier daemons may still run, and write
         self._out, self._err = (folder / f"server-{earlier}.{end}" for end in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._child = subprocess.Popen(
@@ -70,10 +70,10 @@ class Server:
         self._ready: re.Match[str] | None = None
 
     def wait_ready(self) -> None:
-        """Wait until it serves.
+        """Wait until it is ready.
 
         Raises:
-            ServerError: it ended, or did not get there in time.
+            ServerError: it ended, or was not ready in time.
         """
 
         def decided() -> bool:
@@ -87,31 +87,31 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Of its socket, for :meth:`kvstore.client.store.KVStore.connect`."""
+        """Address of its socket, for :meth:`kvstore.client.store.KVStore.connect`."""
         assert self._ready is not None, "wait_ready() comes first"
         return self._ready.group(1)
 
     @property
     def http(self) -> str:
-        """Its HTTP face: scheme, host and port."""
+        """URL of its HTTP API: scheme, host and port."""
         assert self._ready is not None, "wait_ready() comes first"
         return self._ready.group(2)
 
     @property
     def admin(self) -> str:
-        """Its admin API over the Unix socket: for ``kvstore --url``, no token is needed there."""
+        """URL of its admin API over the Unix socket, for ``kvstore --url``; needs no token."""
         assert self._ready is not None, "wait_ready() comes first"
         return f"unix://{self._ready.group(3)}"
 
     @property
     def token_file(self) -> Path:
-        """Where its token for HTTP over TCP is; it makes none when it was given one."""
+        """Path of its generated token for HTTP over TCP; not created if a token is configured."""
         assert self._ready is not None, "wait_ready() comes first"
         return token_file(Path(self._ready.group(3)))
 
     @property
     def ended(self) -> bool:
-        """Whether it runs no more."""
+        """Whether the process has ended."""
         return self._child.poll() is not None
 
     @property
@@ -125,23 +125,23 @@ class Server:
         return self._err.read_text(errors="replace")
 
     def get(self, path: str) -> Any:
-        """What a path of its admin API answers, decoded from JSON.
+        """GET a path of its admin API; returns the decoded JSON.
 
         Raises:
-            OSError: it does not answer.
-            ServerError: it answers, but not with 200.
+            OSError: no answer.
+            ServerError: the status is not 200.
         """
         return json.loads(self.fetch(path))
 
     def fetch(self, path: str) -> bytes:
-        """What a path of its admin API answers."""
+        """GET a path of its admin API; returns the body."""
         status, body = client.send(self.admin, "GET", path, timeout_s=ANSWER_WAIT_S)
         if status != 200:
             raise ServerError(f"{path}: {status} {body.decode(errors='replace')}")
         return body
 
     def open_files(self) -> list[str]:
-        """What its descriptors are."""
+        """Targets of its open descriptors."""
         found = []
         for entry in Path(f"/proc/{self.pid}/fd").iterdir():
             try:
@@ -151,7 +151,7 @@ class Server:
         return found
 
     def resident_bytes(self) -> tuple[int, int]:
-        """Memory it has in use: its own, and what it shares with clients."""
+        """Memory in use: its own, and the part shared with clients."""
         fields = dict(
             line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
         )
@@ -159,22 +159,22 @@ class Server:
         return own << 10, int(fields["RssShmem"].split()[0]) << 10
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """Send SIGKILL, and wait."""
         self._child.kill()
         self._child.wait(END_WAIT_S)
 
     def wait_end(self) -> int:
-        """Wait for its end and return its exit status.
+        """Wait for its end; returns its exit status.
 
         Raises:
-            ServerError: it goes on.
+            ServerError: it did not end in time.
         """
         if not wait_for(lambda: self.ended, END_WAIT_S):
             raise ServerError(f"the daemon does not end\n{self.errors}")
         return self._child.wait(END_WAIT_S)
 
     def stop(self) -> int:
-        """SIGTERM, and wait; returns the exit status."""
+        """Send SIGTERM, and wait; returns the exit status."""
         if not self.ended:
             os.kill(self.pid, signal.SIGTERM)
         return self.wait_end()

@@ -1,9 +1,9 @@
 """A whole node with its engines in one thread: simulated clock, connections, processes and memory.
 
-The :class:`~kvstore.node.node.Node` is the real one. Its clients copy bytes a piece at a time, so
-that everything else happens between two pieces: connections break, leases run out, processes end.
-One seed is one history. Whatever a client reads is compared with what the page's key says it must
-be, without asking the digest, so a single byte from another page ends the run.
+The :class:`~kvstore.node.node.Node` is the real one. Its clients copy bytes in pieces, so that
+other events happen between two pieces: connections break, leases expire, processes end. A seed
+determines the whole history. Bytes that a client reads are compared with those that follow from the
+page's key, without the digest, so a single byte of another page fails the run.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ TICK_NS: Final = 1_000_000
 TURN_PAGES: Final = 3
 UNWATCHED_NS: Final = 30_000_000
 LAST_NS: Final = 3 * AGAIN_NS
-"""After the end of every process: extents that others still read then are looked at again."""
+"""Time after the end of all processes, for extents that had to wait for readers."""
 
 
 @dataclass
 class _Memory:
-    """Extents by number; whoever maps one that left goes on using it."""
+    """Extents by number; a client with an old extent mapped keeps using it."""
 
     outcome: SimulationOutcome
     extents: dict[int, bytearray]
@@ -49,14 +49,14 @@ class _Memory:
             old, new, in_use = replaced.pop(0)
             gone = self.extents.pop(old)
             if not in_use:
-                gone[:] = bytes(EXTENT_BYTES)  # whoever still maps it reads zeros
+                gone[:] = bytes(EXTENT_BYTES)  # clients that still map it read zeros
             self.outcome.extents_retired += in_use
             self.extents[new] = bytearray(EXTENT_BYTES)
 
 
 @dataclass
 class _Line:
-    """One connection: its answers take a while."""
+    """One connection, with delayed answers."""
 
     simulation: "Simulation"
     number: int = 0
@@ -72,18 +72,18 @@ class Simulation:
     """One seeded history of a node and its clients.
 
     Args:
-        seed: decides everything.
-        processes: clients at any time; two tenants share them.
+        seed: determines all random choices.
+        processes: number of clients at any time; two tenants share them.
         extents: capacity, in extents of four pages.
-        faults: what goes wrong how often.
-        rules: there is an SSD tier with these rules.
+        faults: fault rates.
+        rules: rules of a simulated SSD tier; None = no SSD tier.
     """
 
     def __init__(
         self, seed: int, processes: int = 5, extents: int = 5, faults: FaultRates | None = None,
         rules: DiskRules | None = None,
     ) -> None:  # fmt: skip
-        """Make the node; :meth:`run` starts its clients."""
+        """Create the node; :meth:`run` starts its clients."""
         self._time = time = Timeline(seed, faults or FaultRates())
         self._random = time.random
         self._faults = time.faults
@@ -110,10 +110,11 @@ class Simulation:
         self._engines = Engines(time, self.memory, self._connect, self._tell)
 
     def run(self, seconds: float) -> SimulationOutcome:
-        """Let so much simulated time pass, then end every process and check what is left.
+        """Run for this much simulated time, then end all processes and check the node.
 
         Raises:
-            AssertionError: a wrong byte was read, a wait did not end, or the state broke.
+            AssertionError: a wrong byte was read, a request was not answered, or an invariant
+                failed.
         """
         end_ns = self._time.now_ns + int(seconds * 1e9)
         self._time.at(0, self._tick)
@@ -136,7 +137,7 @@ class Simulation:
             self.disk.check_some()
         if self.disk is not None:
             self.disk.check_quotas()
-            if self._wanted and self._random.random() < 0.02:  # at the end, nothing new begins
+            if self._wanted and self._random.random() < 0.02:  # at the end, no new limits
                 self.desk.operate(self.disk.limit_some)
         self.node.pages.check()
         for session in self.node.sessions.values():
@@ -150,7 +151,7 @@ class Simulation:
     # ---- connections ------------------------------------------------------------------------
 
     def is_broken(self, connection: int) -> bool:
-        """Whether its client has lost, or given up, a connection."""
+        """Whether the client has lost or given up this connection."""
         return connection not in self._by_connection
 
     def carry(
@@ -159,7 +160,7 @@ class Simulation:
         request: wire.Request | None = None,
         answer: wire.Answer | None = None,
     ) -> None:
-        """Deliver a message after a while, in order, unless the connection breaks before."""
+        """Deliver a message after a delay, in order, unless the connection breaks before."""
         to_node = request is not None
         key = (connection, to_node)
         due_ns = self._time.now_ns + self._random.randrange(DELAY_NS_MAX)
@@ -179,7 +180,7 @@ class Simulation:
         self._time.at(due_ns - self._time.now_ns, deliver)
 
     def _break(self, process: Actor) -> None:
-        """Both sides lose the connection; the node hears of it first or last."""
+        """Break a connection for both sides; the node may notice it before or after the client."""
         connection = process.connection
         if not connection:
             return
@@ -207,14 +208,14 @@ class Simulation:
         tenant = self._random.choice(("red", "blue"))
         process = Actor(next(self._pids), tenant)
         process.watched = self._random.random() >= self._faults.unwatched
-        if self._random.random() < 0.5:  # another process of an engine that is there already
+        if self._random.random() < 0.5:  # another process of an existing engine
             process.session = self._engines.sessions.get(tenant, b"")
         self._processes.append(process)
         process.script = self._engines.live(process)
         self._time.at(self._random.randrange(DELAY_NS_MAX), lambda: self._resume(process, None))
 
     def _end(self, process: Actor) -> None:
-        """The process is gone in the middle of whatever it did; the kernel tells a bit later."""
+        """End a process at any point of its script; the node is notified after a delay."""
         self.outcome.processes_ended += 1
         process.alive = False
         process.awaited = 0
@@ -231,7 +232,7 @@ class Simulation:
             self._spawn()
 
     def _resume(self, process: Actor, answer: wire.Answer | None) -> None:
-        """Take the next step of a process's script."""
+        """Run the next step of a process's script."""
         process.awaited = 0
         if not process.alive or process.script is None:
             return
@@ -245,7 +246,7 @@ class Simulation:
             self._ask(process, step)
 
     def _ask(self, process: Actor, request: wire.Request) -> None:
-        """Send a request; an answer that does not come on an open connection ends the run."""
+        """Send a request; a missing answer on an open connection fails the run."""
         process.serial += 1
         serial = process.awaited = process.serial
         request.id = serial  # type: ignore[union-attr]
@@ -263,12 +264,12 @@ class Simulation:
         self._time.at(limit_ns, late)
 
     def _tell(self, process: Actor, request: wire.Request) -> None:
-        """Send a message that has no answer."""
+        """Send a message without an answer."""
         if process.connection:
             self.carry(process.connection, request=request)
 
     def _check_the_end(self) -> None:
-        """Everything that processes held is free again, and what is READY is right."""
+        """Everything that processes held is free, and READY pages have the right bytes."""
         node = self.node
         node.pages.check()
         assert not node.processes

@@ -1,4 +1,4 @@
-"""What stands for the SSD tier in a simulation of a node: slow, failing, forgetful of bits."""
+"""A simulated SSD tier for simulations of a node: slow, with failures and bit flips."""
 
 from contextlib import suppress
 from functools import partial
@@ -22,16 +22,16 @@ DELAY_NS_MAX: Final = 4_000_000
 
 
 class SimulatedTier:
-    """What stands for the SSD tier: every job takes a while, some fail, some bytes flip.
+    """A simulated SSD tier: every job takes some time, some fail, some bytes flip.
 
     Args:
-        time: of the simulation.
-        desk: is polled when a job has ended; its node gets a disk.
+        time: timeline of the simulation.
+        desk: the desk, which polls the tier when a job has ended; its node gets a disk side.
         extents: the node's memory, by number.
-        rules: of the disk.
+        rules: rules of the disk side.
 
     Attributes:
-        records: what was written where.
+        records: place → bytes of the record.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SimulatedTier:
         return self.pages.stats()
 
     def check_some(self) -> None:
-        """An operator has some of the pages on disk read again."""
+        """Verify some pages on disk, as an operator does."""
         pages = [
             (node, 0)
             for space in self._node.pages.spaces
@@ -85,7 +85,7 @@ class SimulatedTier:
         self.flush()
 
     def limit_some(self, table: PageTable) -> None:
-        """An operator limits a space on disk, and pins a page there for a while."""
+        """Limit a space on disk, and pin a page for a short time, as an operator does."""
         random, spaces = self._random, list(table.spaces)
         if not spaces:
             return
@@ -103,7 +103,7 @@ class SimulatedTier:
         self.flush()
 
     def check_quotas(self) -> None:
-        """Nothing grows beyond a quota; what was there when it came may take a while to go."""
+        """No space grows beyond its quota; one that was larger before may shrink slowly."""
         for limits in self.pages.limits.quotas.all():
             space, before = limits.space, self._sizes.get(limits.space.number, 0)
             quota = limits.quota_bytes or 1 << 62

@@ -1,4 +1,4 @@
-"""What the log promises beyond what every tier does, as checks that need no test framework.
+"""The contract of the log, besides that of all tiers, as checks that need no test framework.
 
 ::
 
@@ -50,11 +50,11 @@ SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=16), layers=(0, 1), hea
 
 @dataclass(frozen=True, slots=True)
 class PageInMemory:
-    """A page and where it lies; the memory lives as long as this object.
+    """A page and its memory, which exists as long as this object.
 
     Attributes:
         record: its name and digest.
-        memory: its bytes, 4096-aligned, and room up to the next 4096.
+        memory: its bytes, 4096-aligned, padded to a multiple of 4096.
     """
 
     record: PageRecord
@@ -64,7 +64,7 @@ class PageInMemory:
     def random(
         cls, random: Random, page_bytes: int, parent: bytes = b"", shard: ShardSpec = SHARD
     ) -> "PageInMemory":
-        """A page of random bytes under a random key, in the space SPACE."""
+        """A page with random bytes and a random key, in the space SPACE."""
         memory = aligned(-(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         memory[:page_bytes] = random.randbytes(page_bytes)
         key = PrefixKey(random.randbytes(32))
@@ -78,7 +78,7 @@ class PageInMemory:
 
     @property
     def address(self) -> int:
-        """Where its first byte is."""
+        """Address of its first byte."""
         return _address(self.memory)
 
     @property
@@ -87,7 +87,7 @@ class PageInMemory:
         return bytes(self.memory[: self.record.page_bytes])
 
     def empty(self) -> "PageInMemory":
-        """Memory for the same page with other bytes in it."""
+        """Memory of the same size for the same page, with other bytes."""
         memory = aligned(len(self.memory))
         memory[:] = b"\xa5" * len(memory)
         return PageInMemory(self.record, memory)
@@ -99,7 +99,7 @@ def _address(memory: memoryview) -> int:
 
 
 class TierDriver:
-    """Gives jobs to a tier and waits for their ends; each job has to end exactly once.
+    """Submits jobs to a tier and waits for them; each job must complete exactly once.
 
     Attributes:
         tier: the tier.
@@ -110,10 +110,10 @@ class TierDriver:
         self._jobs = count(1)
 
     def run(self, *make: Callable[[int], Job]) -> list[Completion]:
-        """Submit one job for each ``make(number)`` at once; their completions in that order."""
+        """Submit the jobs ``make(number)`` together; returns their completions, in this order."""
         jobs = [one(next(self._jobs)) for one in make]
         self.tier.submit(jobs)
-        assert self.tier.drain(WAIT_S), "a drain ends when the work does"
+        assert self.tier.drain(WAIT_S), "drain returns when the tier is idle"
         ended = self.tier.poll()
         numbers = [job.job for job in jobs]
         assert sorted(one.job for one in ended) == numbers, "every job ends exactly once"
@@ -125,7 +125,7 @@ class TierDriver:
         return self.run(*[_writer(place, page) for place, page in pages])
 
     def read(self, place: Place, page: PageInMemory) -> tuple[Completion, PageInMemory]:
-        """Read a page into memory of its own."""
+        """Read a page into new memory."""
         target = page.empty()
         (ended,) = self.run(lambda job: ReadPage(job, place, page.record, target.address))
         return ended, target
@@ -139,7 +139,7 @@ class TierDriver:
         return self.run(lambda job: WriteTombstone(job, place, SPACE, SHARD, keys))[0]
 
     def sync(self) -> Completion:
-        """Make durable what was written."""
+        """Make all writes durable."""
         return self.run(SyncAll)[0]
 
     def seal(self, segment: int) -> Completion:
@@ -158,7 +158,7 @@ def _writer(place: Place, page: PageInMemory) -> Callable[[int], Job]:
 def laid_out(
     segment: int, pages: Sequence[PageInMemory], start: int = 0
 ) -> list[tuple[Place, PageInMemory]]:
-    """Pages one behind the other in a segment."""
+    """Adjacent places for pages in a segment."""
     places, offset = [], start
     for page in pages:
         places.append((Place(segment, offset), page))
@@ -167,11 +167,12 @@ def laid_out(
 
 
 class LogContract:
-    """What a tier promises whose jobs name places: see :mod:`kvstore.tier.base`.
+    """The contract of a tier whose jobs name places: see :mod:`kvstore.tier.base`.
 
     Args:
-        open_tier: an empty tier that was made ready, with segments of at least 256 KiB.
-        damage: changes a byte of the payload of the record at a place, behind the tier's back.
+        open_tier: opens an empty tier, with segments of at least 256 KiB.
+        damage: changes a byte of the payload of the record at a place, without the tier's
+            knowledge.
     """
 
     CHECKS: ClassVar[tuple[str, ...]] = (
@@ -204,7 +205,7 @@ class LogContract:
         tier.close()
 
     def check_a_page_that_is_not_its_digest_is_not_written(self) -> None:
-        """A page whose memory changed is refused; its neighbours are written."""
+        """A page whose memory was changed is refused; the pages next to it are written."""
         random, tier = Random(2), self._open()
         driver = TierDriver(tier)
         placed = laid_out(0, [PageInMemory.random(random, 4096) for _ in range(3)])
@@ -218,7 +219,7 @@ class LogContract:
         tier.close()
 
     def check_a_damaged_page_is_an_error(self) -> None:
-        """Bytes that changed where they lie are never returned as the page."""
+        """A page whose bytes were changed on disk is never returned."""
         random, tier = Random(3), self._open()
         driver = TierDriver(tier)
         placed = laid_out(0, [PageInMemory.random(random, 4096) for _ in range(2)])
@@ -230,7 +231,7 @@ class LogContract:
         tier.close()
 
     def check_a_page_is_read_only_under_its_own_name(self) -> None:
-        """A record that is there is not given out for another key, digest or place."""
+        """A stored record is not returned for another key, digest or place."""
         random, tier = Random(4), self._open()
         driver = TierDriver(tier)
         (place, page), (other_place, other) = laid_out(
@@ -242,7 +243,7 @@ class LogContract:
         tier.close()
 
     def check_tokens_are_read_without_their_page(self) -> None:
-        """A record gives the tokens it was written with, under its own name only."""
+        """Tokens of a record are those it was written with, and returned for its own name only."""
         random, tier = Random(8), self._open()
         driver = TierDriver(tier)
         placed = laid_out(0, [PageInMemory.random(random, 12_288) for _ in range(2)])
@@ -261,7 +262,7 @@ class LogContract:
         tier.close()
 
     def check_a_segment_can_be_sealed_and_dropped(self) -> None:
-        """Pages of a sealed segment are read; those of a dropped one are errors."""
+        """Pages of a sealed segment can be read; those of a dropped one are errors."""
         random, tier = Random(5), self._open()
         driver = TierDriver(tier)
         placed = laid_out(3, [PageInMemory.random(random, 4096) for _ in range(4)])
@@ -294,7 +295,7 @@ class LogContract:
         tier.close()
 
     def check_a_closed_tier_leaves_nothing_behind(self) -> None:
-        """Closing waits for the work, ends every thread and gives back every descriptor."""
+        """Closing waits for jobs, ends every thread and closes every descriptor."""
         threads, files = set(threading.enumerate()), _descriptors()
         tier = self._open()
         page = PageInMemory.random(Random(7), 4096)

@@ -1,6 +1,6 @@
-"""What all parts of a simulation share: time, chance, what goes wrong, and what came of it.
+"""Shared state of a simulation: time, random choices, fault rates and counts.
 
-One seed is one history: whoever wants a random number takes the next one here.
+A seed determines the whole history: all random numbers are taken from one generator.
 """
 
 import heapq
@@ -16,15 +16,15 @@ EXTENT_BYTES: Final = 4 * PAGE_BYTES
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How likely things go wrong, as probabilities at each chance they have.
+    """Probabilities of faults, each time one is possible.
 
     Attributes:
-        connection: a connection breaks, while a message is on its way and in each millisecond.
-        process: a process ends, at each step it takes.
+        connection: a connection breaks, during a message and in each millisecond.
+        process: a process ends, at each of its steps.
         slowness: a piece of a copy takes longer than any lease.
         disk: a job of the disk fails.
-        flip: a record comes back from the disk with other bytes.
-        unwatched: nobody can tell when a process ends.
+        flip: a record is read with other bytes.
+        unwatched: the end of a process cannot be detected.
     """
 
     connection: float = 0.02
@@ -37,7 +37,7 @@ class FaultRates:
 
 @dataclass
 class SimulationOutcome:
-    """What happened in a run; a test asks that each of these did happen."""
+    """Counts of a run; tests assert that each of these has occurred."""
 
     pages_read: int = 0
     pages_stored: int = 0
@@ -53,16 +53,16 @@ class SimulationOutcome:
 
 
 class Timeline:
-    """Simulated time, and what happens when.
+    """Simulated time, with scheduled calls.
 
     Args:
-        seed: decides everything.
-        faults: what goes wrong how often.
+        seed: determines all random choices.
+        faults: fault rates.
 
     Attributes:
-        random: where every choice comes from.
-        outcome: what has happened so far.
-        now_ns: the time.
+        random: source of all choices.
+        outcome: counts so far.
+        now_ns: the simulated time.
     """
 
     def __init__(self, seed: int, faults: FaultRates) -> None:
@@ -74,11 +74,11 @@ class Timeline:
         self._order = count()
 
     def at(self, delay_ns: int, call: Callable[[], None]) -> None:
-        """Call it after so much simulated time."""
+        """Schedule a call after this much simulated time."""
         heapq.heappush(self._agenda, (self.now_ns + delay_ns, next(self._order), call))
 
     def pass_until(self, end_ns: int) -> None:
-        """Let time pass; what was to be called until then is."""
+        """Advance time; run the calls scheduled until then."""
         while self._agenda and self._agenda[0][0] <= end_ns:
             self.now_ns, _, call = heapq.heappop(self._agenda)
             call()
@@ -86,5 +86,5 @@ class Timeline:
 
 
 def page_content(key: bytes) -> bytes:
-    """The only right bytes of a page, different in every 32 of them from any other page's."""
+    """The only correct bytes of a page; every 32 bytes of it differ from those of other pages."""
     return key * (PAGE_BYTES // len(key))

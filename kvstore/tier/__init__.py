@@ -1,1 +1,1 @@
-"""Byte movers, one file a medium."""
+"""The tiers: host memory, the SSD log, devices."""

@@ -1,7 +1,7 @@
-"""What a tier below host memory does for its node: jobs in, completions out.
+"""The interface of a tier below host memory: jobs in, completions out.
 
 The node decides what is written where (:mod:`kvstore.state.disk.log`); the tier moves the bytes and
-checks them. No call here blocks; a job whose memory is named stays valid until its completion.
+checks them. No call blocks. The memory of a job must stay valid until its completion.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvstore.state.tree.places import Place
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """What a record says of its page.
+    """The data of a page in its record.
 
     Attributes:
         digest: 16 bytes, see :func:`kvstore.page.page_seeds`; checked before a write, after a read.
@@ -33,7 +33,7 @@ class PageRecord:
 
 @dataclass(frozen=True, slots=True)
 class WritePage:
-    """Write a record; ``address`` is where the page lies in memory, 4096-aligned."""
+    """Write a record; ``address`` is the address of the page in memory, 4096-aligned."""
 
     job: int
     place: Place
@@ -43,7 +43,7 @@ class WritePage:
 
 @dataclass(frozen=True, slots=True)
 class ReadPage:
-    """Read a record's page to ``address``, 4096-aligned, with room up to the next 4096 bytes."""
+    """Read a record's page to ``address``; 4096-aligned memory, a multiple of 4096 bytes."""
 
     job: int
     place: Place
@@ -53,7 +53,7 @@ class ReadPage:
 
 @dataclass(frozen=True, slots=True)
 class ReadTokens:
-    """Read what a record has of its page's tokens, and nothing of the page."""
+    """Read the tokens in a record, without its page."""
 
     job: int
     place: Place
@@ -62,7 +62,7 @@ class ReadTokens:
 
 @dataclass(frozen=True, slots=True)
 class CopyPage:
-    """Write the record at ``source`` again at ``place``."""
+    """Copy the record at ``source`` to ``place``."""
 
     job: int
     source: Place
@@ -72,10 +72,10 @@ class CopyPage:
 
 @dataclass(frozen=True, slots=True)
 class WriteTombstone:
-    """Write that these pages were taken out on purpose: they must not come back at a start.
+    """Write a tombstone for pages that were removed on purpose, so that a start does not find them.
 
-    It counts against every record of its space, shard and keys that was submitted before it.
-    :data:`kvstore.page.ALL_KEYS` among them means every key.
+    It removes every record of its space, shard and keys that was submitted before it.
+    :data:`kvstore.page.ALL_KEYS` stands for all keys.
     """
 
     job: int
@@ -89,8 +89,8 @@ class WriteTombstone:
 class SyncAll:
     """Make durable every write that was completed when this job was submitted.
 
-    Once a sync of a segment has failed, every SyncAll fails until that segment is dropped: nobody
-    knows what of it the disk has.
+    After a sync of a segment has failed, every SyncAll fails until that segment is deleted, because
+    the contents of the disk are unknown.
     """
 
     job: int
@@ -98,10 +98,10 @@ class SyncAll:
 
 @dataclass(frozen=True, slots=True)
 class SealSegment:
-    """Write the footer of a segment that is full, durably; its writes have completed.
+    """Write the footer of a full segment, durably; its writes must have completed.
 
-    Syncs its records first. No record is written there afterwards, also when it failed: then it can
-    be tried again, or left to the next start, which scans the segment.
+    Its records are synced first. No record is written to it afterwards, even if sealing failed:
+    then it can be retried, or the next start scans the segment.
     """
 
     job: int
@@ -110,10 +110,10 @@ class SealSegment:
 
 @dataclass(frozen=True, slots=True)
 class DropSegment:
-    """Delete a segment's file, durably; nobody reads it any more.
+    """Delete a segment's file, durably; no read of it may be in progress.
 
-    Copies of its pages elsewhere have been synced before, and no other segment has a record older
-    than its tombstones: else pages that were taken out would be back at the next start.
+    Copies of its pages must be synced before, and no other segment may have a record older than its
+    tombstones: otherwise the next start would find removed pages.
     """
 
     job: int
@@ -128,10 +128,10 @@ Job = (
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one job; ``error`` None = all of it was done.
+    """The end of one job; ``error`` None = success.
 
     Attributes:
-        tokens: of a read: those that its record has; empty when it has none.
+        tokens: of a read: the tokens in the record; empty if it has none.
     """
 
     job: int
@@ -140,24 +140,23 @@ class Completion:
 
 
 class Tier(Protocol):
-    """A tier as its node drives it; all calls come from the node's thread.
+    """A tier; all calls come from the node's thread.
 
-    Whoever adds a tier implements this, and shows by
-    :class:`kvstore.testing.contract.TierContract` that it keeps what is asked of it.
+    A new tier implements this, and must pass :class:`kvstore.testing.contract.TierContract`.
     """
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take jobs. Writes and reads may end in any order; a SyncAll covers what it says."""
+        """Submit jobs. Writes and reads may end in any order; see :class:`SyncAll`."""
         ...
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call."""
+        """Completions since the last call."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False when the time was not enough."""
+        """Wait until no job is in progress; returns False on timeout."""
         ...
 
     def close(self) -> None:
-        """End the work under way, within a bounded time, and release every resource."""
+        """End jobs in progress within a limited time, and release all resources."""
         ...

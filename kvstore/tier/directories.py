@@ -1,4 +1,4 @@
-"""The directories of an SSD log: taken for this process, identified, and shared out to segments."""
+"""The directories of an SSD log: locking, identification, and free space."""
 
 import errno
 import logging
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Directory(NamedTuple):
-    """A directory for segments, best one for each disk.
+    """A directory for segments, ideally one per disk.
 
     Attributes:
-        path: made when it is not there.
-        capacity_bytes: files of segments never take more; at least one segment.
+        path: path; created if it does not exist.
+        capacity_bytes: maximum bytes of segment files; at least one segment.
     """
 
     path: Path
@@ -35,16 +35,16 @@ class Directory(NamedTuple):
 
 @dataclass(slots=True)
 class OpenDirectory:
-    """A directory that is ours until its lock is closed.
+    """A directory locked by this process.
 
     Attributes:
-        path: where.
-        capacity_bytes: most bytes of its segment files.
-        direct_io: its files are read and written past the page cache.
+        path: its path.
+        capacity_bytes: maximum bytes of its segment files.
+        direct_io: its files are read and written without the page cache.
         lock: descriptor of the lock.
-        used_bytes: of its segment files, those being made and foreign ones included.
-        untouched_bytes: of those, of files that are left as they are.
-        failing: the last segment there could not be made or written: others come first.
+        used_bytes: bytes of its segment files, including those being created and foreign ones.
+        untouched_bytes: part of it in files that are not used.
+        failing: the last segment there could not be created or written; others are preferred.
     """
 
     path: Path
@@ -57,36 +57,41 @@ class OpenDirectory:
 
 
 def failure(path: Path | str, error: OSError) -> KVStoreError:
-    """What an operating system's error means here; names the path."""
+    """Translate an OSError; the message names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError(f"{path}: {error.strerror}: free room or lower the tier's capacity")
+        return CapacityError(
+            f"{path}: {error.strerror}: free disk space or lower the tier's capacity"
+        )
     why = f"{path}: {error.strerror or error}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return TierUnavailable(f"{why}: let the node's user write there, or use another directory")
+        return TierUnavailable(
+            f"{why}: give the node's user write access, or use another directory"
+        )
     return TierUnavailable(why)
 
 
 def open_all(
     disk: Disk, node: str, directories: Sequence[Directory], segment_bytes: int
 ) -> tuple[bytes, list[OpenDirectory]]:
-    """Take all directories of a node.
+    """Lock and identify all directories of a node.
 
     Args:
-        disk: where they are.
+        disk: their disk.
         node: the node's name; a directory of another node is refused.
         directories: at least one, no path twice.
-        segment_bytes: of a segment's file.
+        segment_bytes: size of a segment file.
 
     Returns:
-        the log's id, and the directories in the order given.
+        The log's id, and the directories in the given order.
 
     Raises:
-        ConfigError: a directory cannot be the right one: it is no directory, belongs to another
-            node or log, has a newer format, has no room for one segment, or is to hold more than
-            its file system. Nothing in it changed.
-        TierUnavailable: it cannot be used now: read-only, not permitted, taken by a process.
+        ConfigError: a directory is wrong: it is not a directory, belongs to another node or log,
+            has a newer format, is too small for one segment, or its capacity is more than its file
+            system. Nothing in it was changed.
+        TierUnavailable: it cannot be used now: read-only, no permission, or locked by another
+            process.
     """
-    assert directories, "a log lies somewhere"
+    assert directories, "a log needs a directory"
     opened: list[OpenDirectory] = []
     try:
         opened.extend(_take(disk, directory, segment_bytes) for directory in directories)
@@ -102,7 +107,7 @@ def _take(disk: Disk, directory: Directory, segment_bytes: int) -> OpenDirectory
     path, capacity_bytes = directory
     if capacity_bytes < segment_bytes:
         raise ConfigError(
-            f"{path}: a capacity of {exact(capacity_bytes)} has no room for one segment of"
+            f"{path}: a capacity of {exact(capacity_bytes)} is too small for one segment of"
             f" {exact(segment_bytes)}: raise ssd.capacity_bytes or make ssd.segment_bytes smaller"
         )
     try:
@@ -122,7 +127,7 @@ def _take(disk: Disk, directory: Directory, segment_bytes: int) -> OpenDirectory
 def _shared(
     disk: Disk, opened: Sequence[OpenDirectory]
 ) -> list[tuple[FileSystem, list[OpenDirectory]]]:
-    """Each file system with the directories on it."""
+    """The file systems, with the directories on each."""
     found: dict[int, tuple[FileSystem, list[OpenDirectory]]] = {}
     for one in opened:
         try:
@@ -134,28 +139,28 @@ def _shared(
 
 
 def _check_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
-    """Refuse a capacity that can never be; say of a disk that is memory what it is."""
+    """Refuse a capacity that is larger than the file system; warn if it is in memory."""
     for there, sharing in _shared(disk, opened):
         paths = ", ".join(str(one.path) for one in sharing)
         wanted = sum(one.capacity_bytes for one in sharing)
         if there.in_memory:
             log.warning(
-                "ssd.directories: %s is %s: its pages take memory besides host.capacity_bytes, and"
-                " a restart of the machine leaves nothing of them, durable or not",
+                "ssd.directories: %s is %s: its pages use memory besides host.capacity_bytes, and"
+                " a restart of the machine loses all of them, even durable ones",
                 paths, there.in_memory,
             )  # fmt: skip
         if there.total_bytes and wanted > there.total_bytes:
             raise ConfigError(
                 f"ssd.capacity_bytes: {exact(wanted)} for {paths}, whose file system has"
-                f" {rounded(there.total_bytes)} in all: lower it or use a larger disk"
+                f" {rounded(there.total_bytes)} in total: lower it or use a larger disk"
             )
 
 
 def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
-    """Warn of a capacity that others' files leave no room for; after a start found what is there.
+    """Warn if other files leave too little space for the capacity; call it after recovery.
 
     Raises:
-        TierUnavailable: a directory cannot be looked at.
+        TierUnavailable: a directory cannot be read.
     """
     for there, sharing in _shared(disk, opened):
         wanted = sum(one.capacity_bytes for one in sharing)
@@ -163,13 +168,14 @@ def say_room(disk: Disk, opened: Sequence[OpenDirectory]) -> None:
         if there.total_bytes and wanted > room:
             paths = ", ".join(str(one.path) for one in sharing)
             log.warning(
-                "ssd.capacity_bytes: %s for %s, where %s are free or the log's own: it will"
-                " be full before that; free room or lower it", exact(wanted), paths, rounded(room),
+                "ssd.capacity_bytes: %s for %s, where only %s are free or used by it: the disk"
+                " will be full before that; free disk space or lower it",
+                exact(wanted), paths, rounded(room),
             )  # fmt: skip
 
 
 def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:
-    """Read every identity before the first is written; returns the log's id."""
+    """Read all identities, then write missing ones; returns the log's id."""
     found = {index: _read_identity(disk, one.path) for index, one in enumerate(opened)}
     ids = {identity.log: index for index, identity in found.items() if identity is not None}
     for index, identity in found.items():
@@ -191,12 +197,12 @@ def _identify(disk: Disk, node: str, opened: list[OpenDirectory]) -> bytes:
         except OSError as error:
             raise failure(one.path, error) from error
         if not one.direct_io:
-            log.warning("%s takes no direct I/O: pages pass through the page cache", one.path)
+            log.warning("%s does not support direct I/O: using the page cache", one.path)
     return log_id
 
 
 def _read_identity(disk: Disk, path: Path) -> Identity | None:
-    """Whose directory it is; None: nobody's yet."""
+    """Read the identity of a directory; None if it has none yet."""
     try:
         return decode_identity(disk.read_file(path / IDENTITY_NAME))
     except FileNotFoundError:

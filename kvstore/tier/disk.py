@@ -1,4 +1,4 @@
-"""What the SSD log asks of the operating system, so that a simulated disk can stand in for it."""
+"""The file operations of the SSD log, as an interface, so that tests can simulate the disk."""
 
 import errno
 import fcntl
@@ -22,13 +22,13 @@ _IN_MEMORY: Final = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class FileSystem(NamedTuple):
-    """What a directory is on.
+    """The file system of a directory.
 
     Attributes:
-        name: equal for directories that share their room.
-        total_bytes: of all files together; 0 = it does not say.
-        free_bytes: of those, what is left.
-        in_memory: its kind, when its files are memory; else empty.
+        name: its id; equal for directories that share their space.
+        total_bytes: its size; 0 = unknown.
+        free_bytes: free bytes for this user.
+        in_memory: its type if its files are in memory, else empty.
     """
 
     name: int
@@ -38,17 +38,17 @@ class FileSystem(NamedTuple):
 
 
 class Disk(Protocol):
-    """Files by path and descriptor; every call raises OSError as the system call would.
+    """File operations by path and descriptor; every call raises the OSError of the system call.
 
-    Descriptors are small integers of the implementation's own.
+    Descriptors are small integers that only this implementation understands.
     """
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it, durably; one that is there is fine."""
+        """Create a directory and its parents, durably; no error if it exists."""
         ...
 
     def file_system(self, path: Path) -> FileSystem:
-        """What a directory is on."""
+        """The file system of a directory."""
         ...
 
     def names(self, path: Path) -> list[str]:
@@ -56,39 +56,39 @@ class Disk(Protocol):
         ...
 
     def lock(self, path: Path) -> int:
-        """Take a directory for this process; BlockingIOError when another has it.
+        """Lock a directory for this process; BlockingIOError if another process has the lock.
 
         Returns:
-            what :meth:`close` gives it back with.
+            A descriptor; :meth:`close` releases the lock.
         """
         ...
 
     def takes_direct_io(self, path: Path) -> bool:
-        """Whether files in this directory can be read and written past the page cache."""
+        """Whether files in this directory support direct I/O, without the page cache."""
         ...
 
     def create(self, path: Path, size_bytes: int, *, direct: bool) -> int:
-        """Make a file with all of its room, its user's alone; FileExistsError when it is there.
+        """Create a file and allocate its blocks, for this user only; FileExistsError if it exists.
 
-        Its name is durable after :meth:`sync_directory`. Nothing is left when it fails. Where the
-        file system cannot set room aside the file has its size, and the disk may be full later.
+        Its name is durable after :meth:`sync_directory`. On an error the file is removed. Where the
+        file system cannot allocate, the file is sparse, and a later write may find the disk full.
         """
         ...
 
     def open(self, path: Path, *, direct: bool) -> int:
-        """Open a file that exists, to read and write it; EINVAL or ELOOP when it is no file."""
+        """Open a file for reading and writing; EINVAL or ELOOP if it is not a regular file."""
         ...
 
     def size(self, descriptor: int) -> int:
-        """Bytes of a file."""
+        """Size of a file in bytes."""
         ...
 
     def write(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """As ``pwritev``: bytes written, perhaps fewer than given."""
+        """As ``pwritev``: returns the bytes written, perhaps fewer than given."""
         ...
 
     def read(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """As ``preadv``: bytes read, fewer than asked for at the end of the file."""
+        """As ``preadv``: returns the bytes read, fewer at the end of the file."""
         ...
 
     def sync(self, descriptor: int) -> None:
@@ -96,7 +96,7 @@ class Disk(Protocol):
         ...
 
     def close(self, descriptor: int) -> None:
-        """Close a file or give back a lock."""
+        """Close a file, or release a lock."""
         ...
 
     def remove(self, path: Path) -> None:
@@ -104,15 +104,15 @@ class Disk(Protocol):
         ...
 
     def sync_directory(self, path: Path) -> None:
-        """Make names made and deleted in a directory durable."""
+        """Make created and deleted names in a directory durable."""
         ...
 
     def read_file(self, path: Path) -> bytes:
-        """All of a small file; FileNotFoundError when it is not there, EFBIG when it is large."""
+        """Content of a small file; FileNotFoundError if it does not exist, EFBIG if it is large."""
         ...
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """Make a small file, durably and all or nothing."""
+        """Create or replace a small file, durably and atomically."""
         ...
 
     def random_id(self) -> bytes:
@@ -127,7 +127,7 @@ class OSDisk:
         self._says_sparse = True
 
     def make_directory(self, path: Path) -> None:
-        """See :class:`Disk`. Also names that an earlier process made, and had no time to sync."""
+        """See :class:`Disk`. Also syncs names that an earlier process created and did not sync."""
         path = path.absolute()
         missing = [one for one in (path, *path.parents) if not one.exists()]
         if not missing and not path.is_dir():
@@ -137,13 +137,13 @@ class OSDisk:
         for above in known.parents:
             if above.stat().st_dev != device:
                 break  # its names are on another file system
-            with suppress(PermissionError):  # what may not be read was not written by us
+            with suppress(PermissionError):  # a directory that cannot be read was not written by us
                 _sync(above)
         for one in reversed(missing):
             one.mkdir(exist_ok=True)
             try:
                 self.sync_directory(one.parent)
-            except PermissionError:  # it may be written and not read
+            except PermissionError:  # a directory may be writable but not readable
                 os.sync()
 
     def file_system(self, path: Path) -> FileSystem:
@@ -158,7 +158,7 @@ class OSDisk:
         return [entry.name for entry in path.iterdir()]
 
     def lock(self, path: Path) -> int:
-        """See :class:`Disk`. An ``flock`` on the directory itself, gone with its process."""
+        """See :class:`Disk`. An ``flock`` on the directory, released when the process ends."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +168,7 @@ class OSDisk:
         return descriptor
 
     def takes_direct_io(self, path: Path) -> bool:
-        """See :class:`Disk`. Asks with a file that is deleted at once."""
+        """See :class:`Disk`. Tries it with a temporary file."""
         probe = path / ".direct-io-probe"
         probe.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -198,7 +198,7 @@ class OSDisk:
         return descriptor
 
     def _allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        """Set room aside, not by writing zeros as ``posix_fallocate`` may, unaligned at that."""
+        """Allocate blocks; unlike ``posix_fallocate`` it never writes (unaligned) zeros."""
         try:
             kernel.allocate(descriptor, size_bytes)
         except OSError as error:
@@ -208,17 +208,17 @@ class OSDisk:
             if self._says_sparse:
                 self._says_sparse = False
                 log.warning(
-                    "%s: this file system sets no room aside (%s): that it is full shows when a"
-                    " page is written", path.parent, error.strerror,
+                    "%s: this file system cannot allocate files (%s): if it is full, writing a page"
+                    " fails", path.parent, error.strerror,
                 )  # fmt: skip
 
     def open(self, path: Path, *, direct: bool) -> int:
-        """See :class:`Disk`. A link is not followed, and nothing but a file is waited for."""
+        """See :class:`Disk`. Does not follow a link, and does not block on a pipe or device."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
         descriptor = os.open(path, flags)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "this is no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return descriptor
 
     def size(self, descriptor: int) -> int:
@@ -255,7 +255,7 @@ class OSDisk:
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "this is no regular file", str(path))
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
             if found.st_size > SMALL_FILE_BYTES_MAX:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
             return os.read(descriptor, SMALL_FILE_BYTES_MAX)
@@ -263,7 +263,7 @@ class OSDisk:
             os.close(descriptor)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """See :class:`Disk`: written beside its place, synced, renamed."""
+        """See :class:`Disk`. Writes a temporary file, syncs it and renames it."""
         beside = path.with_name(f"{path.name}.new")
         beside.unlink(missing_ok=True)
         with beside.open("xb") as file:

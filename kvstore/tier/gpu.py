@@ -1,17 +1,18 @@
-"""L1: whole pages in the memory of a device, for the engine of this process alone.
+"""L1: whole pages in device memory, for the engine in this process only.
 
-One allocation of bytes on ``cuda:N``, or in host memory (``cpu``) where there is no GPU. What is
-where decides :class:`~kvstore.state.table.slab.SlabIndex`; here the bytes move, verified:
+One allocation on ``cuda:N``, or in host memory (``cpu``) without a GPU.
+:class:`~kvstore.state.table.slab.SlabIndex` decides which page is in which slot; this module copies
+and verifies bytes:
 
-* what comes in is what its digest says, and only then READY. The node's memory is shared: a device
-  that copied from it would read it after it was digested. So pages are verified as they are copied
-  to pinned memory of our own, and the device copies from there, one half of it while the other is
-  filled;
-* what goes out of host memory is digested again while it is copied, which costs nothing beside the
-  copy. Device memory is not read back to be digested: it was verified on its way in, nobody else
-  can write to it, and it has ECC.
+* A page becomes READY only if its bytes match its digest. The node's memory is shared: a device
+  that copied from it directly would read it again after it was digested. So pages are verified
+  during a copy to private pinned memory, and the device copies from there; of two halves one is
+  filled while the device reads the other.
+* A load from a slab in host memory digests each page again during the copy, which takes no extra
+  time. Device memory is not read back for a digest: it was verified when it was written, no other
+  process can write to it, and it has ECC.
 
-With :mod:`kvstore.tier.staging` the only module of ``kvstore`` that imports torch.
+Only this module and :mod:`kvstore.tier.staging` import torch in ``kvstore``.
 """
 
 import ctypes
@@ -39,38 +40,38 @@ log = logging.getLogger(__name__)
 EXTENT_BYTES: Final = 64 << 20
 EXTENTS_MIN: Final = 8
 EXTENTS_MAX: Final = 64
-"""Slots of two sizes share a slab by the extent, so there are some even in a small one; the larger
-they are, the larger a page may be."""
+"""Slots of two sizes share a slab by extents, so a small slab also needs several; larger extents
+allow larger pages."""
 STAGE_BYTES: Final = 64 << 20
-"""Most bytes that are gathered at a time on a device, on their way to an engine's blocks."""
+"""Maximum bytes gathered at a time on a device before they are copied to an engine's blocks."""
 _slabs: "weakref.WeakSet[DeviceSlab]" = weakref.WeakSet()
 
 
 class Fence(NamedTuple):
-    """A moment on the engine's stream: its blocks are not written before the device is there."""
+    """A point on the engine's stream: its blocks are not written before the device reaches it."""
 
     event: Any
 
 
 class DeviceSlab:
-    """The slab of one client; every method may be called by any thread.
+    """The slab of one client; thread-safe.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        capacity_bytes: of the one allocation; rounded down to whole extents.
-        mapped: whether the memory is copied to as host memory is; by default on ``cpu``. A test
-            says False to run on ``cpu`` what runs on a device.
+        capacity_bytes: size of the allocation; rounded down to whole extents.
+        mapped: copy as for host memory; None = only on ``cpu``. Tests pass False to run the device
+            code on ``cpu``.
 
     Attributes:
         device: ``cpu`` or ``cuda:N``.
 
     Raises:
-        InvalidArgument: no such kind of device, or less than a slot.
-        TierUnavailable: the device is not there, or has not so much memory left.
+        InvalidArgument: unknown kind of device, or capacity of less than a slot.
+        TierUnavailable: the device does not exist, or has not enough free memory.
     """
 
     def __init__(self, device: str, capacity_bytes: int, *, mapped: bool | None = None) -> None:
-        """Take the memory."""
+        """Allocate the memory."""
         if capacity_bytes < SLOT_ALIGNMENT:
             raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")
         chosen = _device(device)
@@ -100,33 +101,33 @@ class DeviceSlab:
         self._users = 0
         self._open = True
         self._way_in = WayIn(chosen, self._stream)
-        #: Protects the index and what is above; signalled when a user has left.
+        #: Protects the index and the fields above; notified when a user has finished.
         self._changed = threading.Condition()
         _slabs.add(self)
 
     @property
     def mapped(self) -> bool:
-        """Whether loads to host memory are served from here."""
+        """Whether loads to host memory can be served from this slab."""
         return self._mapped
 
-    # ---- what is there ----------------------------------------------------------------------
+    # ---- content ----------------------------------------------------------------------------
 
     def serves(self, pool: KVPool) -> bool:
-        """Whether pages go straight from here to the pool."""
+        """Whether pages can be copied from here directly to the pool."""
         return pool.device == self.device
 
     def run(self, pages: PageSet, packed: bytes) -> int:
-        """How many of the keys, from the first on, are there."""
+        """Number of leading keys whose pages are in the slab."""
         with self._changed:
             return self._index.run(pages, packed) if self._usable else 0
 
     def forget(self, pages: PageSet, packed: bytes) -> int:
-        """Take pages out; returns how many there were."""
+        """Remove pages; returns how many were in the slab."""
         with self._changed:
             return self._index.forget(pages, packed)
 
     def clear(self) -> int:
-        """Take every page out; returns how many there were."""
+        """Remove all pages; returns how many."""
         with self._changed:
             return self._index.clear()
 
@@ -141,21 +142,21 @@ class DeviceSlab:
         with self._changed:
             self._index.check()
 
-    # ---- in ---------------------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------
 
     def reserve(
         self, pages: PageSet, keys: PrefixKeys, digests: bytes, *, always: bool = False
     ) -> Reservation:
-        """Slots for the pages that are not there yet; :meth:`fill` must follow.
+        """Reserve slots for pages that are not in the slab; call :meth:`fill` afterwards.
 
         Args:
-            pages: whose.
-            keys: consecutive.
+            pages: the set of pages.
+            keys: consecutive keys.
             digests: 16 bytes for each of ``keys``.
-            always: let others go for pages that are read for the first time, too.
+            always: also evict others for pages that are read for the first time.
 
         Raises:
-            CapacityError: there is nothing to add, or nothing that may go for it.
+            CapacityError: nothing to add, or no slot can be freed.
         """
         with self._changed:
             if not self._usable:
@@ -177,16 +178,16 @@ class DeviceSlab:
         self, taken: Reservation, keys: PrefixKeys, sources: mover.Addresses,
         progress: mover.Progress | None = None,
     ) -> int:  # fmt: skip
-        """Copy pages to reserved slots; those that verified, up to the first other, are READY.
+        """Copy pages to reserved slots; those before the first that is corrupt become READY.
 
         Args:
-            taken: what :meth:`reserve` gave; it ends here, whatever happens.
-            keys: as there.
-            sources: shape (len(keys),), uint64: where the pages lie in host memory.
-            progress: to cancel it.
+            taken: the result of :meth:`reserve`; released in any case.
+            keys: the keys given there.
+            sources: addresses of the pages in host memory, shape (len(keys),), uint64.
+            progress: for cancellation.
 
         Returns:
-            how many pages became READY.
+            How many pages became READY.
         """
         count, good = len(taken.slots), 0
         part = slice(taken.first, taken.first + count)
@@ -208,21 +209,21 @@ class DeviceSlab:
         finally:
             with self._changed:
                 self._users -= 1
-                if not self._broken:  # else a copy may still be under way: nobody gets the slots
+                if not self._broken:  # otherwise a copy may be in progress: keep the slots
                     self._index.commit(taken, good)
                 self._changed.notify_all()
         return good
 
-    # ---- out --------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------
 
     def load(
         self, pages: PageSet, keys: PrefixKeys, target: mover.Pieces,
         progress: mover.Progress | None = None, order: mover.Order = "page",
     ) -> int:  # fmt: skip
-        """Copy the leading run that is there to host memory; returns how many pages are valid.
+        """Copy the leading run to host memory; returns how many pages are valid.
 
-        A page that does not verify any more is forgotten, and is not valid. Where the slab is on a
-        device of its own nothing is copied.
+        A page that fails verification is forgotten and not valid. Copies nothing if the slab is not
+        :attr:`mapped`.
         """
         if not self._mapped or not len(keys):
             return 0
@@ -251,14 +252,14 @@ class DeviceSlab:
         self, pages: PageSet, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64],
         fence: Fence | None = None,
     ) -> int:  # fmt: skip
-        """Copy the leading run that is there to blocks on the device; how many pages are there.
+        """Copy the leading run to blocks on the device; returns the number of pages.
 
         Args:
-            pages: whose.
-            keys: consecutive.
-            pool: on this slab's device.
+            pages: the set of pages.
+            keys: consecutive keys.
+            pool: a pool on this slab's device.
             blocks: block numbers, in page order.
-            fence: what :meth:`fence` gave when the engine asked for it.
+            fence: the result of :meth:`fence` when the engine requested the load.
         """
         assert self.serves(pool)
         held = self._pin(pages, keys)
@@ -279,18 +280,18 @@ class DeviceSlab:
             self._unpin(held)
 
     def fence(self) -> Fence | None:
-        """What the engine has queued on the device up to now, for :meth:`load_blocks`."""
+        """A fence after all work that the engine has queued so far, for :meth:`load_blocks`."""
         if self._stream is None:
             return None
         return Fence(torch.cuda.current_stream(self._stream.device).record_event())
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing moves; False when the time was not enough."""
+        """Wait until no copy is in progress; returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._users, timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Serve nothing more, wait for what moves, and give the memory back."""
+        """Serve nothing more, wait for copies in progress, and free the memory."""
         with self._changed:
             self._open = False
         if self.drain(timeout_s):
@@ -299,7 +300,7 @@ class DeviceSlab:
         else:
             log.error("the slab's memory stays: a move has not ended for %s s", timeout_s)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     @property
     def _usable(self) -> bool:
@@ -319,9 +320,9 @@ class DeviceSlab:
             self._changed.notify_all()
 
     def _break(self, error: Exception) -> None:
-        """The device failed: copies may still be under way, so nothing here is used again."""
+        """Stop using the slab after a device error: copies may still be in progress."""
         with suppress(RuntimeError):
-            self._finish()  # the blocks are the engine's again when we return
+            self._finish()  # when we return, the engine may use its blocks again
         with self._changed:
             self._errors += 1
             if self._broken:
@@ -338,7 +339,7 @@ class DeviceSlab:
         return self._offsets(slots).astype(np.uint64) + np.uint64(self._memory.data_ptr())
 
     def _finish(self) -> None:
-        """Wait until the device has done what was queued."""
+        """Wait until the device has finished all queued work."""
         if self._stream is not None:
             self._stream.record_event().synchronize()
 
@@ -346,7 +347,7 @@ class DeviceSlab:
         self, held: Held, size: int, pool: KVPool, blocks: npt.NDArray[np.int64],
         fence: Fence | None,
     ) -> None:  # fmt: skip
-        """Gather some pages at a time, and scatter them plane by plane."""
+        """Gather some pages at a time, and scatter them to each plane."""
         each = pool.blocks_per_page(size)
         planes = [_plane(pool, address, self._memory.device) for address in pool.planes]
         offsets, at_once = self._offsets(held.slots).tolist(), max(1, STAGE_BYTES // size)
@@ -365,23 +366,23 @@ class DeviceSlab:
             self._finish()
 
     def forked(self) -> None:
-        """In a forked child: the memory is the parent's affair; everything misses."""
+        """In a forked child: the parent owns the memory; everything is a miss."""
         self._changed = threading.Condition()
         self._users = 0
         self._open = False
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, with its number.
+    """The device with this name, with an explicit number.
 
     Raises:
         InvalidArgument: not ``cpu``, ``cuda`` or ``cuda:N``.
-        TierUnavailable: it is not there.
+        TierUnavailable: it does not exist.
     """
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidArgument("device_slab", f"{name!r} is no device: {error}") from error
+        raise InvalidArgument("device_slab", f"{name!r} is not a device: {error}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -393,7 +394,7 @@ def _device(name: str) -> torch.device:
 
 
 def _stream(device: torch.device) -> Any:
-    """A stream of our own, behind what the device still does with the memory we were given."""
+    """A new stream, after all queued work that may still use the allocated memory."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -407,7 +408,7 @@ def _host(address: int, size: int) -> torch.Tensor:
 
 
 class _DeviceArray:
-    """Device memory by its address, as torch takes it over."""
+    """Device memory at an address, in the interface that torch accepts."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -416,7 +417,7 @@ class _DeviceArray:
 
 
 def _plane(pool: KVPool, address: int, device: torch.device) -> torch.Tensor:
-    """A plane of a pool, shape (blocks, items of a block); items are as wide as they can be."""
+    """A plane of a pool, shape (blocks, items per block); int64 items if aligned, else bytes."""
     size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
     if device.type == "cuda":
         flat = torch.as_tensor(_DeviceArray(address, size), device=device)

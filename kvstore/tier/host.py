@@ -1,12 +1,12 @@
-"""L2: host memory as memfd extents that clients map. Nothing but page bytes lies in them.
+"""L2: host memory as memfd extents that clients map. They contain nothing but page bytes.
 
-The bytes of a page are written by the client that puts it and read by the clients that get it; the
-node only owns the memory. Extents are pre-faulted in the background: a first touch costs 5 to 40
-times a copy.
+The client that puts a page writes its bytes, and the clients that get it read them; the node only
+owns the memory. Extents are pre-faulted in the background: a first touch takes 5 to 40 times as
+long as a copy.
 
-A client gets the descriptor of an extent, so it can do to it what the kernel allows to whoever has
-one. The files are sealed: nobody can make one shorter, which would end every process that touches
-what is missing, longer, or seal it further, which could keep the node from giving memory back.
+A client gets the descriptor of an extent and can do with it what the kernel allows. The files are
+sealed: nobody can shrink one (processes that touch the missing part would end with SIGBUS), grow
+one, or add a seal that would keep the node from freeing memory.
 """
 
 import errno
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RETRY_S: Final = 0.1
-"""Between two attempts to make memory that could not be had."""
+"""Seconds between two attempts to create memory."""
 MEMORY_WAIT_S: Final = 0.8
-"""How long a client's request for memory waits while it is exchanged; the client waits a second."""
+"""How long a client's request waits for memory that is being replaced; a client waits a second."""
 _CLOSE_TIMEOUT_S: Final = 5.0
 _TOUCH_BYTES: Final = 64 << 20
 _IDLE_S: Final = 5.0
@@ -39,16 +39,16 @@ _IDLE_S: Final = 5.0
 
 @dataclass(slots=True)
 class _Exchange:
-    """Memory that goes, and memory that is to come for it.
+    """The replacement of one extent's memory.
 
     Attributes:
-        number: of the extent that is to have memory.
-        descriptor: of what goes; None: it has gone.
-        mapped: where this process has mapped what goes; 0: nowhere.
-        in_use: somebody may still read what goes.
-        thread: what carries it out.
+        number: number of the new extent.
+        descriptor: of the old memory; None = it was freed.
+        mapped: address of the old memory in this process; 0 = not mapped.
+        in_use: a client may still read the old memory.
+        thread: carries out the replacement.
         error: why the last attempt failed.
-        done: there is memory.
+        done: the new memory exists.
     """
 
     number: int
@@ -64,38 +64,38 @@ class HostMemory:
     """The memory behind the extents of one node.
 
     Args:
-        node: names the node; no other node of this machine has that name.
-        boot: this boot's id.
+        node: the node's name, unique on this machine.
+        boot: id of this boot.
         extent_bytes: bytes of each extent.
         prefault: touch new memory in the background.
-        record: is told of all memory that is made; None: nobody asks after a restart.
+        record: records all memory that is created, for a restart; None = no record.
 
     Attributes:
-        failures: how often memory could not be exchanged; it is tried again.
+        failures: how often memory could not be replaced; each was retried.
     """
 
     def __init__(
         self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool,
         record: MemoryRecord | None = None,
     ) -> None:  # fmt: skip
-        """Own no memory yet; :meth:`create` makes it."""
+        """Own no memory yet; :meth:`create` creates it."""
         self.failures = 0
         self._prefix = f"kvstore:{node}:{boot.hex()}:"
         self._extent_bytes = extent_bytes
         self._record = record
         self._descriptors: dict[int, int] = {}
-        #: Extents that this process has mapped for its own moves, and where.
+        #: Number of each extent that this process has mapped for its own copies → its address.
         self._mapped: dict[int, int] = {}
-        #: Number of each extent that has no memory yet → how it is to get it.
+        #: Number of each extent that has no memory yet → its replacement in progress.
         self._exchanges: dict[int, _Exchange] = {}
         self._retry_s = 0.0
         self._failing = False
         self._waiting: list[int] = []
         self._populated: set[int] = set()
-        #: The extent that is being touched, and whether its memory was given back meanwhile.
+        #: The extent that is being touched, and whether its memory was freed meanwhile.
         self._touching, self._in_vain = -1, False
-        #: Protects the descriptors, what exchanges are for, and the four above; never held while
-        #: memory is touched.
+        #: Protects the descriptors, the numbers of exchanges, and the four fields above; never held
+        #: while memory is touched.
         self._lock = threading.Lock()
         self._made = threading.Condition(self._lock)
         self._wake = threading.Condition(self._lock)
@@ -108,10 +108,10 @@ class HostMemory:
             self._thread.start()
 
     def create(self, numbers: Iterable[int]) -> None:
-        """Make the memory of these extents.
+        """Create the memory of these extents.
 
         Raises:
-            TierUnavailable: the system gives no more memory or descriptors; those before are made.
+            TierUnavailable: no more memory or descriptors; the extents before it exist.
         """
         made: list[tuple[int, int]] = []
         try:
@@ -127,17 +127,17 @@ class HostMemory:
                     self._take_in(number, descriptor)
 
     def replace(self, replaced: list[Replacement]) -> None:
-        """Begin to exchange memory; goes on with what was begun, so call it often.
+        """Start to replace memory, and continue earlier replacements; call it often.
 
-        What nobody may look at any more goes, also for whoever still maps it. Memory that somebody
-        may still read is only let go of: it lasts while it is mapped. Old memory goes before new
-        memory is made, so this takes neither more memory nor more descriptors. Both run in a thread
-        of their own: giving back takes half a second a GB, and whoever has a descriptor can hold it
-        up for as long as he likes. Until then, and while it fails and is tried again, the new
-        number is :meth:`pending`.
+        Memory that no client may read any more is freed, even if one still maps it. Memory that a
+        client may still read is only closed: it exists while it is mapped. Old memory is freed
+        before new memory is created, so a replacement needs neither more memory nor more
+        descriptors. Both run in a thread: freeing takes half a second per GB, and any process with
+        a descriptor can delay it without limit. Until the new memory exists, its number is
+        :meth:`pending`; a failure is retried.
 
         Args:
-            replaced: emptied.
+            replaced: the replacements; the list is emptied.
         """
         while replaced:
             old, new, in_use = replaced.pop(0)
@@ -146,25 +146,25 @@ class HostMemory:
             self._go_on()
 
     def pending(self, number: int) -> bool:
-        """Whether an extent has no memory yet, and is to have some."""
+        """Whether an extent is waiting for its memory."""
         return number in self._exchanges and number not in self._descriptors
 
     def wait(self, number: int, timeout_s: float) -> bool:
-        """Wait for the memory of an extent; False when there is none in time."""
+        """Wait for the memory of an extent; returns False on timeout."""
         with self._made:
             return self._made.wait_for(lambda: number in self._descriptors, timeout_s)
 
     def descriptor(self, number: int) -> int | None:
-        """The memfd of an extent (owned by this object), or None when there is no such memory."""
+        """The memfd of an extent (owned by this object), or None if it has no memory."""
         return self._descriptors.get(number)
 
     def address(self, number: int) -> int:
-        """Where an extent is in this process, which maps it now if it did not before.
+        """The address of an extent in this process; maps it if necessary.
 
-        Valid until the extent is replaced or :meth:`close`; call it from one thread.
+        Valid until the extent is replaced, or :meth:`close`; call it from one thread.
 
         Raises:
-            TierUnavailable: it has no memory now, or cannot be mapped.
+            TierUnavailable: it has no memory now, or mapping fails.
         """
         known = self._mapped.get(number)
         if known is None:
@@ -175,13 +175,13 @@ class HostMemory:
         return known
 
     def read(self, number: int, offset: int, into: memoryview) -> int:
-        """Copy bytes of an extent; the caller holds a page in it, so that it stays.
+        """Copy bytes of an extent; the caller must hold a page in it, so that it stays.
 
         Returns:
-            bytes read.
+            Bytes read.
 
         Raises:
-            TierUnavailable: there is no such extent, or it cannot be read.
+            TierUnavailable: the extent does not exist, or cannot be read.
         """
         descriptor = self._descriptors.get(number)
         if descriptor is None:
@@ -192,7 +192,7 @@ class HostMemory:
             raise TierUnavailable(f"extent {number}: {error}") from error
 
     def populated_bytes(self) -> int:
-        """Bytes that have been pre-faulted."""
+        """Pre-faulted bytes."""
         return len(self._populated) * self._extent_bytes
 
     def missing_bytes(self) -> int:
@@ -200,7 +200,7 @@ class HostMemory:
         return len(self._exchanges) * self._extent_bytes
 
     def close(self) -> None:
-        """Stop pre-faulting and close descriptors and record; mappings of clients stay theirs."""
+        """Stop pre-faulting, and close descriptors and the record; clients keep their mappings."""
         with self._lock:
             self._closing = True
             self._wake.notify()
@@ -216,7 +216,7 @@ class HostMemory:
             self._descriptors.clear()
         for exchange in self._exchanges.values():
             if exchange.thread is not None and exchange.thread.is_alive():
-                log.error("memory of an extent is still being given back: left to the system")
+                log.error("memory of an extent is still being freed: not closed")
             elif exchange.descriptor is not None:
                 descriptors.append(exchange.descriptor)
         self._exchanges.clear()
@@ -226,7 +226,7 @@ class HostMemory:
             self._record.close()
 
     def forked(self) -> None:
-        """In a forked child: let go of what is the parent's, or it would outlast the parent."""
+        """In a forked child: close the parent's descriptors, which would keep its memory alive."""
         leaving = [one.descriptor for one in self._exchanges.values()]
         inherited = [*self._descriptors.values(), *leaving]
         self._descriptors, self._exchanges, self._mapped = {}, {}, {}
@@ -234,7 +234,7 @@ class HostMemory:
             if descriptor is not None:
                 os.close(descriptor)
 
-    # ---- making it --------------------------------------------------------------------------
+    # ---- creating ---------------------------------------------------------------------------
 
     def _new(self, number: int) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -248,24 +248,24 @@ class HostMemory:
         return descriptor
 
     def _note(self, made: list[int]) -> None:
-        """Before anybody gets it."""
+        """Record new memory, before any client gets it."""
         if self._record is not None and made:
             self._record.add(map(inode_of, made))
 
     def _take_in(self, number: int, descriptor: int) -> None:
-        """The lock is held."""
+        """Use new memory; the lock is held."""
         self._descriptors[number] = descriptor
         self._waiting.append(number)
         self._wake.notify()
         self._made.notify_all()
 
-    # ---- exchanging it ----------------------------------------------------------------------
+    # ---- replacing --------------------------------------------------------------------------
 
     def _taken_out(self, old: int, new: int, *, in_use: bool) -> _Exchange:
-        """What becomes of an extent that is not used any more."""
+        """Remove an extent; returns the replacement of its memory."""
         with self._lock:
             known = self._exchanges.pop(old, None)
-            if known is not None and not known.done:  # it never came to be
+            if known is not None and not known.done:  # it never got memory
                 known.number = new
                 return known
             descriptor = self._descriptors.pop(old)
@@ -298,7 +298,7 @@ class HostMemory:
                 kernel.unmap(mapped, self._extent_bytes)
             if exchange.descriptor is not None:
                 if not exchange.in_use:
-                    # Not truncated: a client that maps it must read zeros, not die of SIGBUS.
+                    # Not truncated: a client that maps it must read zeros, not end with SIGBUS.
                     kernel.punch(exchange.descriptor, self._extent_bytes)
                 old, exchange.descriptor = exchange.descriptor, None
                 os.close(old)
@@ -317,7 +317,7 @@ class HostMemory:
             self._take_in(exchange.number, descriptor)
 
     def _go_on(self) -> None:
-        """Forget what is done, say what failed, and try the first of that again."""
+        """Remove finished replacements, log failed ones, and retry the first of them."""
         failed: list[_Exchange] = []
         for number, exchange in list(self._exchanges.items()):
             if exchange.done:
@@ -327,7 +327,7 @@ class HostMemory:
         if not failed:
             if self._failing and not self._exchanges:
                 self._failing = False
-                log.warning("every extent has its memory again")
+                log.warning("all extents have memory again")
             return
         if monotonic() < self._retry_s:
             return
@@ -336,12 +336,12 @@ class HostMemory:
         if not self._failing:
             self._failing = True
             log.error(
-                "%d extents have no memory for the moment (%s): what is put there is refused until"
-                " it can be had", len(failed), failed[0].error,
+                "%d extents have no memory now (%s): puts to them are refused until"
+                " it is available", len(failed), failed[0].error,
             )  # fmt: skip
         self._begin(failed[0])
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _map(self, number: int, descriptor: int) -> int:
         try:
@@ -381,10 +381,10 @@ class HostMemory:
                 kernel.unmap(address, self._extent_bytes)
 
     def _touch(self, number: int, address: int) -> None:
-        """Fault an extent in; what is replaced meanwhile takes no memory afterwards."""
+        """Pre-fault an extent; one that is replaced meanwhile uses no memory afterwards."""
         for start in range(0, self._extent_bytes, _TOUCH_BYTES):
             length = min(_TOUCH_BYTES, self._extent_bytes - start)
-            # A client may be writing there already: only the native mover writes nothing back.
+            # A client may be writing to it already: only the native mover writes nothing back.
             mover.populate(address + start, length, write=mover.is_native)
             with self._lock:
                 there, in_vain = number in self._descriptors, self._in_vain
@@ -400,5 +400,5 @@ class HostMemory:
 def _advised(error: OSError) -> str:
     advice = ""
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        advice = ": raise ulimit -n, or host.extent_bytes (each extent takes one)"
+        advice = ": raise ulimit -n, or host.extent_bytes (each extent uses one)"
     return f"{error.strerror}{advice}"

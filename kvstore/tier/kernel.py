@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python's own library lacks, or makes only with one descriptor more."""
+"""System calls that Python's library lacks, or that would need one more descriptor there."""
 
 import ctypes
 import errno
@@ -22,28 +22,28 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def allocate(descriptor: int, size_bytes: int) -> None:
-    """Give a file room up to this size. Unlike ``posix_fallocate`` it never writes zeros instead.
+    """Allocate a file up to this size. Unlike ``posix_fallocate`` it never writes zeros instead.
 
     Raises:
-        OSError: the system's; EOPNOTSUPP where the file system cannot.
+        OSError: of the system call; EOPNOTSUPP if the file system does not support it.
     """
     _fallocate(descriptor, 0, size_bytes)
 
 
 def punch(descriptor: int, size_bytes: int) -> None:
-    """Give the memory or blocks of a file's first bytes back; they read as zeros, its size stays.
+    """Free the memory or blocks of a file's first bytes; they read as zeros, its size stays.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
     _fallocate(descriptor, _PUNCH_HOLE, size_bytes)
 
 
 def map_shared(descriptor: int, size_bytes: int, *, write: bool = True) -> int:
-    """Map a file to read and perhaps write, without keeping a descriptor for it; the address.
+    """Map a file to read, or to read and write; returns the address and keeps no descriptor.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
     rights = mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ
     address = _libc.mmap(None, size_bytes, rights, mmap.MAP_SHARED, descriptor, 0)
@@ -59,32 +59,32 @@ def unmap(address: int, size_bytes: int) -> None:
 
 
 def keep_from_children(address: int, size_bytes: int) -> None:
-    """What is mapped there is not mapped in a process that is forked from now on.
+    """Do not map this memory in child processes that are forked from now on.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
     if _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK):
         raise _error()
 
 
 def give_back(address: int, size_bytes: int) -> None:
-    """:func:`punch` the file that is mapped there.
+    """:func:`punch` the file that is mapped at this address.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
     if _libc.madvise(address, size_bytes, mmap.MADV_REMOVE):
         raise _error()
 
 
 def file_system_type(path: str) -> int:
-    """The magic number of the file system that a path is on, as ``linux/magic.h`` has them.
+    """The magic number of a path's file system, as in ``linux/magic.h``.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
-    found = (ctypes.c_long * 32)()  # more than a struct statfs; its first word is the type
+    found = (ctypes.c_long * 32)()  # larger than a struct statfs; its first word is the type
     if _libc.statfs(os.fsencode(path), found):
         raise _error()
     return int(found[0])

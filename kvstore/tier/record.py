@@ -1,8 +1,8 @@
-"""The bytes of the SSD log: record headers, the footer of a segment, a directory's identity. Pure.
+"""The format of the SSD log: record headers, segment footers, a directory's identity. Pure.
 
-``docs/internals/ssd-format.md`` describes them for whoever wants to write a reader. A header says
-where it lies and whose log it belongs to, so that bytes of an earlier file in the same blocks of
-the disk never pass for a record; a checksum closes it.
+``docs/internals/ssd-format.md`` describes it for other readers. A header contains its own place and
+the id of its log, so that bytes of an earlier file in the same disk blocks are never mistaken for a
+record. It ends with a checksum.
 """
 
 import json
@@ -42,22 +42,22 @@ from kvstore.tier.base import PageRecord
 FORMAT_VERSION: Final = 1
 LOG_ID_BYTES: Final = 16
 SEGMENT_NAME: Final = re.compile(r"segment-(0[0-9a-f]{15})\.kvlog")
-"""No log comes to higher numbers; behind such a one the next might fit no header."""
+"""A log never has higher numbers; after a higher one, the next might not fit a header."""
 IDENTITY_NAME: Final = "kvstore-log.json"
 
 SEGMENT_MAX: Final = 1 << 59
-"""The highest number that a segment may have; more of them than that have a name."""
+"""The highest number of a segment; :data:`SEGMENT_NAME` matches higher ones, which are refused."""
 SEGMENT_BYTES_MAX: Final = 1 << 34
-"""Of a segment's file, as large as ``ssd.segment_bytes`` may be."""
+"""Maximum size of a segment's file; the upper limit of ``ssd.segment_bytes``."""
 PAYLOAD_BYTES_MAX: Final = 1 << 32
-"""Of a record: no page is larger than an extent."""
+"""Maximum payload of a record: no page is larger than an extent."""
 SEQUENCE_MAX: Final = 1 << 62
-"""Higher numbers were never given to a record; behind the last of them there is room."""
+"""Records never have higher sequence numbers, so that numbers after it are still free."""
 
 _RECORD_MAGIC: Final = b"kvsREC\r\n"
 _FOOTER_MAGIC: Final = b"kvsEND\r\n"
 _PREFIX: Final = struct.Struct("<8sII16sQ")
-"""How headers and trailers of every version begin: magic, version, kind, log, segment."""
+"""How headers and trailers of every version start: magic, version, kind, log, segment."""
 _HEADER: Final = struct.Struct("<8sII16sQQQQ32s32s16sHHH")
 _TRAILER: Final = struct.Struct("<8sII16sQQQQ16s")
 _CHECKSUM: Final = struct.Struct("<Q")
@@ -83,26 +83,29 @@ Entries = npt.NDArray[np.void]
 
 
 class Kind(IntEnum):
-    """What a record holds."""
+    """The kinds of records."""
 
     PAGE = 1
     TOMBSTONE = 2
 
 
 class Pair(NamedTuple):
-    """What every record of a page belongs to, besides its key."""
+    """The space and shard of a record."""
 
     space: SpaceIdentity
     shard: ShardSpec
 
 
 class ForeignLog(Exception):
-    """These bytes are of another log, or of a newer format: to be left as they are."""
+    """These bytes belong to another log, or have a newer format: do not change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A record header, decoded and found whole; ``pair``: see :func:`kvstore.page.pack_pair`."""
+    """A record header, decoded and with a valid checksum.
+
+    ``pair``: see :func:`kvstore.page.pack_pair`.
+    """
 
     kind: Kind
     sequence: int
@@ -117,10 +120,10 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def unpack_pair(packed: bytes) -> Pair:
-    """The pair of :func:`~kvstore.page.pack_pair`.
+    """Decode what :func:`~kvstore.page.pack_pair` encoded.
 
     Raises:
-        ForeignLog: this version has no such space or shard.
+        ForeignLog: the space or shard is not valid in this version.
     """
     try:
         space, shard = msgspec.msgpack.decode(packed, type=tuple[SpaceIdentity, ShardSpec])
@@ -131,17 +134,17 @@ def unpack_pair(packed: bytes) -> Pair:
 
 @lru_cache(maxsize=1024)
 def pair_seed(space: SpaceIdentity, shard: ShardSpec) -> int:
-    """:func:`kvstore.page.digest_seed`, which costs 20 us, remembered."""
+    """:func:`kvstore.page.digest_seed`, which takes 20 us, cached."""
     return digest_seed(space, shard)
 
 
 def tombstone_digest(keys: bytes | memoryview, seed: int) -> bytes:
-    """Digest of a tombstone's payload; ``seed`` is that of its pair."""
+    """Digest of a tombstone's payload; ``seed`` is that of its space and shard."""
     return xxhash.xxh3_128_digest(keys, seed)
 
 
 def segment_name(segment: int) -> str:
-    """The name of a segment's file; :data:`SEGMENT_NAME` reads it."""
+    """The name of a segment's file; :data:`SEGMENT_NAME` matches it."""
     return f"segment-{segment:016x}.kvlog"
 
 
@@ -149,7 +152,10 @@ def segment_name(segment: int) -> str:
 
 
 def encode_header(log: bytes, header: Header) -> bytes:
-    """HEADER_BYTES bytes; ``log`` is the log's id. Tokens that do not fit are left out."""
+    """Encode a header, HEADER_BYTES bytes; tokens are left out if they do not fit.
+
+    ``log`` is the log's id.
+    """
     assert len(header.pair) <= PAIR_BYTES_MAX, "pack_pair bounds it"
     tokens = header.tokens
     if _HEADER.size + len(header.pair) + len(tokens) > _CHECKSUM_AT:
@@ -164,11 +170,11 @@ def encode_header(log: bytes, header: Header) -> bytes:
 
 
 def decode_header(block: bytes | memoryview, log: bytes, place: Place) -> Header | None:
-    """A header, or None when these bytes are not the whole header of a record at ``place``.
+    """Decode a header; None if the bytes are not a valid header of a record at ``place``.
 
     Args:
         block: HEADER_BYTES bytes.
-        log: id of the log it has to belong to.
+        log: the expected log id.
         place: where the bytes were read.
     """
     if len(block) != HEADER_BYTES or block[:8] != _RECORD_MAGIC or not _is_closed(block):
@@ -194,7 +200,7 @@ def decode_header(block: bytes | memoryview, log: bytes, place: Place) -> Header
 
 
 def is_of(header: Header, record: PageRecord) -> bool:
-    """Whether a header is the one of this page."""
+    """Whether a header belongs to this page."""
     return (
         header.kind is Kind.PAGE
         and header.key == record.key
@@ -205,10 +211,10 @@ def is_of(header: Header, record: PageRecord) -> bool:
 
 
 def refuse_foreign(block: bytes | memoryview, log: bytes) -> None:
-    """Look at a header or trailer block that is whole.
+    """Check a header or trailer block; an invalid block is ignored.
 
     Raises:
-        ForeignLog: it belongs to another log or has a newer format; says which.
+        ForeignLog: it is valid, but of another log or a newer format; the message says which.
     """
     if block[:8] not in (_RECORD_MAGIC, _FOOTER_MAGIC) or not _is_closed(block):
         return
@@ -220,7 +226,7 @@ def refuse_foreign(block: bytes | memoryview, log: bytes) -> None:
 
 
 def entry_of(header: Header, pair: int) -> bytes:
-    """The footer's entry for a record."""
+    """The footer entry of a record."""
     return _ENTRY.pack(
         header.key, header.parent, header.digest, header.sequence, header.place.offset,
         header.payload_bytes, pair, header.kind, _HAS_PARENT if header.parent else 0,
@@ -234,9 +240,9 @@ class Footer(NamedTuple):
     """The index of a sealed segment.
 
     Attributes:
-        entries: of all its records, as they were written.
-        pairs: packed; what ``entries["pair"]`` counts.
-        end: the first byte behind the last record.
+        entries: all its records, in the order in which they were written.
+        pairs: packed pairs; ``entries["pair"]`` is an index into it.
+        end: the first byte after the last record.
     """
 
     entries: Entries
@@ -245,14 +251,14 @@ class Footer(NamedTuple):
 
 
 def encode_footer(log: bytes, segment: int, entries: bytes, pairs: list[bytes], end: int) -> bytes:
-    """``footer_bytes(records)`` bytes that a segment ends with: entries, table, trailer.
+    """Encode a footer of ``footer_bytes(records)`` bytes: entries, table of pairs, trailer.
 
     Args:
         log: the log's id.
-        segment: its number.
+        segment: the segment's number.
         entries: packed :data:`ENTRY` items.
         pairs: packed pairs, at most SEGMENT_PAIRS_MAX.
-        end: the first byte behind the last record.
+        end: the first byte after the last record.
     """
     count = len(entries) // FOOTER_ENTRY_BYTES
     assert len(pairs) <= SEGMENT_PAIRS_MAX
@@ -268,7 +274,7 @@ def encode_footer(log: bytes, segment: int, entries: bytes, pairs: list[bytes], 
 
 
 def trailer_records(block: bytes | memoryview, log: bytes, segment: int) -> int | None:
-    """How many records a segment's footer lists; None when the block is not its whole trailer."""
+    """The number of records in a segment's footer; None if the block is not its valid trailer."""
     if len(block) != BLOCK_BYTES or block[:8] != _FOOTER_MAGIC or not _is_closed(block):
         return None
     _, version, _, of_log, of_segment, count, _, _, _ = _TRAILER.unpack_from(block)
@@ -278,13 +284,13 @@ def trailer_records(block: bytes | memoryview, log: bytes, segment: int) -> int 
 
 
 def decode_footer(footer: bytes | memoryview, count: int, size: int) -> Footer | None:
-    """What a footer says, or None when it is not what a log writes.
+    """Decode a footer; None if it is damaged or not consistent.
 
     Args:
-        footer: all ``footer_bytes(count)`` bytes; its trailer is one that
-            :func:`trailer_records` gave ``count`` for.
-        count: its records.
-        size: of the segment's file.
+        footer: all ``footer_bytes(count)`` bytes; :func:`trailer_records` of its last block
+            returned ``count``.
+        count: number of records.
+        size: size of the segment's file.
     """
     body = footer[:-BLOCK_BYTES]
     *_, pair_count, end, checksum = _TRAILER.unpack_from(footer, len(footer) - BLOCK_BYTES)
@@ -298,7 +304,7 @@ def decode_footer(footer: bytes | memoryview, count: int, size: int) -> Footer |
 
 
 def _pairs_of(table: bytes, count: int) -> list[bytes] | None:
-    """The pairs of a footer's table; None when it has not so many."""
+    """The pairs in a footer's table; None if it is too short for them."""
     if count > SEGMENT_PAIRS_MAX:
         return None
     pairs, at = [], 0
@@ -312,7 +318,7 @@ def _pairs_of(table: bytes, count: int) -> list[bytes] | None:
 
 
 def _are_records(entries: Entries, pairs: int, end: int) -> bool:
-    """Whether each entry is of a record that lies, whole and alone, before ``end``."""
+    """Whether all entries are possible: records before ``end`` that do not overlap."""
     offsets, sizes = entries["offset"], entries["payload_bytes"]
     kinds = (entries["kind"] == Kind.PAGE) | (entries["kind"] == Kind.TOMBSTONE)
     fine = kinds & (entries["pair"] < pairs) & (entries["sequence"] <= SEQUENCE_MAX)
@@ -327,7 +333,7 @@ def _are_records(entries: Entries, pairs: int, end: int) -> bool:
 
 
 def _closed(fixed: bytes) -> bytes:
-    """A block with its checksum at its end."""
+    """A block with its checksum at the end."""
     block = fixed.ljust(_CHECKSUM_AT, b"\0")
     return block + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(block))
 
@@ -342,12 +348,12 @@ def _is_closed(block: bytes | memoryview) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose directory it is.
+    """The owner of a directory.
 
     Attributes:
-        log: id of the log, one for all directories of a node.
+        log: id of the log, the same in all directories of a node.
         node: the node's name.
-        directory: which of the node's directories it was when it was made; tells people.
+        directory: its index among the node's directories when it was created; for people only.
     """
 
     log: bytes
@@ -367,10 +373,10 @@ def encode_identity(identity: Identity) -> bytes:
 
 
 def decode_identity(content: bytes) -> Identity:
-    """Read an identity file.
+    """Decode an identity file.
 
     Raises:
-        ConfigError: it is damaged or of a newer version; the directory must not be written.
+        ConfigError: it is damaged or of a newer version; the directory must not be written to.
     """
     try:
         fields = json.loads(content)

@@ -1,8 +1,8 @@
-"""What a log's segments hold, as a start finds them.
+"""Reads the segments of a log at a start.
 
-A sealed segment is known by its footer. Any other one is scanned: a record counts when its header
-and its payload are whole, so a torn tail is cut, and a hole that a failed write left is stepped
-over. A segment of another log or of a newer format is left as it is.
+A sealed segment has a footer that lists its records. Any other segment is scanned: a record counts
+if its header and its payload are valid, so a torn tail is cut off, and a hole from a failed write
+is skipped. A segment of another log or of a newer format is not changed.
 """
 
 import logging
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 _MAGIC: Final = int.from_bytes(b"kvsREC\r\n", "little")
 _SEQUENCE_BITS: Final = 32
-"""No segment has so many records that they do not count up within these."""
+"""A segment has fewer records than fit into these bits."""
 
 
 class Tombstone(NamedTuple):
-    """Keys that were taken out; ``keys`` None: the record says that there were some, not which."""
+    """Removed keys; ``keys`` None = the record is damaged, so the keys are unknown."""
 
     sequence: int
     pair: bytes
@@ -60,14 +60,14 @@ class Tombstone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadedSegment:
-    """What the file of one segment says.
+    """The content of one segment file.
 
     Attributes:
-        entries: of all its records.
-        pairs: packed; what ``entries["pair"]`` counts.
-        tombstones: what its tombstones say.
+        entries: all its records.
+        pairs: packed pairs; ``entries["pair"]`` is an index into it.
+        tombstones: the content of its tombstones.
         sealed: it has a footer.
-        end: the first byte behind its last record.
+        end: the first byte after its last record.
     """
 
     entries: Entries
@@ -79,18 +79,18 @@ class LoadedSegment:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSegment:
-    """One segment with the pages that are still to be had from it.
+    """One segment with the pages that can still be read from it.
 
     Attributes:
-        number: names it.
-        size_bytes: of its file.
-        first_page: lowest sequence number of its pages, of those that do not stand too; 0 = none.
-        last_tombstone: highest one of its tombstones; 0 = none.
-        sealed: it has a footer; else it may be written from ``end`` on, and sealed.
-        end: the first byte behind its last record.
-        entries: pages only; not those that were written again later or taken out. ``pair`` is an
+        number: its number.
+        size_bytes: size of its file.
+        first_page: lowest sequence number of its page records, including superseded ones; 0 = none.
+        last_tombstone: highest sequence number of its tombstones; 0 = none.
+        sealed: it has a footer; otherwise it may be written from ``end`` on, and sealed.
+        end: the first byte after its last record.
+        entries: its pages, without those that were written again later or removed. ``pair`` is an
             index into :attr:`RecoveredLog.pairs`.
-        records: all that a footer of it has to list, tombstones and lost pages included.
+        records: number of records that its footer must list, including tombstones and lost pages.
     """
 
     number: int
@@ -105,14 +105,14 @@ class RecoveredSegment:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """All that a start found.
+    """The result of a recovery.
 
     Attributes:
-        segments: by number.
-        pairs: what pages belong to.
-        next_segment: higher than every number in use, foreign files included.
-        next_sequence: higher than every record's, those in files that are left as they are too.
-        untouched: files left as they are: path and reason.
+        segments: segments, sorted by number.
+        pairs: spaces and shards of the pages.
+        next_segment: higher than every number in use, including foreign files.
+        next_sequence: higher than the number of every record, including those in unchanged files.
+        untouched: files that are not used and not changed: path and reason.
     """
 
     segments: list[RecoveredSegment]
@@ -128,15 +128,15 @@ def load_segment(
     """Read a segment's footer, or scan it.
 
     Args:
-        disk: where it is.
-        descriptor: of its file.
-        number: names it.
-        log_id: of the log it should belong to.
-        readers: threads that read pieces of it side by side; none: one after the other.
+        disk: its disk.
+        descriptor: its open file.
+        number: its number.
+        log_id: the expected log id.
+        readers: threads that read pieces of it in parallel; None = read them one after the other.
 
     Raises:
-        OSError: it cannot be read.
-        ForeignLog: it belongs to another log or a newer format, or is no segment at all.
+        OSError: a read failed.
+        ForeignLog: it belongs to another log, has a newer format, or is not a segment.
     """
     size = disk.size(descriptor)
     if size > SEGMENT_BYTES_MAX:
@@ -171,7 +171,7 @@ def _load_footer(
     unchanged = bytes(whole[-BLOCK_BYTES:]) == bytes(trailer)
     footer = decode_footer(whole, count, size) if unchanged else None
     if footer is None:
-        log.warning("the footer of segment %d is damaged: it is scanned", number)
+        log.warning("the footer of segment %d is damaged: scanning the segment", number)
         return None
     tombstones = [
         _load_tombstone(disk, descriptor, entry, footer.pairs[entry["pair"]])
@@ -191,16 +191,16 @@ def _load_tombstone(disk: Disk, descriptor: int, entry: np.void, pair: bytes) ->
 
 
 class Scan:
-    """Goes through a segment that has no footer, record by record.
+    """Scans a segment without a footer, record by record.
 
     Args:
-        window: on the segment.
-        number: names it.
-        log_id: of the log it should belong to.
+        window: a window on the segment.
+        number: its number.
+        log_id: the expected log id.
     """
 
     def __init__(self, window: Window, number: int, log_id: bytes) -> None:
-        """Begin at the front."""
+        """Start at the beginning."""
         self._window = window
         self._number = number
         self._log = log_id
@@ -220,7 +220,7 @@ class Scan:
         )
 
     def _step(self, at: int) -> int:
-        """Look at the block at ``at``; returns where to look next."""
+        """Parse the block at ``at``; returns where to continue."""
         block = self._window.bytes(at, HEADER_BYTES)
         header = decode_header(block, self._log, Place(self._number, at))
         if header is None:
@@ -234,9 +234,9 @@ class Scan:
         return at + length
 
     def _take(self, header: Header) -> bool:
-        """Keep a record if its payload is whole."""
+        """Add a record if its payload is valid."""
         if header.pair not in self._pairs and len(self._pairs) >= SEGMENT_PAIRS_MAX:
-            return False  # no log wrote that; and no footer had room for it
+            return False  # a log never writes this, and a footer has no space for it
         space, shard = unpack_pair(header.pair)
         seed = pair_seed(space, shard)
         payload = self._window.bytes(header.place.offset + HEADER_BYTES, header.payload_bytes)
@@ -259,7 +259,7 @@ class Scan:
 
 
 class SegmentScan(NamedTuple):
-    """A segment's file and what is in it, or why it is left alone."""
+    """A segment's file with its content, or the reason why it is not used."""
 
     number: int
     directory: int
@@ -270,7 +270,7 @@ class SegmentScan(NamedTuple):
 
 
 def one_of_each(found: Iterable[SegmentScan]) -> list[SegmentScan]:
-    """Of several files with one number use the one that has most; leave the others as they are."""
+    """Of several files with one number choose the best; do not use the others."""
     best: dict[int, SegmentScan] = {}
     others: list[SegmentScan] = []
     for one in sorted(found, key=_worth, reverse=True):
@@ -287,7 +287,7 @@ def _worth(found: SegmentScan) -> tuple[bool, bool, int]:
 
 
 def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
-    """Decide which records stand: of two of the same page the later, none that was taken out."""
+    """Decide which records are valid: the latest of each page, unless it was removed."""
     ordered = sorted(found, key=lambda one: one.number)
     loaded = [(one, one.loaded) for one in ordered if one.loaded is not None]
     numbers: dict[bytes, int] = {}
@@ -320,10 +320,11 @@ def combine(found: Iterable[SegmentScan]) -> RecoveredLog:
 
 
 def _above_all(next_segment: int) -> int:
-    """A sequence number that no record of an earlier segment can have, whatever it says.
+    """A sequence number that is higher than that of any record in earlier segments.
 
-    Only records are counted, and each has its place in a segment; what a start cannot read a later
-    one may, and its records must not pass for newer than what was written meanwhile.
+    Each record has its own place in a segment, so their number is limited. A file that this start
+    cannot read may be readable for a later one; its records must not seem newer than those that are
+    written meanwhile.
     """
     return min(next_segment << _SEQUENCE_BITS, SEQUENCE_MAX // 2)
 
@@ -334,7 +335,7 @@ def _first_page(entries: Entries) -> int:
 
 
 def _renumbered(segment: LoadedSegment, numbers: dict[bytes, int]) -> Entries:
-    """A segment's entries with pairs counted for the whole log."""
+    """A segment's entries, with pairs numbered for the whole log."""
     pairs = [numbers.setdefault(packed, len(numbers)) for packed in segment.pairs]
     if pairs == list(range(len(pairs))) or not len(segment.entries):
         return segment.entries
@@ -346,19 +347,19 @@ def _renumbered(segment: LoadedSegment, numbers: dict[bytes, int]) -> Entries:
 def _standing(
     entries: list[Entries], tombstones: Sequence[Tombstone], numbers: dict[bytes, int]
 ) -> npt.NDArray[np.bool_]:
-    """Which of all entries, in their order, are pages that are still to be had."""
+    """For each entry, in order: whether it is a page that is still valid."""
     every = [np.empty(0, ENTRY), *entries]
     kind, sequence, pair = (
         np.concatenate([one[name] for one in every]) for name in ("kind", "sequence", "pair")
     )
-    # Keys are compared by their first 8 bytes, and as a whole where those are not enough.
+    # Keys are compared by their first 8 bytes, and completely only where these are equal.
     head = np.concatenate([one.view("<u8")[:: ENTRY.itemsize // 8] for one in every])
     standing: npt.NDArray[np.bool_] = kind == Kind.PAGE
     latest: dict[tuple[int, bytes], int] = {}
     for tombstone in tombstones:
         number = numbers[tombstone.pair]
         if tombstone.keys is None:
-            log.error("a tombstone is damaged: every older page of its space is taken out with it")
+            log.error("a tombstone is damaged: all older pages of its space are dropped")
         if tombstone.keys is None or _is_for_all(tombstone.keys):
             standing &= ~((sequence < tombstone.sequence) & (pair == number))
             continue
@@ -386,7 +387,7 @@ def _is_for_all(keys: bytes) -> bool:
 
 
 def _repeated(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which values are there more than once."""
+    """For each value: whether it occurs more than once."""
     order = np.argsort(values)
     ordered = values[order]
     same = np.concatenate(([False], ordered[1:] == ordered[:-1], [False]))

@@ -1,8 +1,8 @@
-"""The segment files of an SSD log: made, opened, synced, sealed and deleted.
+"""The segment files of an SSD log: creates, opens, syncs, seals and deletes them.
 
-Worker threads share it. ``_lock`` protects the table and all fields of its segments and is never
-held while a file is touched; a segment's own ``lock`` is held while it is made, opened or synced,
-and is taken first.
+Worker threads share it. ``_lock`` protects the table and all fields of its segments, and is never
+held during file operations. A segment's own ``lock`` is held while its file is created, opened or
+synced, and is taken before ``_lock``.
 """
 
 import threading
@@ -22,7 +22,7 @@ from kvstore.tier.record import ENTRY, encode_footer, segment_name
 from kvstore.tier.vectored import aligned, write_fully
 
 DESCRIPTORS_MAX: Final = 256
-"""Segments whose files are kept open; the others are opened when they are read."""
+"""Maximum open segment files; the others are opened when needed."""
 
 
 @dataclass(slots=True)
@@ -30,22 +30,22 @@ class LogFile:
     """One segment file.
 
     Attributes:
-        number: names it.
+        number: its number.
         directory: index of its directory.
-        size_bytes: of its file.
-        exists: its file was made.
-        descriptor: of its open file, or None.
-        users: jobs that touch it now.
-        written: writes that have completed.
+        size_bytes: size of its file.
+        exists: its file was created.
+        descriptor: its open file, or None.
+        users: jobs that use it now.
+        written: number of completed writes.
         synced: how many of them are durable.
-        end: the first byte behind the last record.
+        end: the first byte after the last record.
         entries: packed footer entries of the records, until it is sealed.
         pairs: packed pair → its index in the footer, until it is sealed.
-        sealing: a footer may have been written, so no record is any more: a start that finds the
-            footer would not look for it.
+        sealing: a footer may have been written, so no more records may follow: a start that finds
+            the footer would not look for them.
         sealed: it has a footer.
-        failed: why it cannot be synced; nothing is ever called durable there again.
-        dropped: its file is deleted.
+        failed: why a sync failed; nothing in it is reported as durable afterwards.
+        dropped: its file was deleted.
         lock: see the module.
     """
 
@@ -71,10 +71,10 @@ class Segments:
     """All segments of a log.
 
     Args:
-        disk: where the directories are.
+        disk: the disk of the directories.
         log: the log's id.
-        directories: taken; this object closes them.
-        segment_bytes: of the files it makes.
+        directories: locked directories; this object closes them.
+        segment_bytes: size of new segment files.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Segments:
         self.segment_bytes = segment_bytes
         self._table: dict[int, LogFile] = {}
         self._open: dict[int, LogFile] = {}
-        """All and only those with a descriptor, the longest unused first."""
+        """All segments with a descriptor, the least recently used first."""
         self._dirty: dict[int, LogFile] = {}
-        """All and only those with writes that are not synced."""
+        """All segments with writes that are not synced."""
         self._lock = threading.Lock()
 
     def adopt(self, segment: LogFile) -> None:
-        """Take a segment that was found at start."""
+        """Add a segment that was found at start."""
         with self._lock:
             assert segment.number not in self._table, "a number is used once"
             segment.exists = True
@@ -101,11 +101,11 @@ class Segments:
 
     @contextmanager
     def using(self, number: int, *, write: bool) -> Iterator[tuple[LogFile, int]]:
-        """A segment and its open file, which stays open inside; made when it is to be written.
+        """Use a segment's open file in a ``with`` block; it is created if it is written first.
 
         Raises:
             TierUnavailable: there is no such segment, or it cannot be opened or written.
-            CapacityError: there is no room for another segment.
+            CapacityError: no space for another segment.
         """
         segment = self._enter(number, make=write)
         try:
@@ -122,10 +122,10 @@ class Segments:
             self._leave(segment)
 
     def pair_index(self, segment: LogFile, packed: bytes) -> int:
-        """The footer's number for a pair.
+        """The index of a pair in the segment's footer.
 
         Raises:
-            CapacityError: the segment's footer has no room for another pair.
+            CapacityError: the footer has no space for another pair.
         """
         with self._lock:
             index = segment.pairs.get(packed)
@@ -133,13 +133,13 @@ class Segments:
                 index = len(segment.pairs)
                 if index >= SEGMENT_PAIRS_MAX:
                     raise CapacityError(
-                        f"segment {segment.number} has pages of {index} spaces and shards already"
+                        f"segment {segment.number} already has pages of {index} spaces and shards"
                     )
                 segment.pairs[packed] = index
             return index
 
     def note_written(self, segment: LogFile, entries: list[bytes], end: int) -> None:
-        """Records were written; ``end`` is behind the last of them."""
+        """Record completed writes; ``end`` is the first byte after the last record."""
         with self._lock:
             segment.written += len(entries)
             self._dirty[segment.number] = segment
@@ -147,7 +147,7 @@ class Segments:
             segment.entries += b"".join(entries)
 
     def unsynced(self) -> dict[int, int]:
-        """What a sync that begins now has to cover: segment → its writes that have completed."""
+        """The writes that a sync starting now must cover: segment → number of completed writes."""
         with self._lock:
             return {number: segment.written for number, segment in self._dirty.items()}
 
@@ -155,11 +155,11 @@ class Segments:
         """Make the first ``written`` writes of a segment durable.
 
         Returns:
-            whether that took a sync of the file: another one may have covered them.
+            Whether the file was synced; False if an earlier sync covered them.
 
         Raises:
-            TierUnavailable: it failed, now or before. What a failed sync leaves on the disk is not
-                known and a second one does not tell, so the segment stays failed until dropped.
+            TierUnavailable: this or an earlier sync failed. A failed sync leaves the content of the
+                disk unknown and a second one would not report it, so the segment stays failed.
         """
         with self._lock:
             segment = self._dirty.get(number)
@@ -173,11 +173,11 @@ class Segments:
             self._leave(segment)
 
     def seal(self, number: int) -> None:
-        """Write a segment's footer; its records are durable before and the footer after.
+        """Write a segment's footer. First its records become durable, then the footer.
 
         Raises:
-            InvalidArgument: it is sealed, or the records leave no room for the footer.
-            TierUnavailable, CapacityError: there is no such segment, or the disk refused.
+            InvalidArgument: it is sealed, or there is no space for the footer.
+            TierUnavailable, CapacityError: there is no such segment, or the disk failed.
         """
         with self.using(number, write=False) as (segment, descriptor):
             if segment.sealed:
@@ -190,7 +190,7 @@ class Segments:
                 pairs, end = list(segment.pairs), segment.end
             size = footer_bytes(len(entries))
             if end + size > segment.size_bytes:
-                raise InvalidArgument("segment", f"{number} has no room for a footer of {size}")
+                raise InvalidArgument("segment", f"{number} has no space for a footer of {size}")
             ordered = entries[np.argsort(entries["offset"], kind="stable")]
             footer = aligned(size)
             footer[:] = encode_footer(self.log, number, ordered.tobytes(), pairs, end)
@@ -211,10 +211,10 @@ class Segments:
                 segment.pairs = {}
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, durably; one that is not there is dropped already.
+        """Delete a segment's file, durably; does nothing if there is no such segment.
 
         Raises:
-            TierUnavailable: the file is still there and counts against the capacity.
+            TierUnavailable: the file still exists and counts towards the capacity.
         """
         with self._lock:
             segment = self._table.get(number)
@@ -226,7 +226,7 @@ class Segments:
         try:
             with segment.lock:
                 if not segment.dropped:
-                    with suppress(FileNotFoundError):  # somebody else deleted it
+                    with suppress(FileNotFoundError):  # deleted by somebody else
                         self.disk.remove(path)
                     segment.dropped = True
                 self.disk.sync_directory(directory.path)
@@ -241,7 +241,7 @@ class Segments:
             self._leave(segment)
 
     def close(self) -> None:
-        """Close every file and give the directories back; nobody uses them any more."""
+        """Close all files and unlock the directories; no job may be running."""
         with self._lock:
             for segment in list(self._open.values()):
                 assert not segment.users, "jobs end before their files are closed"
@@ -249,13 +249,13 @@ class Segments:
         self._give_back()
 
     def forked(self) -> None:
-        """In a forked child: close what is the parent's; its locks would outlast the parent."""
+        """In a forked child: close the parent's files, so that its locks do not outlast it."""
         for segment in list(self._open.values()):
             self._close_file(segment)
         self._give_back()
 
     def counts(self) -> list[int]:
-        """Segments in each directory, with those being made."""
+        """Number of segments in each directory, including those being created."""
         with self._lock:
             found = [0] * len(self.directories)
             for segment in self._table.values():
@@ -263,11 +263,11 @@ class Segments:
             return found
 
     def failures(self) -> dict[int, str]:
-        """Segments that cannot be synced, and why."""
+        """Segments that cannot be synced → the reason."""
         with self._lock:
             return {number: one.failed for number, one in self._table.items() if one.failed}
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internal ---------------------------------------------------------------------------
 
     def _enter(self, number: int, *, make: bool) -> LogFile:
         with self._lock:
@@ -286,11 +286,11 @@ class Segments:
             return segment
 
     def _roomiest(self) -> int:
-        """Index of the directory with most room for a new segment; of those that work, if any."""
+        """Index of the directory with most free space; working ones are preferred."""
         room = [one.capacity_bytes - one.used_bytes for one in self.directories]
         roomy = [at for at, free in enumerate(room) if free >= self.segment_bytes]
         if not roomy:
-            raise CapacityError("no directory has room for another segment: drop one first")
+            raise CapacityError("no directory has space for another segment: drop one first")
         return max(roomy, key=lambda at: (not self.directories[at].failing, room[at]))
 
     def _leave(self, segment: LogFile) -> None:
@@ -311,14 +311,14 @@ class Segments:
             self.disk.close(descriptor)
 
     def _give_back(self) -> None:
-        """Give the directories back, once."""
+        """Unlock the directories, once."""
         for directory in self.directories:
             lock, directory.lock = directory.lock, -1
             if lock >= 0:
                 self.disk.close(lock)
 
     def _opened(self, segment: LogFile) -> int:
-        """The descriptor of a segment in use, which makes or opens the file; its lock is held."""
+        """The descriptor of a segment in use; opens or creates the file. Its lock is held."""
         if segment.descriptor is not None:
             return segment.descriptor
         directory = self.directories[segment.directory]
@@ -361,11 +361,11 @@ class Segments:
         path = self.directories[segment.directory].path / segment_name(segment.number)
         if segment.failed:
             raise TierUnavailable(segment.failed)
-        assert descriptor is not None, "what has writes to sync stays open"
+        assert descriptor is not None, "a segment with unsynced writes stays open"
         try:
             self.disk.sync(descriptor)
         except OSError as error:
-            segment.failed = f"{path}: a sync failed ({error.strerror}): drop the segment"
+            segment.failed = f"{path}: a sync failed ({error.strerror}): the segment is given up"
             raise TierUnavailable(segment.failed) from error
         with self._lock:
             segment.synced = covered

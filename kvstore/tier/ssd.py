@@ -1,8 +1,8 @@
 """L3: the append-only log on SSDs, as a tier: jobs in, completions out.
 
-A few threads take jobs from one bounded queue and move whole batches in native calls that hold no
-GIL; with no threads the jobs run in :meth:`SSDLog.poll`, which is how simulations drive it. What
-was written is durable once a :class:`SyncAll` that was submitted later has completed.
+A few threads take jobs from one bounded queue and process whole batches in native calls that
+release the GIL. Without threads, jobs run in :meth:`SSDLog.poll`; simulations use this. Writes are
+durable when a :class:`SyncAll` that was submitted after them has completed.
 """
 
 import logging
@@ -37,16 +37,16 @@ from kvstore.tier.transfer import RecordMover, Write, batches
 log = logging.getLogger(__name__)
 
 THREADS: Final = 4
-"""Two keep an NVMe disk busy; two more digest meanwhile and serve a second disk."""
+"""Two threads keep an NVMe disk busy; two more compute digests and serve a second disk."""
 JOBS_MAX: Final = 16_384
-"""Jobs that may be under way: several seconds of pages at a disk's speed."""
+"""Maximum jobs in progress: several seconds of pages at a disk's speed."""
 CLOSE_TIMEOUT_S: Final = 30.0
 _IDLE_S: Final = 60.0
 _RECOVERY_THREADS: Final = 8
 
 
 class _Work(NamedTuple):
-    """What one thread does at a time; ``unsynced``: what a SyncAll has to cover."""
+    """A piece of work for one thread; ``unsynced``: the writes that a SyncAll must cover."""
 
     jobs: list[Job]
     sequence: int
@@ -56,18 +56,18 @@ class _Work(NamedTuple):
 class SSDLog:
     """An append-only log over the directories of one node.
 
-    All calls come from one thread. :meth:`recover` comes first, once.
+    All calls come from one thread. The first one is :meth:`recover`, once.
 
     Args:
         node: the node's name; directories of another node are refused.
-        directories: a new segment goes to the one with most room.
-        segment_bytes: of a segment's file, a multiple of 4096; files that are there keep theirs.
-        threads: 0 = jobs run in :meth:`poll`.
-        wake: called from a worker thread when completions wait and none did before.
-        disk: of this machine, or a simulated one.
+        directories: a new segment is created in the one with most free space.
+        segment_bytes: size of new segment files, a multiple of 4096.
+        threads: number of worker threads; 0 = jobs run in :meth:`poll`.
+        wake: called in a worker thread when the first completion becomes available.
+        disk: the disk; None = the machine's.
 
     Raises:
-        ConfigError, TierUnavailable: a directory cannot be used; names it and why.
+        ConfigError, TierUnavailable: a directory cannot be used; the message names it and says why.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SSDLog:
         wake: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """Take the directories; nothing is read yet."""
+        """Lock the directories; read nothing yet."""
         assert segment_bytes % BLOCK_BYTES == 0, "segments are whole blocks"
         self._disk = disk if disk is not None else OSDisk()
         self.log_id, opened = open_all(self._disk, node, directories, segment_bytes)
@@ -88,7 +88,7 @@ class SSDLog:
         self._segments = Segments(self._disk, self.log_id, opened, segment_bytes)
         self._wake = wake
         self._sequence = 0
-        """Of the next write; 0 until the log was recovered."""
+        """Sequence number of the next write; 0 until recovery."""
         self._errors: Counter[str] = Counter()
         # Protects the fields below; never held while a job runs.
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class SSDLog:
         self._queue: deque[_Work] = deque()
         self._completions: list[Completion] = []
         self._under_way = 0
-        """Jobs submitted that have no completion yet."""
+        """Submitted jobs without a completion."""
         self._closing = self._closed = False
         self._movers = [RecordMover(self._disk, self._segments) for _ in range(max(threads, 1))]
         self._threads = [
@@ -110,14 +110,14 @@ class SSDLog:
     # ---- recovery ---------------------------------------------------------------------------
 
     def recover(self) -> RecoveredLog:
-        """Find what the directories hold; from then on jobs are taken.
+        """Read the directories; afterwards jobs are accepted.
 
-        Names of files and what unsealed segments hold are made durable first: all that is reported
-        here is durable, also when the last process was killed between a write and its sync.
+        First the names of files and the content of unsealed segments are synced: all reported pages
+        are durable, even if the last process was killed between a write and its sync.
 
         Raises:
             TierUnavailable: a directory cannot be listed or synced.
-            ConfigError: a file has the name of a segment that cannot be; nothing was changed.
+            ConfigError: a file has an impossible segment number; nothing was changed.
         """
         assert not self._sequence, "a log is recovered once"
         names: list[tuple[int, int]] = []
@@ -131,8 +131,8 @@ class SSDLog:
             numbers = [int(match[1], 16) for match in matches if match]
             if (highest := max(numbers, default=0)) > SEGMENT_MAX:
                 raise ConfigError(
-                    f"{directory.path / segment_name(highest)}: no log comes to this number, and"
-                    " the next one might have no name: this is no segment, move it away"
+                    f"{directory.path / segment_name(highest)}: too high a number for a segment,"
+                    " and the next one might have no valid name: move this file away"
                 )
             names += [(number, index) for number in numbers]
         found: list[SegmentScan] = []
@@ -141,7 +141,7 @@ class SSDLog:
                 ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-scan") as readers,
                 ThreadPoolExecutor(_RECOVERY_THREADS, "kvstore-ssd-recover") as pool,
             ):
-                # The newest first: it is the one that takes longest, for it has no footer.
+                # The newest first: it takes longest, because it has no footer.
                 found += pool.map(lambda name: self._find(name, readers), sorted(names)[::-1])
         else:
             found += [self._find(name, None) for name in sorted(names)[::-1]]
@@ -150,7 +150,7 @@ class SSDLog:
             self._adopt(one)
         recovered = combine(found)
         for line in recovered.untouched:
-            log.error("left as it is: %s", line)
+            log.error("file not used: %s", line)
         say_room(self._disk, self._directories)
         self._sequence = recovered.next_sequence
         for thread in self._threads:
@@ -158,7 +158,7 @@ class SSDLog:
         return recovered
 
     def _find(self, name: tuple[int, int], readers: Executor | None) -> SegmentScan:
-        """Read one segment; runs in threads of the recovery."""
+        """Read one segment; runs in a recovery thread."""
         number, index = name
         directory = self._directories[index]
         path = directory.path / segment_name(number)
@@ -196,14 +196,14 @@ class SSDLog:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that segments may take together, beside the files that are left as they are."""
+        """Maximum bytes of all segments together, without files that are not used."""
         each = self._segments.segment_bytes
         free = (one.capacity_bytes - one.untouched_bytes for one in self._directories)
         return sum(max(0, room) // each * each for room in free)
 
     @property
     def room(self) -> int:
-        """Jobs that :meth:`submit` takes now."""
+        """Number of jobs that :meth:`submit` accepts now."""
         with self._lock:
             return JOBS_MAX - self._under_way
 
@@ -211,10 +211,10 @@ class SSDLog:
         """See :class:`kvstore.tier.base.Tier`.
 
         Raises:
-            CapacityError: too many jobs are under way; none of these was taken.
-            TierUnavailable: the tier is closed; none of these was taken.
+            CapacityError: too many jobs are in progress; none of these was accepted.
+            TierUnavailable: the tier is closed; none of these was accepted.
         """
-        assert self._sequence, "recover() comes first"
+        assert self._sequence, "call recover() first"
         work: list[_Work] = []
         sequence = self._sequence
         for batch in batches(jobs):
@@ -226,7 +226,7 @@ class SSDLog:
             if self._closing:
                 raise TierUnavailable("the SSD tier is closed")
             if self._under_way + len(jobs) > JOBS_MAX:
-                raise CapacityError(f"{self._under_way} jobs of the SSD tier are under way already")
+                raise CapacityError(f"the SSD tier has {self._under_way} jobs in progress already")
             self._sequence = sequence
             self._under_way += len(jobs)
             self._queue.extend(work)
@@ -241,17 +241,18 @@ class SSDLog:
         return ended
 
     def drain(self, timeout_s: float) -> bool:
-        """See :class:`kvstore.tier.base.Tier`; completions still have to be polled."""
+        """See :class:`kvstore.tier.base.Tier`; completions must still be polled."""
         if not self._threads:
             self._run_queued()
         with self._lock:
             return self._is_idle.wait_for(lambda: not self._under_way, timeout_s)
 
     def close(self) -> None:
-        """End the work under way and give the directories back; within CLOSE_TIMEOUT_S.
+        """End jobs in progress and unlock the directories, within CLOSE_TIMEOUT_S.
 
-        What was not synced may be lost. Jobs that were not begun in time end with TierUnavailable,
-        for :meth:`poll` to collect. While the disk holds a thread longer, files and locks stay.
+        Unsynced writes may be lost. Jobs that have not started in time end with TierUnavailable;
+        :meth:`poll` returns their completions. If the disk blocks a thread for longer, files and
+        locks stay open.
         """
         with self._lock:
             if self._closed:
@@ -265,16 +266,16 @@ class SSDLog:
             if thread.ident is not None:
                 thread.join(max(deadline - time.monotonic(), 0.1))
         if any(thread.is_alive() for thread in self._threads):
-            log.error("the disk did not end its work in %g s: left open", CLOSE_TIMEOUT_S)
+            log.error("the disk was not idle after %g s: its files stay open", CLOSE_TIMEOUT_S)
         else:
             self._segments.close()
 
     def forked(self) -> None:
-        """In a forked child: the directories are the parent's, and nobody here works for it."""
+        """In a forked child: close the parent's directories; no thread runs here."""
         self._segments.forked()
 
     def stats(self) -> dict[str, Any]:
-        """What was moved and what is there, as plain values."""
+        """Counts and sizes as plain values."""
         total: Counter[str] = Counter()
         for mover in self._movers:
             total.update(dict(mover.counts))
@@ -307,7 +308,7 @@ class SSDLog:
         finally:
             with self._lock:
                 stopping = self._closing
-            if not stopping:  # a mistake of ours ended this thread: nobody may wait for it
+            if not stopping:  # an error in our code ended this thread: no job may wait for it
                 self._abandon()
 
     def _next(self) -> _Work | None:
@@ -323,7 +324,7 @@ class SSDLog:
             self._do(self._queue.popleft(), self._movers[0])
 
     def _abandon(self) -> None:
-        """End what nobody has begun; the tier takes nothing more."""
+        """End all jobs that have not started; accept no more."""
         with self._lock:
             self._closing = True
             work, self._queue = self._queue, deque()
@@ -332,7 +333,7 @@ class SSDLog:
         self._ended([Completion(job.job, error) for one in work for job in one.jobs])
 
     def _do(self, work: _Work, mover: RecordMover) -> None:
-        """Carry out one piece of work; every job of it gets its one completion, come what may."""
+        """Process one piece of work; each of its jobs gets exactly one completion in any case."""
         ended: list[Completion] = []
         error = KVStoreError("the SSD tier failed in this job: see its log")
         try:
@@ -371,7 +372,7 @@ class SSDLog:
         return Completion(job.job)
 
     def _sync(self, unsynced: dict[int, int], mover: RecordMover) -> None:
-        """Sync every segment, those behind one that fails too; the last failure is raised."""
+        """Sync all segments, even after a failure; raises the last failure."""
         failed: KVStoreError | None = None
         for number, written in unsynced.items():
             try:

@@ -1,8 +1,8 @@
-"""Pages on their way from the node's memory to a device, verified as they are copied.
+"""Copies pages from the node's memory to a device, and verifies them during the copy.
 
-The node's memory is shared with other processes: what a device copied from there it would read
-after it was digested. So pages are copied to pinned memory of our own, and verified in that pass;
-the device copies from there, one half of it while the other is filled.
+The node's memory is shared with other processes, so it could change between a digest and the
+device's copy. Therefore pages are copied to private pinned memory, and verified during that copy;
+the device then copies from there. Of two halves one is filled while the device reads the other.
 """
 
 import logging
@@ -19,7 +19,7 @@ from kvstore import mover
 log = logging.getLogger(__name__)
 
 HALF_BYTES: Final = 16 << 20
-"""Of the memory: small enough to keep, large enough to keep a device busy."""
+"""Size of each half: small enough to keep, large enough to keep a device busy."""
 
 
 class Pages(NamedTuple):
@@ -32,15 +32,15 @@ class Pages(NamedTuple):
 
 
 class WayIn:
-    """Memory of our own between the node's and the device's; one thread uses it at a time.
+    """Private memory between the node's memory and the device; used by one thread at a time.
 
     Args:
-        device: that copies from it.
-        stream: on which; None on ``cpu``.
+        device: the device.
+        stream: its stream; None on ``cpu``.
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
-        """Take no memory before there is something to copy."""
+        """Allocate no memory before the first copy."""
         self._device = device
         self._stream = stream
         self._using = threading.Lock()
@@ -49,18 +49,18 @@ class WayIn:
     def copy(
         self, pages: Pages, targets: list[torch.Tensor], progress: mover.Progress | None
     ) -> int:
-        """Copy pages up to the first that does not verify; how many are there when it returns.
+        """Copy pages up to the first that fails verification; returns how many are on the device.
 
         Args:
-            pages: where they are, and what they must be.
-            targets: on the device, ``pages.size`` bytes each.
-            progress: to cancel it.
+            pages: the pages, with their expected digests.
+            targets: ``pages.size`` bytes each, on the device.
+            progress: for cancellation.
         """
         with self._using, on_stream(self._stream):
             return self._copy(pages, targets, progress)
 
     def close(self) -> None:
-        """Give the memory back; nothing is copied any more."""
+        """Free the memory; nothing may be copied afterwards."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _copy(
@@ -110,5 +110,5 @@ class WayIn:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """What is queued inside goes to this stream; None: there is none."""
+    """A context that queues work on this stream; None = no stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

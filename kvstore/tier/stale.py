@@ -1,11 +1,11 @@
-"""Memory that earlier boots of a node made, and that processes still map.
+"""Memory of earlier boots of a node that processes still map.
 
-A node that is killed leaves memory behind for as long as its clients map it. The next one holds
-back as much of its own, so that memory does not double. Which memory that is, it knows from a
-record that the earlier boot kept beside its socket, in a file of the node's user alone: a device
-and inode number for each extent. A number is given to one file at a time, so nobody else's memory
-passes for a node's, whatever its name. And only what is there counts: memory that was mapped and
-never touched holds nothing back.
+When a node is killed, its memory exists for as long as clients map it. The next boot withholds as
+much of its own memory, so that the total does not double. It finds that memory by a record that
+the earlier boot kept next to its socket, in a file that only the node's user may write: device and
+inode number of each extent. An inode number belongs to one file at a time, so memory of other
+programs is never counted, whatever its name. Only resident memory counts: memory that was mapped
+and never touched withholds nothing.
 """
 
 import logging
@@ -29,18 +29,18 @@ _TITLE: Final = "kvstore memory"
 _ENTRY: Final = re.compile(r"([0-9a-f]{2,}:[0-9a-f]{2,}) (\d{1,20})")
 _RECORD_BYTES_MAX: Final = 64 << 20
 _UNUSED_MAX: Final = 4_096
-"""Entries of memory that is gone, before the record is written anew."""
+"""Maximum entries of freed memory before the record is rewritten."""
 _PRESENT: Final = np.uint64(1 << 63)
-"""Of an entry in ``/proc/PID/pagemap``: the page is in memory."""
+"""Bit of an entry in ``/proc/PID/pagemap``: the page is in memory."""
 _ENTRY_BYTES: Final = 8
 _PAGEMAP_BYTES: Final = 1 << 20
 
 Inode = tuple[str, int]
-"""Device, as ``/proc/PID/maps`` writes it, and inode number: what names a file while it lives."""
+"""Device (as in ``/proc/PID/maps``) and inode number; identifies a file while it exists."""
 
 
 class _Mapped(NamedTuple):
-    """A mapping in a process, and which part of its file it shows; in bytes."""
+    """A mapping in a process, with the mapped part of its file; in bytes."""
 
     process: Path
     start: int
@@ -49,40 +49,40 @@ class _Mapped(NamedTuple):
 
 
 def inode_of(descriptor: int) -> Inode:
-    """The name of an open file."""
+    """The device and inode number of an open file."""
     found = os.fstat(descriptor)
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino
 
 
 class MemoryRecord:
-    """Which memory a node has made, in this boot and in earlier ones; every thread may use it.
+    """The memory that a node has created, in this boot and in earlier ones; thread-safe.
 
-    Without a file that can be trusted or written, a warning says so, and what an earlier boot left
-    is not known: memory may then double for as long as its clients map it.
+    If its file is not trusted or cannot be written, a warning is logged and memory of earlier boots
+    is unknown: memory may then double for as long as its clients map it.
 
     Args:
-        path: the file; beside the node's socket.
-        proc: where the process file system is.
+        path: the file; next to the node's socket.
+        proc: path of the process file system.
     """
 
     def __init__(self, path: Path, proc: Path = Path("/proc")) -> None:
-        """Read what earlier boots have left there."""
+        """Read the record of earlier boots."""
         self._path = path
         self._proc = proc
-        #: Protects all below.
+        #: Protects all fields below.
         self._lock = threading.Lock()
         self._earlier = self._read()
         self._present: set[Inode] = set()
-        #: Of the file, while it has all that is known, and its lines; else -1 and 0.
+        #: Descriptor and lines of the file while it has all known entries; else -1 and 0.
         self._descriptor = -1
         self._lines = 0
         self._failing = False
 
     def stale_bytes(self) -> int:
-        """Memory of earlier boots that processes still map and that is really there.
+        """Resident memory of earlier boots that processes still map, in bytes.
 
-        Memory of processes that this user may not inspect, or that are in a PID namespace which is
-        not seen from here, is not counted. What nobody maps any more is forgotten.
+        Memory of processes that this user may not inspect, or in a PID namespace that is not
+        visible here, is not counted. Memory that nobody maps any more is forgotten.
         """
         with self._lock:
             wanted = set(self._earlier)
@@ -98,7 +98,7 @@ class MemoryRecord:
         return sum(map(_resident_bytes, mapped.values()))
 
     def add(self, made: Iterable[Inode]) -> None:
-        """Memory was made; nobody has it yet."""
+        """Add new memory, before any client gets it."""
         with self._lock:
             new = set(made)
             self._present |= new
@@ -108,12 +108,12 @@ class MemoryRecord:
                 self._write()
 
     def remove(self, gone: Inode) -> None:
-        """Memory was given back."""
+        """Remove memory that was freed."""
         with self._lock:
             self._present.discard(gone)
 
     def close(self) -> None:
-        """Close the file; it stays for the next boot."""
+        """Close the file; it remains for the next boot."""
         with self._lock:
             self._close()
             self._lines = 0
@@ -124,27 +124,29 @@ class MemoryRecord:
         return self._earlier | self._present
 
     def _title(self) -> str:
-        """Inode numbers begin anew when the machine does."""
+        """The first line: inode numbers are valid for one boot of the machine only."""
         boot = "unknown"
         with suppress(OSError):
             boot = (self._proc / "sys/kernel/random/boot_id").read_text().strip()
         return f"{_TITLE} {boot}"
 
     def _read(self) -> set[Inode]:
-        """What the file says; nothing, if it is not this user's alone."""
+        """Read the file; empty if another user could have written it."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(self._path, flags)
         except FileNotFoundError:
             return set()
         except OSError as error:
-            log.warning("%s: %s: memory of an earlier boot is not known", self._path, error)
+            log.warning("%s: %s: memory of an earlier boot is unknown", self._path, error)
             return set()
         try:
             found = os.fstat(descriptor)
             others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or others:
-                log.warning("%s is not this user's alone: not believed; remove it", self._path)
+                log.warning(
+                    "%s is not a file that only this user can write: ignored; remove it", self._path
+                )
                 return set()
             content = os.read(descriptor, _RECORD_BYTES_MAX)
         finally:
@@ -156,7 +158,7 @@ class MemoryRecord:
         return {(entry[1], int(entry[2])) for entry in entries if entry}
 
     def _append(self, inodes: set[Inode]) -> None:
-        """Write on behind what is there; the file stays open, for descriptors may run out."""
+        """Append entries; the file stays open, because descriptors may run out."""
         with self._failures_said():
             _write_all(self._descriptor, _lines(inodes))
             self._lines += len(inodes)
@@ -183,15 +185,15 @@ class MemoryRecord:
 
     @contextmanager
     def _failures_said(self) -> Iterator[None]:
-        """A record that cannot be written stops nothing; it is said once while it lasts."""
+        """Log an error of writing once while it lasts; it stops nothing."""
         try:
             yield
         except OSError as error:
-            self._lines = 0  # all of it is written the next time
+            self._lines = 0  # rewrite all of it next time
             if not self._failing:
                 log.warning(
                     "%s cannot be written (%s): a restart will not know of memory that clients"
-                    " still map; let the node's user write there", self._path, error,
+                    " still map; give the node's user write access", self._path, error,
                 )  # fmt: skip
             self._failing = True
         else:
@@ -208,13 +210,13 @@ def _lines(inodes: Iterable[Inode]) -> bytes:
 
 
 def _mappings(process: Path) -> Iterator[tuple[Inode, _Mapped]]:
-    """What a process maps of anything that is called like a node's memory."""
+    """Mappings of a process whose file has a name like the node's memory."""
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
     except OSError:
-        return  # it ended, or it is another user's
+        return  # it has ended, or belongs to another user
     for line in lines:
-        if "/memfd:kvstore:" not in line:  # quickly past the others; a name proves nothing
+        if "/memfd:kvstore:" not in line:  # fast path; the name alone proves nothing
             continue
         span, _, offset, device, number, *_ = line.split()
         start, stop = (int(part, 16) for part in span.split("-"))
@@ -222,7 +224,7 @@ def _mappings(process: Path) -> Iterator[tuple[Inode, _Mapped]]:
 
 
 def _resident_bytes(mappings: list[_Mapped]) -> int:
-    """How much of one file is in memory, as far as its mappings show."""
+    """Resident bytes of one file, as far as its mappings show."""
     step = mmap.PAGESIZE
     end = max(one.offset + one.stop - one.start for one in mappings)
     there = np.zeros(-(-end // step), dtype=np.bool_)

@@ -1,7 +1,7 @@
-"""Records between memory and segment files, checked on both sides.
+"""Copies records between memory and segment files, with checks in both directions.
 
-A page is digested before it is written, so that nothing reaches the disk that is not the page, and
-after it was read. Records that lie side by side and were submitted together move in one call.
+A page's digest is checked before it is written, so that no wrong bytes reach the disk, and after
+it was read. Adjacent records that were submitted together are moved in one call.
 """
 
 import ctypes
@@ -44,18 +44,18 @@ from kvstore.tier.vectored import aligned, memory_at, read_fully, write_fully
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_RECORDS: Final = 64
-"""Most of what moves in one call: more is no faster, and a batch is one thread's work."""
+"""Maximum of one call: larger ones are not faster, and one thread handles a batch."""
 
 Write = WritePage | WriteTombstone
 
 
 def payload_bytes(job: Write | ReadPage) -> int:
-    """Bytes of the payload of a job's record."""
+    """Payload bytes of a job's record."""
     return len(job.keys) if isinstance(job, WriteTombstone) else job.record.page_bytes
 
 
 def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
-    """Cut jobs into pieces of work: runs of neighbouring writes or reads, all others alone."""
+    """Group jobs into batches: runs of adjacent writes or reads; all other jobs alone."""
     batch: list[Job] = []
     end, size = (0, 0), 0
     for job in jobs:
@@ -84,7 +84,7 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
 
 
 def digests(pages: Sequence[tuple[int, PageRecord]]) -> list[bytes]:
-    """The digest of what lies at each address, under the name of its record."""
+    """The digest of the bytes at each address, with the seed of its record."""
     if not pages:
         return []
     size = pages[0][1].page_bytes
@@ -98,25 +98,25 @@ def digests(pages: Sequence[tuple[int, PageRecord]]) -> list[bytes]:
 
 
 class RecordMover:
-    """Moves records; each thread has its own.
+    """Reads and writes records; each thread has its own.
 
     Args:
-        disk: where segments are.
-        segments: shared by all threads.
+        disk: the disk of the segments.
+        segments: the segments, shared by all threads.
 
     Attributes:
-        counts: what this one has moved.
+        counts: records and bytes that it has moved.
     """
 
     def __init__(self, disk: Disk, segments: Segments) -> None:
-        """Take the memory for headers."""
+        """Allocate the memory for headers."""
         self.counts: Counter[str] = Counter()
         self._disk = disk
         self._segments = segments
         self._scratch = aligned(2 * BATCH_RECORDS * BLOCK_BYTES)
 
     def write(self, jobs: Sequence[Write], sequence: int) -> Iterator[Completion]:
-        """Write a batch of :func:`batches`; job i gets the number ``sequence + i``."""
+        """Write a batch of :func:`batches`; job i gets the sequence number ``sequence + i``."""
         pages = [(job.address, job.record) for job in jobs if isinstance(job, WritePage)]
         found = iter(digests(pages))
         run: list[tuple[Write, int]] = []
@@ -124,27 +124,27 @@ class RecordMover:
             if isinstance(job, WritePage) and next(found) != job.record.digest:
                 yield from self._write_run(run)
                 run = []
-                error = f"page {job.record.key.hex()[:16]} is not what its digest says: not written"
+                error = f"page {job.record.key.hex()[:16]} does not match its digest: not written"
                 yield Completion(job.job, PageCorrupt(error))
             else:
                 run.append((job, sequence + index))
         yield from self._write_run(run)
 
     def read(self, jobs: Sequence[ReadPage]) -> Iterator[Completion]:
-        """Read a batch of :func:`batches`; bytes that are not the page's end in an error."""
+        """Read a batch of :func:`batches`; a page with wrong bytes completes with an error."""
         try:
             done = self._read_batch(jobs)
         except KVStoreError as error:
             if len(jobs) == 1:
                 yield Completion(jobs[0].job, error)
                 return
-            for job in jobs:  # once more one by one, so that only those suffer that must
+            for job in jobs:  # retry one by one, so that only the affected ones fail
                 yield from self.read([job])
             return
         yield from self._checked(jobs, done)
 
     def read_tokens(self, job: ReadTokens) -> Completion:
-        """Read the header of a record, where the tokens of its page are."""
+        """Read the header of a record, which contains the tokens of its page."""
         block = self._block(0)
         done = self._fill(job.place, [block])
         header = decode_header(block, self._segments.log, job.place) if done == len(block) else None
@@ -153,7 +153,7 @@ class RecordMover:
         return Completion(job.job, tokens=header.tokens)
 
     def copy(self, job: CopyPage, sequence: int) -> Completion:
-        """Write a record again at another place, once it has been read and found right."""
+        """Copy a record to another place, after it was read and verified."""
         memory = aligned(record_bytes(job.record.page_bytes) - HEADER_BYTES)
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         read = next(self.read([ReadPage(job.job, job.source, job.record, address)]))
@@ -173,7 +173,7 @@ class RecordMover:
             if len(run) == 1:
                 yield Completion(run[0][0].job, error)
                 return
-            for one in run:  # once more one by one, so that only those suffer that must
+            for one in run:  # retry one by one, so that only the affected ones fail
                 yield from self._write_run([one])
             return
         for job, _ in run:
@@ -202,7 +202,7 @@ class RecordMover:
         self.counts["written_bytes"] += end - first.offset
 
     def _payload(self, job: Write, block: int) -> list[memoryview]:
-        """A record's payload in whole blocks; what does not fill one is copied and padded."""
+        """A record's payload in whole blocks; a partial last block is copied and padded."""
         size = payload_bytes(job)
         whole = size - size % BLOCK_BYTES
         if isinstance(job, WriteTombstone):
@@ -220,7 +220,7 @@ class RecordMover:
     # ---- reading ----------------------------------------------------------------------------
 
     def _read_batch(self, jobs: Sequence[ReadPage]) -> int:
-        """Fill the jobs' memory and the headers; returns bytes read."""
+        """Read the jobs' pages and headers; returns bytes read."""
         buffers: list[memoryview] = []
         for index, job in enumerate(jobs):
             padded = record_bytes(job.record.page_bytes) - HEADER_BYTES
@@ -228,7 +228,7 @@ class RecordMover:
         return self._fill(jobs[0].place, buffers)
 
     def _fill(self, place: Place, buffers: list[memoryview]) -> int:
-        """Read what lies at a place; returns bytes read."""
+        """Read from a place; returns bytes read."""
         with self._segments.using(place.segment, write=False) as (segment, descriptor):
             try:
                 return read_fully(self._disk, descriptor, buffers, place.offset)
@@ -236,7 +236,7 @@ class RecordMover:
                 raise self._failure(segment, error) from error
 
     def _checked(self, jobs: Sequence[ReadPage], done: int) -> Iterator[Completion]:
-        """Look at every page that was read, its header first."""
+        """Check every page that was read, its header first."""
         headers: list[Header | None] = []
         start = jobs[0].place.offset
         for index, job in enumerate(jobs):
@@ -254,7 +254,7 @@ class RecordMover:
             if header is None:
                 yield Completion(job.job, _not_there(job))
             elif next(found) != job.record.digest:
-                error = PageCorrupt(f"{_name(job)}: its bytes do not fit its digest")
+                error = PageCorrupt(f"{_name(job)}: its bytes do not match its digest")
                 yield Completion(job.job, error)
             else:
                 self.counts["read_records"] += 1
@@ -276,14 +276,14 @@ def _name(job: ReadPage | ReadTokens) -> str:
 
 
 def _not_there(job: ReadPage | ReadTokens) -> PageCorrupt:
-    return PageCorrupt(f"{_name(job)}: the record is not there or is not that page's")
+    return PageCorrupt(f"{_name(job)}: the record is missing or belongs to another page")
 
 
 def _header_of(job: Write, sequence: int) -> Header:
-    """What a write's header says.
+    """The header for a write.
 
     Raises:
-        InvalidArgument: its space or shard has names too long for the format.
+        InvalidArgument: the names of its space or shard are too long for the format.
     """
     if isinstance(job, WriteTombstone):
         digest = tombstone_digest(job.keys, pair_seed(job.space, job.shard))
@@ -300,5 +300,5 @@ def _header_of(job: Write, sequence: int) -> Header:
 
 def _check_place(start: int, end: int, segment: LogFile) -> None:
     if start % BLOCK_BYTES or start < 0 or end > segment.size_bytes or start >= end:
-        what = f"{start}..{end} is no place for records in {segment.size_bytes} bytes"
+        what = f"{start}..{end} is not a valid place for records in {segment.size_bytes} bytes"
         raise InvalidArgument("place", what)

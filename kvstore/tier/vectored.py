@@ -1,4 +1,4 @@
-"""Reads and writes of several buffers at once, all of them or an error."""
+"""Vectored reads and writes that transfer all bytes or raise an error."""
 
 import ctypes
 import errno
@@ -10,20 +10,20 @@ from kvstore.tier.disk import Disk
 
 
 def aligned(count_bytes: int) -> memoryview:
-    """Zeroed memory of its own that direct I/O takes; freed with its last view."""
+    """New zeroed memory, aligned for direct I/O; freed with its last view."""
     return memoryview(mmap.mmap(-1, count_bytes))
 
 
 def memory_at(address: int, count_bytes: int) -> memoryview:
-    """A view of memory that the caller keeps mapped while the view is used."""
+    """A view of memory at an address; the caller must keep it mapped while the view is used."""
     return memoryview((ctypes.c_char * count_bytes).from_address(address)).cast("B")
 
 
 def write_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all of ``buffers``, going on after a short write from the last whole block.
+    """Write all of ``buffers``; after a short write, continue from the last whole block.
 
     Raises:
-        OSError: the system's, or EIO when a write gets nowhere.
+        OSError: of the system call, or EIO if a write makes no progress.
     """
     left = list(buffers)
     while left:
@@ -31,19 +31,19 @@ def write_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offs
         if done < sum(map(len, left)):
             done -= done % BLOCK_BYTES
             if not done:
-                raise OSError(errno.EIO, "a write got nowhere")
+                raise OSError(errno.EIO, "a write made no progress")
         offset += done
         left = _behind(left, done)
 
 
 def read_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill ``buffers``, or as much of them as the file has.
+    """Fill ``buffers``, or as much of them as the file contains.
 
     Returns:
-        bytes read.
+        Bytes read.
 
     Raises:
-        OSError: the system's.
+        OSError: of the system call.
     """
     left, total = list(buffers), 0
     while left:
@@ -59,7 +59,7 @@ def read_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offse
 
 
 def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers after their first ``done`` bytes."""
+    """The buffers without their first ``done`` bytes."""
     for index, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[index + 1 :]]

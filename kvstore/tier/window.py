@@ -1,4 +1,4 @@
-"""A segment read from front to back, a stretch at a time, the next one while this one is used."""
+"""Reads a segment from front to back in windows; the next window is read ahead."""
 
 from concurrent.futures import Executor, Future, wait
 from typing import Final, NamedTuple
@@ -11,14 +11,14 @@ from kvstore.tier.vectored import aligned, read_fully
 
 WINDOW_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 4 << 20
-"""What one call reads of it: several at a time keep a disk busy."""
+"""Bytes read by one call: several calls at a time keep a disk busy."""
 CARRY_BYTES: Final = (8 << 20) + (1 << 16)
-"""Most bytes of a record at the end of a window that move to the next one instead of being read
-again."""
+"""Maximum bytes of a record at the end of a window that are copied to the next window; more are
+read again."""
 
 
 class SegmentFile(NamedTuple):
-    """An open segment; ``readers``: threads that read its pieces, or None to read them here."""
+    """An open segment; ``readers``: threads that read its pieces, or None to read in the caller."""
 
     disk: Disk
     descriptor: int
@@ -26,7 +26,7 @@ class SegmentFile(NamedTuple):
     readers: Executor | None
 
     def read(self, target: memoryview, offset: int) -> list["Future[int]"]:
-        """Begin to fill ``target``; the futures give the bytes read of each piece, in order."""
+        """Start to fill ``target``; each future returns the bytes read of one piece, in order."""
         pieces = [target[at : at + PIECE_BYTES] for at in range(0, len(target), PIECE_BYTES)]
         futures: list[Future[int]] = []
         for index, piece in enumerate(pieces):
@@ -40,10 +40,10 @@ class SegmentFile(NamedTuple):
 
 
 class Window:
-    """What a scan sees of a segment.
+    """The window of a scan on a segment.
 
     Args:
-        file: the segment; it stays open until :meth:`close`.
+        file: the segment; must stay open until :meth:`close`.
     """
 
     def __init__(self, file: SegmentFile) -> None:
@@ -51,16 +51,16 @@ class Window:
         self._file = file
         self._window_bytes = min(WINDOW_BYTES, max(self.size, BLOCK_BYTES))
         self._buffers = [self._new_buffer(), self._new_buffer()]
-        """The first is the one that is seen, the second is read ahead."""
+        """The first one is visible, the second is read ahead."""
         self._seen = self._buffers[0][:0]
         self._start = self._stop = 0
         self._ahead: list[Future[int]] = []
 
     def load(self, at: int, length: int) -> bool:
-        """See these bytes; False: the file has not so many.
+        """Make these bytes available; returns False if the file is too short.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: a read failed.
         """
         if self._start <= at and at + length <= self._stop:
             return True
@@ -74,12 +74,12 @@ class Window:
         return at + length <= self._stop
 
     def bytes(self, at: int, length: int) -> memoryview:
-        """Bytes that were loaded, valid until the next :meth:`load`; blocks are 4096-aligned."""
+        """Loaded bytes, valid until the next :meth:`load`; blocks are 4096-aligned."""
         assert self._start <= at <= at + length <= self._stop
         return self._seen[at - self._start : at - self._start + length]
 
     def find(self, at: int, word: int) -> int:
-        """The first block from ``at`` on that begins with this uint64, or the end of the window."""
+        """The first block from ``at`` on that starts with this uint64, or the end of the window."""
         if not self._start <= at < self._stop:
             return at
         blocks = np.frombuffer(self._seen, dtype="<u8")[:: BLOCK_BYTES // 8]
@@ -88,7 +88,7 @@ class Window:
         return at + int(found[0] if len(found) else len(ahead)) * BLOCK_BYTES
 
     def close(self) -> None:
-        """Wait for what is being read."""
+        """Wait for reads in progress."""
         wait(self._ahead)
         self._ahead = []
 
@@ -96,7 +96,7 @@ class Window:
         return aligned(CARRY_BYTES + self._window_bytes)
 
     def _step(self, at: int, length: int) -> bool:
-        """Go on to what was read ahead, with the last ``carry`` bytes of what was seen."""
+        """Move to the data that was read ahead, and carry the last bytes of the old window over."""
         carry, done = self._stop - at, self._collect(self._ahead)
         if not done or not 0 <= carry <= CARRY_BYTES or at + length > self._stop + done:
             return False
@@ -107,7 +107,7 @@ class Window:
         return True
 
     def _jump(self, at: int, length: int) -> None:
-        """Read anew from ``at`` on, into larger memory if that takes it."""
+        """Read again from ``at`` on, into a larger buffer if necessary."""
         if length > self._window_bytes:
             self._window_bytes = length
             self._buffers = [self._new_buffer(), self._new_buffer()]
@@ -117,7 +117,7 @@ class Window:
         self._stop -= done % BLOCK_BYTES
 
     def _collect(self, futures: list["Future[int]"]) -> int:
-        """Bytes read up to the first piece that is short."""
+        """Total bytes read, up to the first short piece."""
         self._ahead = []
         wait(futures)
         total = 0

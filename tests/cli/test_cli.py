@@ -341,7 +341,7 @@ def test_who_stops_waiting_is_told_that_the_job_goes_on(kvstore, monkeypatch):
     status, told = kvstore("verify")
 
     assert status == 130
-    assert re.search(r"job (\d+) goes on; stop it: kvstore jobs \1 --cancel", told)
+    assert re.search(r"job (\d+) continues; stop it: kvstore jobs \1 --cancel", told)
 
 
 def test_a_job_to_cancel_is_named(kvstore):

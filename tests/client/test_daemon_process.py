@@ -1,14 +1,12 @@
 """Goal: a daemon starts where it may, says why where it may not, and leaves nothing behind."""
 
-import gc
 import sys
-import weakref
 from collections.abc import Iterable
 
 import pytest
 
 from kvstore.errors import TierUnavailable
-from kvstore.server.daemon import spare_survivors, take_back
+from kvstore.server.daemon import take_back
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
 from tests.client.conftest import (
@@ -104,28 +102,6 @@ def test_it_does_not_run_without_its_assertions(spawn):
 
     assert refused.wait(TIMEOUT_S) == 2
     assert "python -O" in refused.stderr
-
-
-def test_what_outlived_a_full_collection_is_not_walked_again_and_garbage_still_goes():
-    class Ring:
-        def __init__(self) -> None:
-            self.me = self
-
-    gc.callbacks.append(spare_survivors)
-    try:
-        gc.collect()
-        before = gc.get_freeze_count()
-        kept = [[] for _ in range(10_000)]
-        gc.collect()
-        assert gc.get_freeze_count() >= before + len(kept)
-
-        ring = weakref.ref(Ring())
-        assert ring() is not None
-        gc.collect()
-        assert ring() is None
-    finally:
-        gc.callbacks.remove(spare_survivors)
-        gc.unfreeze()
 
 
 def test_too_few_descriptors_end_the_start_and_say_what_to_raise(spawn, tmp_path):

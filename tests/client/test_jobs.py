@@ -76,7 +76,7 @@ def test_more_jobs_than_may_wait_have_failed_at_once(gate, monkeypatch):
     restore = RestoreJob(worker, lambda: RestoreResult(9), Progress(), layered=True)
 
     assert refused.done
-    with pytest.raises(CapacityError, match="2 jobs wait"):
+    with pytest.raises(CapacityError, match="2 jobs are queued"):
         refused.result(0)
     assert restore.result(0) == RestoreResult(0), "a restore that cannot be is a miss"
     gate.opened.set()

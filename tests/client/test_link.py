@@ -139,7 +139,7 @@ def test_a_request_for_an_earlier_connection_is_not_sent(peer, connected, wait_u
     peer.drop()
     wait_until(lambda: connected.connected and connected.epoch > epoch)
 
-    with pytest.raises(PeerUnreachable, match="anew"):
+    with pytest.raises(PeerUnreachable, match="reconnected"):
         connected.request(wire.Ping(0), TIMEOUT_S, epoch)
     assert "Ping" not in peer.names()
 

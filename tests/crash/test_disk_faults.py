@@ -201,7 +201,7 @@ def test_a_full_disk_degrades_the_daemon_and_loses_nothing_that_was_durable(
     path = mounted("size=64m")
     (path / "of somebody else").write_bytes(bytes(60 * MIB))
     server = start(f"ssd.directories={path}", "ssd.write=through")
-    assert "are free or the log's own" in server.errors
+    assert "are free or used by it" in server.errors
     assert "is tmpfs" in server.errors
     assert server.get("/readyz")["ssd"] == "ready"
     with KVStore.connect(server.address, timeout_s=10.0) as store:

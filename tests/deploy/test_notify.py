@@ -106,7 +106,7 @@ def test_a_manager_that_is_gone_is_warned_of_once_and_heard_of_again(
         manager.ready("serving")
         manager.turn(1.0)
         manager.turn(2.0)
-        assert caplog.text.count("cannot be told") == 1
+        assert caplog.text.count("cannot be notified") == 1
 
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as there:
             there.bind(name)
@@ -119,8 +119,8 @@ def test_a_manager_that_is_gone_is_warned_of_once_and_heard_of_again(
     [
         ({}, ""),
         ({"WATCHDOG_USEC": "1000"}, ""),
-        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "no Unix socket"),
-        ({"NOTIFY_SOCKET": "relative"}, "no Unix socket"),
+        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "not a Unix socket"),
+        ({"NOTIFY_SOCKET": "relative"}, "not a Unix socket"),
     ],
 )
 def test_without_a_manager_nothing_is_said(environ, warning, caplog: pytest.LogCaptureFixture):

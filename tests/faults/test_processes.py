@@ -223,10 +223,10 @@ def test_tenants_are_told_apart_by_user_and_group_not_by_what_clients_say(
     root = said(spawn, daemon, 0, 0, "", "red", "blue", "other")
 
     assert alone["red"] == ""
-    assert "socket.tenants lets this user be red" in alone["blue"]
+    assert "socket.tenants allows this user only red" in alone["blue"]
     assert grouped["blue"] == ""
     assert "socket.tenants" in grouped["red"]
-    assert "no tenant is for it" in nobody["red"]
+    assert "socket.tenants has no entry" in nobody["red"]
     assert root == {"red": "", "blue": "", "other": ""}
 
 

@@ -411,7 +411,7 @@ def test_without_a_token_only_loopback_is_served(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        ({"read_token": READ, "operate_token": READ}, "the same"),
+        ({"read_token": READ, "operate_token": READ}, "equal"),
         ({"read_token": "ü" * 20}, "http.read_token"), ({"operate_token": "a\n" * 20}, "ASCII"),
     ],
 )  # fmt: skip

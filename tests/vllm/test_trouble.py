@@ -125,7 +125,7 @@ def test_a_node_that_cannot_serve_this_engine_is_named_once(
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"page_tokens": 48}, "page_tokens: 48 is no multiple of the engine's block of 32"),
+        ({"page_tokens": 48}, "page_tokens: 48 is not a multiple of the engine's block of 32"),
         ({"adress": "unix:///x"}, "unknown key adress; did you mean address?"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The admin process of a node: HTTP, tokens, JSON, Prometheus; it asks the node for the rest.
+"""The admin process of a node: HTTP, tokens, JSON, Prometheus; gets all data from the node.
 
-The node starts it (:mod:`kvstore.server.http`); nothing else runs it, and it ends with the node.
+Only the node starts it (:mod:`kvstore.server.http`), and it ends with the node.
 """

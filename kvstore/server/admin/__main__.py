@@ -1,4 +1,4 @@
-"""The admin process as the node starts it: ``python -m kvstore.server.admin DESCRIPTOR``."""
+"""Entry point of the admin process: ``python -m kvstore.server.admin DESCRIPTOR``."""
 
 import ctypes
 import signal
@@ -8,10 +8,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """End with the node, whatever becomes of it, and serve until then."""
-    # Before anything that takes time: the other sign of the node's end is that its socket closes.
+    """Serve until the node ends."""
+    # Set this first: the node's end also closes its socket, but a stopped process would not notice.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the node, sent to its whole group
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the node, but sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     from kvstore.server.admin.process import run
 

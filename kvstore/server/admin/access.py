@@ -1,4 +1,4 @@
-"""Who may read and who may operate: by bearer token, or by the Unix socket's peer credentials."""
+"""Access control by bearer token, or by the peer's credentials on the Unix socket."""
 
 import hmac
 import os
@@ -15,13 +15,14 @@ _NO_PEER: Final = HttpPeer("nobody", unix=False)
 
 
 class Access:
-    """The tokens of one node; one that operates may read too.
+    """The tokens of one node; the operate token may also read.
 
     Args:
         tokens: role → token; at least one.
         group: whether peers of the node's group may operate over the Unix socket.
-        tenants: whether these have tenants of their own, and must not read each other's prompts.
-        token_file: where the token is that the node made itself; empty = it made none.
+        tenants: whether ``socket.tenants`` separates these, so that they must not read each other's
+            prompts.
+        token_file: file of the generated token; empty = none.
     """
 
     def __init__(
@@ -32,23 +33,23 @@ class Access:
         self._tenants = tenants
         where = f"; it is in {token_file}" if token_file else ""
         self._advice = (
-            f"send 'Authorization: Bearer TOKEN' with a known token{where}; over its Unix socket"
+            f"send 'Authorization: Bearer TOKEN' with a known token{where}; over the Unix socket"
             " the node's user needs none"
         )
 
     def check(
         self, peer: HttpPeer | None, authorization: str, role: Role, *, prompts: bool = False
     ) -> Caller:
-        """Who asks; if they may not, they are refused.
+        """Check access; returns the caller.
 
         Args:
-            peer: who is at the other end.
-            authorization: the header of that name.
-            role: what is needed.
-            prompts: whether the answer tells what engines of any tenant were asked.
+            peer: the peer of the connection.
+            authorization: the ``Authorization`` header.
+            role: the required role.
+            prompts: whether the answer shows prompts of any tenant.
 
         Raises:
-            Refusal: 401 without a known token, 403 when it does not suffice.
+            Refusal: 401 without a valid token, 403 if its role is too low.
         """
         peer = peer or _NO_PEER
         if peer.unix and self._admits(peer, prompts=prompts):
@@ -64,7 +65,7 @@ class Access:
         return Caller(held, peer.address)
 
     def _admits(self, peer: HttpPeer, *, prompts: bool) -> bool:
-        """Whether a process may operate because of whose it is: as for the node's own socket."""
+        """Whether the peer's user or group may operate, as for the node's own socket."""
         group = self._group and not (prompts and self._tenants)
         return peer.uid in (0, os.geteuid()) or (group and os.getegid() in peer.groups)
 

@@ -1,7 +1,7 @@
-"""The HTTP application: a request becomes an operation, its answer JSON.
+"""The HTTP application: converts requests to operations, and their results to JSON.
 
-Who asks is looked at first, then how much it is, then what it is; only that costs more than a
-header. Every answer that is no success is ``{"error": {"code", "message", "field"}}``.
+It checks access first, then the size, then parses the request, so that refused requests are cheap.
+Every error is ``{"error": {"code", "message", "field"}}``.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from kvstore.server.refusal import Refusal
 from kvstore.state.ask.explain import Explanation
 
 HEALTH_S: Final = 2.0
-"""A node whose loop does not answer by then is not healthy."""
+"""A node whose loop does not answer within this time is not healthy."""
 READY_S: Final = 5.0
 PROMPTS_MAX: Final = 2
-"""Prompts that are read and hashed at a time; each may take 100 MB."""
+"""Maximum prompts parsed and hashed at a time; each may take 100 MB."""
 BUSY_S: Final = 10.0
 STRETCHES_MAX: Final = 16
 DISCARD_BYTES_MAX: Final = 32 << 20
-"""Of the body of what is refused, so that whoever sends it comes to read why."""
+"""Maximum bytes read of a refused request's body, so that the client gets the answer."""
 DISCARD_S: Final = 2.0
 _PAGE: Final = (Path(__file__).parent / "docs.html").read_text()
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
@@ -49,16 +49,16 @@ class App:
     """The application.
 
     Args:
-        link: leads to the node.
-        access: who may ask.
-        open_metrics: whether everybody may have the metrics.
-        values: the configuration, as it is shown.
+        link: the link to the node.
+        access: access control.
+        open_metrics: whether metrics need no token.
+        values: the settings for ``/v1/config``.
     """
 
     def __init__(
         self, link: AdminLink, access: Access, values: list[dict[str, Any]], *, open_metrics: bool
     ) -> None:
-        """Make the routes."""
+        """Create the routes."""
         self._link = link
         self._access = access
         self._values = values
@@ -74,7 +74,7 @@ class App:
         }
 
     def starlette(self) -> Starlette:
-        """What a server serves."""
+        """The ASGI application."""
         routes = [
             HttpRoute("/", _home), HttpRoute("/docs", _docs),
             HttpRoute("/openapi.json", self._described),
@@ -122,7 +122,7 @@ class App:
             await _discard(request)
             raise
         except ClientDisconnect:
-            return Response(status_code=400)  # to nobody
+            return Response(status_code=400)  # the client has disconnected
         if route.gives is None:
             return Response(given, media_type="text/plain")
         return _json(msgspec.json.encode(given), route.status)
@@ -132,7 +132,7 @@ class App:
             async with asyncio.timeout(BUSY_S):
                 await self._prompts.acquire()
         except TimeoutError:
-            message = f"{PROMPTS_MAX} prompts are being explained; try again"
+            message = f"{PROMPTS_MAX} prompts are being explained; retry later"
             raise Refusal(503, "busy", message) from None
 
     async def _within(self, seconds: float, asked: operations.Operation, by: Caller) -> Any:
@@ -148,7 +148,7 @@ class App:
         if (asked.key is None) == (asked.tokens is None):
             raise Refusal(400, "invalid_argument", "give either a key or tokens", "key")
         if asked.space is None and asked.shard is not None:
-            message = "a shard is one of a space; name the space too"
+            message = "a shard needs its space too"
             raise Refusal(400, "invalid_argument", message, "shard")
 
         async def ask(operation: operations.Operation, kind: Any) -> Any:
@@ -162,7 +162,7 @@ class App:
         return found
 
     async def _listed(self, route: Route, asked: Any, by: Caller) -> dict[str, Any]:
-        """As many rows as are wanted, from as many answers of the node as that takes."""
+        """The requested number of rows, from as many answers of the node as needed."""
         rows: list[Any] = []
         part: dict[str, Any] = {}
         for _ in range(STRETCHES_MAX):
@@ -184,10 +184,10 @@ async def _docs(_request: Request) -> Response:
 
 
 async def _asked(route: Route, request: Request) -> Any:
-    """The operation that a request is.
+    """Convert a request to its operation.
 
     Raises:
-        Refusal: it is none, or too long.
+        Refusal: it is invalid or too long.
     """
     in_path = request.path_params
     if not route.has_body:
@@ -217,7 +217,7 @@ def _converted(fields: dict[str, Any], route: Route, *, strict: bool) -> Any:
 
 
 def _invalid(error: msgspec.ValidationError) -> Refusal:
-    """What is wrong with a request, and with which of its fields."""
+    """The refusal for an invalid request, with the field."""
     message, _, where = str(error).partition(" - at `$")
     field = where.rstrip("`").replace("[", ".").replace("]", "").strip(".")
     if not field and "field `" in message:
@@ -238,12 +238,12 @@ async def _body(request: Request, most: int) -> bytes:
                 break
             parts.append(part)
     if length > most:
-        raise Refusal(413, "too_large", f"a request is {most} bytes at most")
+        raise Refusal(413, "too_large", f"a request has at most {most} bytes")
     return b"".join(parts)
 
 
 async def _discard(request: Request) -> None:
-    """Read on for a while, so that whoever still sends gets to know that it was refused."""
+    """Read the rest of the body for a while, so that the client gets the refusal."""
     size = 0
     try:
         async with asyncio.timeout(DISCARD_S):
@@ -251,7 +251,7 @@ async def _discard(request: Request) -> None:
                 size += len(part)
                 if size > DISCARD_BYTES_MAX:
                     break
-    except (TimeoutError, ClientDisconnect, RuntimeError):  # or all of it was read already
+    except (TimeoutError, ClientDisconnect, RuntimeError):  # or all of it was read
         return
 
 

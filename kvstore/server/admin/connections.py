@@ -1,8 +1,8 @@
-"""The connections of the admin process: how many, how long, and who is at the other end.
+"""The connections of the admin process: limits, timeouts and peers.
 
-Idle ones cost descriptors, so there is a limit for each kind of socket, and whoever comes when it
-is reached takes the place of the connection that has been idle for longest: idle connections never
-keep anybody out, and those over TCP never those over the Unix socket.
+Idle connections use descriptors, so there is a limit for each kind of socket. At the limit, a new
+connection replaces the one that has been idle longest. So idle connections never block new ones,
+and TCP connections never block those over the Unix socket.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from kvstore.server.tenants import groups
 TCP_MAX: Final = 256
 UNIX_MAX: Final = 64
 IDLE_S: Final = 10.0
-"""Until the first request, and between two."""
+"""Maximum idle time before the first request, and between two."""
 REQUEST_S: Final = 60.0
-"""A request that has not been sent, carried out and answered by then is cut off."""
+"""Maximum time for a request, from its first byte to the end of its answer."""
 SWEEP_S: Final = 1.0
 HEADER_BYTES_MAX: Final = 32 << 10
 _OTHER_DESCRIPTORS: Final = 64
 
 
 class HttpPeer(NamedTuple):
-    """Who is at the other end.
+    """The peer of a connection.
 
     Attributes:
-        address: for the log.
-        unix: whether it came over the Unix socket; then the kernel says whose process it is.
-        uid: its user; -1 over TCP.
-        groups: all groups of its user; none over TCP.
+        address: address for the log.
+        unix: whether it is a Unix-socket connection, with credentials from the kernel.
+        uid: its user; -1 for TCP.
+        groups: all its groups; none for TCP.
     """
 
     address: str
@@ -54,14 +54,14 @@ class Connections:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = max(8, soft - _OTHER_DESCRIPTORS) if soft != resource.RLIM_INFINITY else 1 << 20
         self._most = {True: min(UNIX_MAX, room // 4), False: min(TCP_MAX, room // 2)}
-        #: Unix or TCP → connections, the one that has been idle (or busy) for longest first.
+        #: Unix or TCP → connections, the longest idle (or busy) one first.
         self._open: dict[bool, dict[HttpConnection, None]] = {True: {}, False: {}}
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     def opened(self, connection: "HttpConnection") -> None:
-        """Take a connection on; if there is no room, one that is idle goes, or else this one."""
+        """Add a connection; at the limit close an idle one, or else this one."""
         there = self._open[connection.peer.unix]
         if len(there) >= self._most[connection.peer.unix]:
             idle = next((one for one in there if one.idle), connection)
@@ -72,7 +72,7 @@ class Connections:
         there[connection] = None
 
     def closed(self, connection: "HttpConnection") -> None:
-        """A connection is gone."""
+        """A connection was closed."""
         self._open[connection.peer.unix].pop(connection, None)
 
     def rested(self, connection: "HttpConnection") -> None:
@@ -83,7 +83,7 @@ class Connections:
             there[connection] = None
 
     async def sweep(self) -> None:
-        """Close what has been idle, or busy, for too long; until cancelled."""
+        """Close connections that were idle or busy for too long, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = monotonic()
@@ -94,12 +94,12 @@ class Connections:
 
 
 class HttpConnection(H11Protocol):
-    """One HTTP connection; counts, and knows who is at its other end.
+    """One HTTP connection.
 
     Attributes:
-        all: of this process; set before the first is made.
-        since: when it was idle last.
-        peer: who is at the other end.
+        all: all connections of this process; set before the first is created.
+        since: when it was last idle.
+        peer: its peer.
     """
 
     all: Connections
@@ -115,19 +115,19 @@ class HttpConnection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being carried out."""
+        """Whether no request is in progress."""
         cycle: Any = self.cycle  # None until the first request
         return cycle is None or cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody has connected."""
+        """The connection was opened."""
         self.peer = _peer(transport.get_extra_info("socket"))
         self.app_state = {**self.app_state, "peer": self.peer}
         super().connection_made(transport)
         self.all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """The connection was closed."""
         self.all.closed(self)
         super().connection_lost(exc)
 
@@ -138,14 +138,14 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, perhaps in the middle of a request that is being carried out."""
+        """Answer invalid HTTP, perhaps during a request in progress."""
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # nobody gets two answers to one request
+            cycle.disconnected = True  # do not answer one request twice
             cycle.message_event.set()
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # it has had an answer, or the beginning of one
+        except h11.LocalProtocolError:  # an answer was already begun
             self.transport.close()
 
 
@@ -153,7 +153,7 @@ def _peer(connection: socket.socket) -> HttpPeer:
     if connection.family != socket.AF_UNIX:
         try:
             host, port = connection.getpeername()[:2]
-        except OSError:  # it has left already
+        except OSError:  # already disconnected
             return HttpPeer("a client that left", unix=False)
         return HttpPeer(f"{host}:{port}", unix=False)
     pid, uid, _ = credentials(connection)

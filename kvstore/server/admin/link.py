@@ -1,4 +1,4 @@
-"""The admin process's end of the channel: it asks the node, and the node's log is its log."""
+"""The admin process's end of the channel: requests to the node, and its log."""
 
 import asyncio
 import logging
@@ -27,21 +27,21 @@ from kvstore.wire import FRAME_BYTES_MAX
 T = TypeVar("T")
 
 ANSWER_S: Final = 30.0
-"""A listing waits so long when many are asked for at a time."""
+"""Timeout of an operation; listings are slow if many are requested at a time."""
 NOBODY: Final = Caller()
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class AdminLink:
-    """Asks the node.
+    """Sends operations to the node.
 
     Attributes:
-        begun: what the node told first.
-        lost: the node has gone.
+        begun: the node's first message.
+        lost: the node has ended.
     """
 
     def __init__(self) -> None:
-        """Ask nothing yet; a loop runs."""
+        """Send nothing yet; a loop must be running."""
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[Begin] = loop.create_future()
         self.lost = asyncio.Event()
@@ -52,13 +52,13 @@ class AdminLink:
     async def ask(
         self, operation: Operation, kind: type[T], by: Caller = NOBODY, timeout_s: float = ANSWER_S
     ) -> T:
-        """The node's answer to an operation.
+        """Run an operation on the node; returns its answer.
 
         Args:
-            operation: what is to be done.
+            operation: the operation.
             kind: type of the answer.
-            by: who wants it, for the log.
-            timeout_s: nobody waits longer.
+            by: the client, for the log.
+            timeout_s: maximum wait.
 
         Raises:
             Refusal: the node refuses, or does not answer in time (503, ``unavailable``).
@@ -74,17 +74,17 @@ class AdminLink:
                 result = await future
         except TimeoutError:
             self.send(Abandon(number))
-            raise Refusal(503, "unavailable", "the node does not answer; try again") from None
+            raise Refusal(503, "unavailable", "the node does not answer; retry later") from None
         finally:
             self._waiting.pop(number, None)
         return msgspec.msgpack.decode(result, type=kind)
 
     def send(self, message: FromAdmin) -> None:
-        """Tell the node something."""
+        """Send a message to the node."""
         self.channel.send(message)
 
     async def say_alive(self, every_s: float) -> None:
-        """Tell the node that this process runs, until cancelled."""
+        """Send :class:`Alive` messages until cancelled."""
         while True:
             self.send(Alive())
             await asyncio.sleep(every_s)
@@ -111,14 +111,14 @@ class AdminLink:
 
 
 class NodeLog(logging.Handler):
-    """Writes to the log of the node.
+    """Sends log records to the node's log.
 
     Args:
-        link: leads there.
+        link: the link to the node.
     """
 
     def __init__(self, link: AdminLink) -> None:
-        """Write from now on."""
+        """Create a handler."""
         super().__init__()
         self._link = link
 

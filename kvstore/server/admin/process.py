@@ -1,4 +1,4 @@
-"""The life of an admin process: told what to serve, it serves until the node has gone."""
+"""Runs an admin process: serves until the node ends."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 _BEGIN_S: Final = 30.0
 _NICE: Final = 5
-"""Engines' lookups come first."""
+"""Niceness, so that engines' lookups have priority."""
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it serves, and leaves signals alone."""
+    """A server that reports when it is ready, and does not handle signals."""
 
     def __init__(self, config: uvicorn.Config, link: AdminLink) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn; the node ends this process, no signal does."""
+        """See uvicorn; only the node ends this process."""
         yield
 
 
@@ -53,14 +53,14 @@ def run(descriptor: int) -> int:
 
 
 async def _live(node: socket.socket) -> int:
-    """Serve; what ends it is told to the node, whose log has the form that was asked for."""
+    """Serve; a failure is written to the node's log."""
     node.setblocking(False)  # noqa: FBT003
     link = AdminLink()
     await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=node)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NodeLog(link)])
     try:
         await _serve(link)
-    except (OSError, BaseExceptionGroup) as error:  # what tasks raise comes as a group
+    except (OSError, BaseExceptionGroup) as error:  # exceptions of tasks come as a group
         log.critical("the admin process failed", exc_info=error)
         return 1
     return 0

@@ -1,7 +1,9 @@
-"""Why a prompt's tokens are a hit or not: hashed here, a thousand keys at a time asked of the node.
+"""Explains the hits of a prompt's tokens.
 
-The node says for each stretch of keys which spaces hold most of it, and explains the first page
-that is missing.
+Hashes them here, and sends the node a thousand keys at a time.
+
+For each part of the keys, the node returns the spaces with the most pages; then it explains the
+first missing page.
 """
 
 import asyncio
@@ -15,15 +17,15 @@ from kvstore.server import answers, operations
 from kvstore.state.ask.explain import Explanation
 
 SIZES_MAX: Final = 8
-"""Page sizes that one prompt is hashed for."""
+"""Maximum page sizes for which one prompt is hashed."""
 _STRETCH_BYTES: Final = operations.RUN_KEYS_MAX * KEY_BYTES
 
 Asks = Callable[[operations.Operation, Any], Awaitable[Any]]
-"""Asks the node: an operation and the type of its answer."""
+"""Runs an operation on the node: the operation and the type of its answer."""
 
 
 class _Part:
-    """The longest leading part of a prompt that is there, in pages of one size."""
+    """The longest stored prefix of a prompt, in pages of one size."""
 
     def __init__(self, page_tokens: int, keys: bytes, space: str, pages: int) -> None:
         self.page_tokens = page_tokens
@@ -42,28 +44,26 @@ class _Part:
 async def explain(
     ask: Asks, tokens: list[int], space: str | None, shard: int | None
 ) -> Explanation:
-    """How far a token list is a hit, and why the page after that is not there.
+    """Explain how many leading pages of a prompt are hits, and why the next page is not.
 
     Args:
-        ask: asks the node.
-        tokens: from the prompt's beginning.
-        space: label of the space that is meant; None = the one that holds the longest part.
+        ask: runs an operation on the node.
+        tokens: tokens from the beginning of the prompt.
+        space: label of the space; None = the one with the longest prefix.
         shard: number of the shard in ``space``; None = any.
 
     Raises:
-        InvalidArgument: they are no tokens, or fill no page.
-        Refusal: what the node refuses.
+        InvalidArgument: the tokens are invalid, or fewer than a page.
+        Refusal: the node refused.
     """
     there = await ask(operations.ListPageSizes(space=space), answers.PageSizes)
     if not there.sizes:
-        raise InvalidArgument("tokens", "no space is open here: nothing was stored yet")
+        raise InvalidArgument("tokens", "no space is open: nothing was stored yet")
     if space is None and len(there.sizes) > SIZES_MAX:
-        raise InvalidArgument("space", f"pages of {len(there.sizes)} sizes are here: name a space")
+        raise InvalidArgument("space", f"there are pages of {len(there.sizes)} sizes: name a space")
     least = there.page_tokens or min(there.sizes)
     if len(tokens) < least:
-        raise InvalidArgument(
-            "tokens", f"{len(tokens)} are too few to fill a page, which has {least}"
-        )
+        raise InvalidArgument("tokens", f"{len(tokens)} are fewer than a page, which has {least}")
     if there.page_tokens is not None:
         part = await _longest(ask, tokens, there.page_tokens, there.space, shard)
     else:
@@ -87,7 +87,7 @@ async def explain(
 async def _in_other_pages(
     ask: Asks, tokens: list[int], part: _Part, space: str, sizes: list[int]
 ) -> Explanation | None:
-    """Tokens that a space with pages of another size has further than the one that is meant."""
+    """Explain if a space with another page size has a longer prefix."""
     for size in sizes:
         if size > len(tokens):
             continue
@@ -103,7 +103,7 @@ async def _in_other_pages(
 async def _longest(
     ask: Asks, tokens: list[int], page_tokens: int, space: str | None, shard: int | None
 ) -> _Part:
-    """Who holds the longest part of a prompt in pages of one size."""
+    """The space with the longest prefix in pages of one size."""
     keys = (await asyncio.to_thread(page_keys, tokens, page_tokens)).packed
     among = [space] if space is not None else None
     label, pages = space or "", 0

@@ -10,9 +10,9 @@ from kvstore.server.admin.access import Role
 from kvstore.state.ask.explain import Explanation
 
 BODY_BYTES_MAX: Final = 1 << 20
-"""More than the longest list of keys that an operation takes."""
+"""Maximum body; larger than the longest list of keys of an operation."""
 PROMPT_BYTES_MAX: Final = 32 << 20
-"""More than the longest prompt that :class:`Question` takes."""
+"""Maximum body of a prompt; larger than the longest prompt of :class:`Question`."""
 
 
 class Question(operations.Operation, frozen=True):

@@ -46,6 +46,8 @@ class Eviction:
         self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
         #: Queues of which leaves within their grace go, until the end of the choice.
         self._graceless: set[tuple[str, int]] = set()
+        #: Queues that have taken leaves over for this choice.
+        self._took_over: set[tuple[str, int]] = set()
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
@@ -111,6 +113,7 @@ class Eviction:
     def end_choice(self) -> None:
         """All room that one message needs is made: what was passed over may be chosen again."""
         self._graceless.clear()
+        self._took_over.clear()
         for queue in list(self._passed):
             self._end_passing(queue)
 
@@ -139,11 +142,11 @@ class Eviction:
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
         queue = self._queue(name, slot_bytes)
-        before = self._before.get((name, slot_bytes))
-        if before is not None and not self._take_over((name, slot_bytes), before, TAKE_OVER_MAX):
-            del self._before[name, slot_bytes]
+        if self._before and (name, slot_bytes) not in self._took_over:
+            self._took_over.add((name, slot_bytes))
+            self._take_more((name, slot_bytes))
         node = queue.pop(self._tick)
-        while node is not None or self._lift_grace((name, slot_bytes)):
+        while node is not None or self._look_further((name, slot_bytes)):
             if node is None:
                 pass
             elif self.quotas.queue_name(node.space) != name:
@@ -164,6 +167,20 @@ class Eviction:
         if len(passed) == GRACE_LOOKS:
             self._lift_grace(queue)
         return True
+
+    def _look_further(self, queue: tuple[str, int]) -> bool:
+        """Nothing is left: whether there is after leaves of the policy before, or young ones."""
+        return self._take_more(queue) or self._lift_grace(queue)
+
+    def _take_more(self, queue: tuple[str, int]) -> bool:
+        """Take leaves over from the policy before; False when it has none any more."""
+        before = self._before.get(queue)
+        if before is None:
+            return False
+        if self._take_over(queue, before, TAKE_OVER_MAX):
+            return True
+        del self._before[queue]
+        return False
 
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
         """Leaves within their grace go now, in the policy's order; False when none waits."""

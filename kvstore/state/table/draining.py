@@ -1,22 +1,24 @@
-"""An extent that changes its class: which pages leave it, and in which order. Pure.
+"""An extent that changes its class: which one, and which pages leave it in which order. Pure.
 
 Room for pages of another size or another tenant is a whole extent, and it may hold thousands of
 pages. They leave some in each turn of the loop, after all of them were looked at: an extent with a
 page that somebody needs is left as it is. One extent at a time is drained.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from kvstore.state.choice.eviction import is_held
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
+from kvstore.state.table.owners import Owners
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 LOOKS: Final = 8
-"""Pages that are looked at in the time in which one leaves."""
+"""Slots that are looked at in the time in which one page leaves."""
 STAY_NS: Final = 30_000_000_000
 """How long a class keeps an extent that it got, against one that has pages of its own to evict.
 
@@ -31,93 +33,139 @@ class Drain:
         position: which.
         space: who asked for its memory.
         slot_bytes: of the class that asked.
-        walk: see :func:`leaving`.
     """
 
     position: int
     space: PrefixTree
     slot_bytes: int
-    walk: Iterator[tuple[PrefixNode, int] | None]
-
-    def serves(self, space: PrefixTree, slot_bytes: int) -> bool:
-        """Whether that class gets the extent."""
-        asked = self.space.identity.tenant, self.slot_bytes
-        return asked == (space.identity.tenant, slot_bytes)
 
 
-class Moves:
-    """Extents that a class got from another one.
-
-    Attributes:
-        grown: the last one; when half of it is used, the next one is drained.
-    """
-
-    def __init__(self) -> None:
-        self.grown: int | None = None
-        #: Position → when it got empty; the longest ago first.
-        self._since_ns: dict[int, int] = {}
-
-    def add(self, position: int, now_ns: int) -> None:
-        """An extent was drained."""
-        self.grown = position
-        self._since_ns.pop(position, None)
-        self._since_ns[position] = now_ns
-
-    def staying(self, now_ns: int) -> Container[int]:
-        """The extents that stay where they are, whoever has pages of its own to evict."""
-        while self._since_ns:
-            first = next(iter(self._since_ns))
-            if self._since_ns[first] + STAY_NS > now_ns:
-                break
-            del self._since_ns[first]
-        return self._since_ns
-
-
-def leaving(
-    slots: SlotTable, owners: Mapping[Slot, PrefixNode], quotas: Quotas, position: int,
-    space: PrefixTree, spared: PrefixNode | None,
-) -> Iterator[tuple[PrefixNode, int] | None]:  # fmt: skip
-    """The pages that leave memory so that an extent gets empty; it ends early if some may not.
+class Draining:
+    """The extent that is being emptied, and those that were.
 
     Args:
-        slots: where the extent is.
-        owners: whose slots they are, at each step.
-        quotas: which spaces must not lose that much.
-        position: which extent.
-        space: who asks for it.
-        spared: the page behind which room is made.
+        slots: where the extents are.
+        owners: whose slots they are, at each moment.
+        quotas: which spaces must not lose an extent's bytes.
 
-    Yields:
-        a page and its shard, which the caller takes out of memory before the next step, or None
-        for a step that found none. What only that page made reachable comes before it.
+    Attributes:
+        now: what is being drained; None = nothing.
+        grown: the extent that a class got last; when half of it is used, the next one is drained.
+        tick: the request that is being carried out; pages that it used stay.
+        spared: the page behind which room is being made, which stays.
     """
-    if slots.needed(position):
-        return
-    for at, slot in enumerate(slots.slots_in_use(position)):
-        owner = owners.get(slot)
-        if owner is None or owner is spared or is_held(owner):
-            return
-        if quotas.protects(owner.space, space, slots.extent_bytes):
-            return
-        if at % LOOKS == LOOKS - 1:
-            yield None
-    for slot in slots.slots_in_use(position):
-        owner = owners.get(slot)
-        for shard in list(owner.slots) if owner is not None else ():
-            assert owner is not None
-            below = iter(()) if shard in owner.disk else tails_first(owner, shard)
-            for node in below:
-                if node is not None and not _may_leave(slots, node, shard):
-                    return
-                yield None if node is None else (node, shard)
-            if shard in owner.slots and is_live(owner):
-                if not _may_leave(slots, owner, shard):
-                    return
-                yield owner, shard
 
+    def __init__(self, slots: SlotTable, owners: Owners, quotas: Quotas) -> None:
+        self._slots = slots
+        self._owners = owners
+        self._quotas = quotas
+        self.now: Drain | None = None
+        self._walk: Iterator[tuple[PrefixNode, int] | None] = iter(())
+        self.grown: int | None = None
+        self.tick = 0
+        self.spared: PrefixNode | None = None
+        #: Position → when it got empty.
+        self._since_ns: dict[int, int] = {}
 
-def _may_leave(slots: SlotTable, node: PrefixNode, shard: int) -> bool:
-    """Whether a page may leave memory: a use since it was looked at shows that it may not."""
-    if is_held(node) or not node.ready >> shard & 1:
+    def serves(self, space: PrefixTree, slot_bytes: int) -> bool:
+        """Whether an extent is being emptied for that class."""
+        asked = space.identity.tenant, slot_bytes
+        now = self.now
+        return now is not None and asked == (now.space.identity.tenant, now.slot_bytes)
+
+    def is_half_used(self, space: PrefixTree, slot_bytes: int) -> bool:
+        """Whether the class has used half of the extent that it got last; said once of each."""
+        if self.grown is None or self.now is not None:
+            return False
+        extent = self._slots.extents[self.grown]
+        if extent.draining or 2 * len(extent.free) > extent.count:
+            return False
+        if extent.class_of != (space.identity.tenant, slot_bytes):
+            return False
+        self.grown = None
+        return True
+
+    def begin(
+        self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None, now_ns: int
+    ) -> bool:
+        """Choose an extent of another class that is colder than ``own``, a victim of this one.
+
+        Args:
+            space: who asks for it.
+            slot_bytes: of the class that asks.
+            own: what would leave in its place; None = there is nothing.
+            now_ns: the time.
+
+        Returns:
+            whether there is one; it is :attr:`now` then.
+        """
+        tenant = space.identity.tenant
+        if own is None:
+            position = self._slots.colder_extent(tenant, slot_bytes, self.tick)
+        else:
+            since = self._since_ns.items()
+            self._since_ns = {at: then for at, then in since if then + STAY_NS > now_ns}
+            position = self._slots.colder_extent(tenant, slot_bytes, own.access, self._since_ns)
+        if position is None:
+            return False
+        self.now = Drain(position, space, slot_bytes)
+        self._walk = self._leaving(position, space)
+        self._slots.drain(position)
+        return True
+
+    def pages(self, steps: int) -> Iterator[tuple[PrefixNode, int] | None]:
+        """The next pages that leave memory; each is taken out before the next step.
+
+        Yields:
+            a page and its shard, or None for a step that found none: ``steps`` of both, fewer when
+            the walk has ended. Then call :meth:`end`.
+        """
+        return islice(self._walk, steps)
+
+    def end(self, now_ns: int) -> bool:
+        """The walk has ended: whether the extent is empty; else it is left to its class."""
+        assert self.now is not None
+        position, self.now = self.now.position, None
+        if self._slots.end_drain(position):
+            self.grown = position
+            self._since_ns[position] = now_ns
+            return True
+        self._slots.extents[position].used_at = self.tick  # somebody needs a page of it
         return False
-    return shard not in node.slots or not slots.in_use(node.slots[shard])
+
+    def _leaving(self, position: int, space: PrefixTree) -> Iterator[tuple[PrefixNode, int] | None]:
+        """All pages of an extent, what only they make reachable before them.
+
+        It ends early when a page may not leave.
+        """
+        if self._slots.needed(position):
+            return
+        for at, slot in enumerate(self._slots.slots_in_use(position)):
+            owner = self._owners.get(slot)
+            if owner is None or not self._may_leave(owner):
+                return
+            if self._quotas.protects(owner.space, space, self._slots.extent_bytes):
+                return
+            if at % LOOKS == LOOKS - 1:
+                yield None
+        for slot in self._slots.slots_in_use(position):
+            owner = self._owners.get(slot)
+            for shard in list(owner.slots) if owner is not None else ():
+                assert owner is not None
+                below = iter(()) if shard in owner.disk else tails_first(owner, shard)
+                for node in below:
+                    if node is not None and not self._may_leave(node):
+                        return
+                    yield None if node is None else (node, shard)
+                if shard in owner.slots and is_live(owner):
+                    if not self._may_leave(owner):
+                        return
+                    yield owner, shard
+
+    def _may_leave(self, node: PrefixNode) -> bool:
+        """Whether the pages of a node may leave memory now."""
+        if node is self.spared or is_held(node) or node.access == self.tick:
+            return False
+        if node.ready != node.present:
+            return False
+        return not any(self._slots.in_use(slot) for slot in node.slots.values())

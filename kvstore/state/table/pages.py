@@ -20,7 +20,7 @@ from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Ret
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX = 512
+EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
 
 
@@ -438,9 +438,9 @@ class PageTable(Residents):
             count, refusal = admitted, PageStatus.NO_ROOM
         head = space.node_of(parent)
         head.hold()  # so that what precedes the pages is no leaf while room is made
-        self._spared = head
+        self.draining.spared = head
         slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
-        self._spared = None
+        self.draining.spared = None
         head.unhold()
         if not follows(space, shard, parent):
             self.slots.abort(slots)  # its head was lost while room was made
@@ -450,7 +450,7 @@ class PageTable(Residents):
         for key, slot in zip(keys, slots, strict=False):
             node = space.node(key, parent)
             node.begin(shard, slot)
-            self._owners[slot] = node
+            self._owners.add(slot, node)
             put.pages.append((node, slot))
             parent = key
         if not slots:

@@ -17,8 +17,9 @@ from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
-from kvstore.state.table.draining import LOOKS, Drain, Moves, leaving
+from kvstore.state.table.draining import LOOKS, Draining
 from kvstore.state.table.orphans import Orphans, tails_first
+from kvstore.state.table.owners import Owners
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
@@ -43,6 +44,7 @@ class Residents:
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
         orphans: pages whose head has left, and that are still there.
+        draining: the extent that is being emptied for pages of another class.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -59,23 +61,13 @@ class Residents:
         self.now_ns = 0
         self.tick = 0
         self.orphans: deque[Orphans] = deque()
-        #: The extent that is being emptied for another class.
-        self._drain: Drain | None = None
-        self._moves = Moves()
-        #: The page behind which room is being made, which stays.
-        self._spared: PrefixNode | None = None
-        #: All and only the slots of pages in the trees.
-        self._owners: dict[Slot, PrefixNode] = {}
-
-    @property
-    def draining(self) -> bool:
-        """Whether an extent is being emptied for pages of another class."""
-        return self._drain is not None
+        self._owners = Owners(slots)
+        self.draining = Draining(slots, self._owners, self.quotas)
 
     @property
     def leaving(self) -> bool:
         """Whether pages are to leave in the turns that come, see :meth:`sweep`, :meth:`drain`."""
-        return bool(self.orphans) or self._drain is not None
+        return bool(self.orphans) or self.draining.now is not None
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
@@ -130,7 +122,7 @@ class Residents:
                     assert shard in head.disk or shard not in node.disk
                 if self.eviction.evictable(node):
                     assert classes(node) <= set(node.queued), "a leaf is in all its queues"
-        assert owned == self._owners
+        assert owned == dict(self._owners.items())
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -140,13 +132,16 @@ class Residents:
         """Slots in state WRITING for pages behind ``head``; fewer if there is no more room."""
         taken = self.slots.allocate(count, space.identity.tenant, slot_bytes)
         if len(taken) == count:
-            self._look_ahead(space, slot_bytes)
+            if self.draining.grown is not None:
+                self._look_ahead(space, slot_bytes)
             return taken
         self.ghosts.wanted = (space.number, slot_bytes)
         self.eviction.now_ns = self.now_ns
-        while len(taken) < count:
+        victims_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
+        while len(taken) < count and victims_left > 0:
+            victims_left -= 1
             if not self._make_room(space, slot_bytes) and (
-                self._awaits_extent(space, slot_bytes) or not self._spill(head, slot_bytes)
+                self.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
             ):
                 break
             taken += self.slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
@@ -159,7 +154,7 @@ class Residents:
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
         node.learn(tokens)
-        self._owners[slot] = node
+        self._owners.add(slot, node)
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
@@ -177,7 +172,8 @@ class Residents:
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
-        self.eviction.add_candidate(node)
+        if not node.children_in_memory:  # else it is not, and many are asked of at once
+            self.eviction.add_candidate(node)
         if self.disk is not None:
             self.disk.add_candidate(node)
 
@@ -271,7 +267,7 @@ class Residents:
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        del self._owners[slot]
+        self._owners.remove(slot)
         return slot
 
     def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
@@ -303,15 +299,11 @@ class Residents:
         if self._take_extent(space, slot_bytes, node):
             if node is not None:
                 self.add_candidate(node)
-            return not self._awaits_extent(space, slot_bytes)
+            return self.draining.now is None
         if node is None:
             return False
         self._evict(node)
         return True
-
-    def _awaits_extent(self, space: PrefixTree, slot_bytes: int) -> bool:
-        """Whether an extent is being emptied for the class."""
-        return self._drain is not None and self._drain.serves(space, slot_bytes)
 
     def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
         """Take the memory of ``head`` or a page before it that is on disk, the first one first.
@@ -365,60 +357,40 @@ class Residents:
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slot = node.forget(shard)
-        del self._owners[slot]
+        self._owners.remove(slot)
         self.counts["evicted_to_disk"] += 1
         self.slots.release([slot])
 
     def _take_extent(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
         """Whether an extent of another class, colder than ``own``, is empty or is being drained."""
-        left = EMPTY_MAX
+        draining, left = self.draining, EMPTY_MAX
+        draining.tick = self.tick  # what this request used stays
         while left > 0:
-            if self._drain is None and not self._begin_drain(space, slot_bytes, own):
+            if draining.now is None and not draining.begin(space, slot_bytes, own, self.now_ns):
                 return False
-            assert self._drain is not None
-            if not self._drain.serves(space, slot_bytes):
+            if not draining.serves(space, slot_bytes):
                 return False
-            position = self._drain.position
+            moved = self.counts["moved_extents"]
             left -= max(LOOKS, self.drain(left))
-            if self.draining or self.slots.extents[position].draining:
+            if draining.now is not None or self.counts["moved_extents"] > moved:
                 return True
         return False
 
-    def _begin_drain(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
-        """Choose an extent of another class that is colder than ``own``, a victim of this one."""
-        age, staying = self.tick, self._moves.staying(self.now_ns)
-        if own is not None:
-            age = own.access
-        position = self.slots.colder_extent(
-            space.identity.tenant, slot_bytes, age, staying if own is not None else ()
-        )
-        if position is None:
-            return False
-        walk = leaving(self.slots, self._owners, self.quotas, position, space, self._spared)
-        self._drain = Drain(position, space, slot_bytes, walk)
-        self.slots.drain(position)
-        return True
-
     def drain(self, steps: int) -> int:
-        """Take pages out of the extent that changes its class, in ``steps`` steps at most.
+        """Take pages out of the extent that changes its class, in at most ``steps`` steps.
 
         Returns:
-            the steps that were taken; fewer when the extent is empty, or is left as it is.
+            the steps that were taken; fewer when the extent is empty, or left to its class.
         """
-        if self._drain is None:
+        if self.draining.now is None:
             return 0
-        taken = 0
-        for page in islice(self._drain.walk, steps):
+        taken, self.draining.tick = 0, self.tick
+        for page in self.draining.pages(steps):
             taken += 1
             if page is not None:
                 self._leave_memory(*page)
         if taken < steps:
-            position, self._drain = self._drain.position, None
-            if self.slots.end_drain(position):
-                self._moves.add(position, self.now_ns)
-                self.counts["moved_extents"] += 1
-            else:
-                self.slots.extents[position].used_at = self.tick  # somebody needs a page of it
+            self.counts["moved_extents"] += self.draining.end(self.now_ns)
         return taken
 
     def _leave_memory(self, node: PrefixNode, shard: int) -> None:
@@ -430,17 +402,11 @@ class Residents:
             self.drop(node, shard, "evicted")
 
     def _look_ahead(self, space: PrefixTree, slot_bytes: int) -> None:
-        """Drain the next extent when half of the one that the class got last is used."""
-        position = self._moves.grown
-        if position is None or self._drain is not None:
-            return
-        extent = self.slots.extents[position]
-        if extent.draining or 2 * len(extent.free) > extent.count:
-            return
-        if extent.class_of == (space.identity.tenant, slot_bytes):
-            self._moves.grown, self.eviction.now_ns = None, self.now_ns
+        """Begin to drain the next extent for a class that has used half of the one it got last."""
+        if self.draining.is_half_used(space, slot_bytes):
+            self.eviction.now_ns, self.draining.tick = self.now_ns, self.tick
             own = self.eviction.victim(space, slot_bytes)
-            self._begin_drain(space, slot_bytes, own)
+            self.draining.begin(space, slot_bytes, own, self.now_ns)
             if own is not None:
                 self.add_candidate(own)
             self.eviction.end_choice()

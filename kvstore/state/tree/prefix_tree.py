@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.tree.keyindex import KeyIndex
 from kvstore.state.tree.listing import CreationOrder
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.slots import Slot
@@ -312,7 +313,7 @@ class PrefixTree:
     number: int
     identity: SpaceIdentity
     shards: list[Shard] = field(default_factory=list)
-    nodes: dict[PrefixKey, PrefixNode] = field(default_factory=dict)
+    nodes: KeyIndex[PrefixNode] = field(default_factory=KeyIndex)
     writing: set[PrefixNode] = field(default_factory=set)
     holes: dict[PrefixNode, int] = field(default_factory=dict)
     by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
@@ -355,7 +356,7 @@ class PrefixTree:
 
     def node_of(self, key: PrefixKey) -> PrefixNode:
         """The node of a key; the root for the empty key, and for one that is not known."""
-        return self.nodes.get(key, self.root)
+        return self.nodes.get(key) or self.root
 
     def contradicts(self, known: PrefixNode, parent_key: PrefixKey, above: PrefixNode) -> bool:
         """Whether a node cannot follow ``parent_key``: it is known to follow another one.

@@ -320,6 +320,10 @@ class SlotTable:
         """Which entry of ``extents`` holds the slot."""
         return slot >> _INDEX_BITS
 
+    def slot(self, position: int, index: int) -> Slot:
+        """The slot of an extent at ``position`` in ``extents``."""
+        return Slot(position << _INDEX_BITS | index)
+
     def index(self, slot: Slot) -> int:
         """Which slot of its extent it is."""
         return slot & _INDEX_MASK

@@ -18,7 +18,7 @@ def test_every_page_on_disk_is_told_of_once_and_in_steps():
     assert len(on_disk) > 800
     announcement = Announcement(world.table)
     world.table.actions.clear()
-    gone = next(reversed(world.mine.nodes.values()))
+    gone = list(world.mine.nodes.values())[-1]
     world.table.drop(gone, 0, "corrupt")
     world.table.actions.clear()
 

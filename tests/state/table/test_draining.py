@@ -5,7 +5,7 @@ import pytest
 from kvstore.state.table.draining import STAY_NS
 from kvstore.state.table.residents import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus
-from tests.state.world import World
+from tests.state.world import FULL, WINDOW, World
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
 MANY = 3 * EMPTY_MAX
@@ -29,7 +29,7 @@ class Tenants:
     def drain(self) -> int:
         """Carry on until no extent is drained; the turns that took."""
         for turn in range(10_000):
-            if not self.world.table.draining:
+            if self.world.table.draining.now is None:
                 return turn
             self.world.table.drain(EMPTY_MAX)
             self.world.table.check()
@@ -41,7 +41,7 @@ def test_a_request_that_waits_for_an_extent_loses_none_of_its_own_pages():
     world = node.world
 
     assert world.store(node.blue, node.new, "ab") == [NO_ROOM] * 2
-    assert world.table.draining
+    assert world.table.draining.now is not None
     assert node.drain() > 1
     assert world.store(node.blue, node.new, "ab") == [GRANTED] * 2
 
@@ -56,7 +56,7 @@ def test_pages_of_an_extent_that_is_being_drained_are_hits_until_they_leave():
     node.world.store(node.blue, node.new, "a")
 
     found, _ = node.world.lookup(node.old, node.stored[0])
-    assert 0 < found < node.each or node.world.table.draining
+    assert 0 < found < node.each or node.world.table.draining.now is not None
 
 
 def test_an_extent_of_which_a_page_is_read_is_left_as_it_is():
@@ -78,17 +78,33 @@ def test_a_page_that_is_read_meanwhile_ends_the_drain_and_its_free_slots_are_use
     node = Tenants(extents=1)
     world = node.world
     assert world.store(node.blue, node.new, "a") == [NO_ROOM]
+    while len(world.slots.slots_in_use(0)) == node.each:
+        world.table.drain(EMPTY_MAX)
     number, _ = world.acquire(node.red, node.old, node.stored[0])
 
     node.drain()
 
     left, _ = world.lookup(node.old, node.stored[0])
-    assert left > 0
+    assert 0 < left < node.each
     assert world.table.counts["moved_extents"] == 0
     assert world.store(node.blue, node.new, "a") == [NO_ROOM], "all of it is being read"
     world.table.release(node.red, number)
     assert world.store(node.red, node.old, "x") == [GRANTED]
+    assert world.lookup(node.old, node.stored[0]) == (left, 0), "there was a free slot"
     world.table.check()
+
+
+def test_a_page_that_a_put_is_told_to_exist_does_not_leave_for_the_put():
+    world = World(extents=3, slots_each=2)
+    engine = world.process()
+    space = world.space(engine, [FULL, WINDOW])
+    world.store(engine, space, "a")
+    assert world.store(engine, space, "ab", shard=1) == [GRANTED] * 2
+
+    told = world.store(engine, space, "abc", shard=1)
+
+    assert told == [PageStatus.EXISTS, PageStatus.EXISTS, NO_ROOM]
+    assert world.lookup(space, "ab", [1]) == (2, 0)
 
 
 def test_the_next_extent_is_drained_ahead_of_need():
@@ -98,11 +114,11 @@ def test_the_next_extent_is_drained_ahead_of_need():
     node.drain()
     half = "a" * (node.each // 2 - 1)
     assert set(world.store(node.blue, node.new, half)) <= {GRANTED, PageStatus.EXISTS}
-    assert not world.table.draining
+    assert world.table.draining.now is None
 
     world.store(node.blue, node.new, half + "b")
 
-    assert world.table.draining, "half of the first one is used"
+    assert world.table.draining.now is not None, "half of the first one is used"
     node.drain()
     rest = "a" * (node.each + 8)
     assert NO_ROOM not in world.store(node.blue, node.new, rest), "nobody waits for the second"

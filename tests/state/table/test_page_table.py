@@ -325,13 +325,13 @@ def test_an_extent_with_many_pages_is_taken_in_turns_and_who_needs_it_asks_again
 
     left = [world.lookup(long, small)[0]]
     while world.store(engine, other, large, shard=1) == [NO_ROOM]:
-        assert world.table.draining
+        assert world.table.draining.now is not None
         left.append(world.lookup(long, small)[0])
 
     assert all(before - after <= EMPTY_MAX for before, after in pairwise(left))
     assert len(left) > 3
     assert world.lookup(long, small) == (0, 0)
-    assert not world.table.draining
+    assert world.table.draining.now is None
     world.table.check()
 
 

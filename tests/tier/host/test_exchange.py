@@ -56,7 +56,7 @@ def test_whoever_holds_an_extents_file_up_stops_neither_the_node_nor_its_next_te
             theirs = open_space(second, tenant="second")
             keys, pages = new_keys(theirs, PAGES), content(PAGES, theirs.page_bytes[0])
             begun = perf_counter()
-            with pytest.raises(CapacityError, match="no memory for the moment"):
+            with pytest.raises(CapacityError, match="no memory now"):
                 theirs.put(keys, pages)
             assert perf_counter() - begun < MEMORY_WAIT_S + ANSWER_S_MAX
             begun = perf_counter()

@@ -198,7 +198,7 @@ def test_memory_that_cannot_be_had_is_said_counted_and_made_later(
     assert memory.missing_bytes() == 0
     assert memory.address(2)
     assert not memory.pending(2)
-    assert "every extent has its memory again" in caplog.text
+    assert "all extents have memory again" in caplog.text
 
 
 def test_what_failed_is_tried_again_ten_times_a_second_and_not_at_every_call(memory, monkeypatch):

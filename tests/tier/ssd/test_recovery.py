@@ -218,7 +218,7 @@ def test_a_number_that_no_log_comes_to_ends_the_start_and_is_named(disk):
     disk.write_file(HOME / "0" / segment_name(2**60 - 1), b"")
 
     log = open_log(disk)
-    with pytest.raises(ConfigError, match=r"/log/0/segment-0fffffffffffffff.*move it away"):
+    with pytest.raises(ConfigError, match=r"/log/0/segment-0fffffffffffffff.*move this file away"):
         log.recover()
     log.close()
 
@@ -364,7 +364,7 @@ def test_without_direct_io_the_log_says_so(caplog):
 
     log = recovered(disk)
 
-    assert "no direct I/O" in caplog.text
+    assert "not support direct I/O" in caplog.text
     assert log.stats()["directories"][0]["direct_io"] is False
     assert TierDriver(log).write((Place(0, 0), pages(1)[0]))[0].error is None
     log.close()

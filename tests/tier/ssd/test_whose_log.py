@@ -68,7 +68,7 @@ def test_a_directory_is_one_process_s_at_a_time(disk):
 
 
 def test_a_capacity_below_one_segment_is_refused(disk):
-    with pytest.raises(ConfigError, match=r"/log/0.*no room for one segment"):
+    with pytest.raises(ConfigError, match=r"/log/0.*too small for one segment"):
         open_log(disk, capacity_bytes=SEGMENT_BYTES - 1)
 
 

@@ -1,0 +1,68 @@
+"""Which node has a key: a dict in parts, because one dict of millions stands still when it grows.
+
+Python copies a dict each time that it is full: two million entries take 80 ms, in which no request
+is answered. Of parts only one is copied at a time.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Final, TypeVar
+
+from kvstore.page import PrefixKey
+
+V = TypeVar("V")
+
+PARTS: Final = 256
+"""Of an index that is not small; one for each value of a key's first byte, which is random."""
+SMALL: Final = 4096
+"""Entries that one dict has; the next one makes the parts, which takes about a millisecond."""
+
+
+class KeyIndex(MutableMapping[PrefixKey, V]):
+    """A dict of prefix keys whose longest change takes a millisecond with ten million keys."""
+
+    __slots__ = ("_length", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[dict[PrefixKey, V]] = [{}]
+        self._length = 0
+
+    def __getitem__(self, key: PrefixKey) -> V:
+        return self._part(key)[key]
+
+    def get(self, key: PrefixKey, default: V | None = None) -> V | None:  # type: ignore[override]
+        """What is under the key; ``default`` when nothing is."""
+        parts = self._parts
+        return (parts[key[0]] if len(parts) > 1 and key else parts[0]).get(key, default)
+
+    def __setitem__(self, key: PrefixKey, value: V) -> None:
+        part = self._part(key)
+        before = len(part)
+        part[key] = value
+        if len(part) > before:
+            self._length += 1
+            if self._length > SMALL and len(self._parts) == 1:
+                self._divide()
+
+    def __delitem__(self, key: PrefixKey) -> None:
+        del self._part(key)[key]
+        self._length -= 1
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self._part(PrefixKey(key))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[PrefixKey]:
+        for part in self._parts:
+            yield from part
+
+    def _part(self, key: PrefixKey) -> dict[PrefixKey, V]:
+        parts = self._parts
+        return parts[key[0]] if len(parts) > 1 and key else parts[0]
+
+    def _divide(self) -> None:
+        (small,) = self._parts
+        self._parts = [{} for _ in range(PARTS)]
+        for key, value in small.items():
+            self._part(key)[key] = value

@@ -1,0 +1,96 @@
+"""Goal: Python's cyclic collector never walks over what a node keeps, and nodes make no cycles."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore.process.collector import YOUNG, YOUNG_ROUNDS, spare_the_old
+from tests.state.world import FULL, STATE, World, drop_below
+
+
+@pytest.fixture
+def spared() -> Iterator[Callable[[], None]]:
+    before = gc.get_threshold()
+    gc.collect()
+    end = spare_the_old()
+    yield end
+    end()
+    assert gc.get_threshold() == before
+
+
+class Ring:
+    """Only the collector can free it."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Ring.alive += 1
+
+    def __del__(self) -> None:
+        Ring.alive -= 1
+
+
+@pytest.mark.usefixtures("spared")
+def test_only_young_objects_are_looked_at_however_many_are_kept():
+    looked: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        kept = [[] for _ in range(100 * YOUNG * YOUNG_ROUNDS)]
+    finally:
+        gc.callbacks.remove(note)
+
+    assert len(kept) > 0
+    assert set(looked) == {0, 1}
+
+
+@pytest.mark.usefixtures("spared")
+def test_what_is_young_and_in_a_cycle_is_freed():
+    Ring()
+    kept = [[] for _ in range(2 * YOUNG)]
+
+    assert len(kept) > 0
+    assert Ring.alive == 0
+
+
+def test_what_a_page_table_does_leaves_nothing_for_the_collector():
+    world = World(extents=3, slots_each=64)
+    gc.collect()
+    gc.disable()
+    try:
+        _use(world)
+        found = gc.collect()
+    finally:
+        gc.enable()
+
+    assert found == 0
+
+
+def _use(world: World) -> None:
+    """Put, read, evict, drain, drop, expire and end."""
+    engine, other = world.process("engine"), world.process("other", pid=2)
+    space, theirs = world.space(engine, [FULL, STATE]), world.space(other, tenant="blue")
+    for letter in "abcdefgh":
+        world.store(engine, space, letter * 30)
+        world.store(engine, space, letter * 4, shard=1)
+    number, _ = world.acquire(engine, space, "h" * 30)
+    for letter in "stuvw":
+        world.store(other, theirs, letter * 40)
+        while world.table.leaving:
+            world.table.sweep(64)
+            world.table.drain(64)
+    world.table.release(engine, number)
+    world.acquire(engine, space, "h" * 4, until_ns=1)
+    world.table.expire(2)
+    for top in list(theirs.root.children.values()):
+        drop_below(world.table, top, "evicted")
+    world.begin(engine, space, "xyz")
+    world.end(engine)
+    world.end(other)
+    world.table.actions.clear()
