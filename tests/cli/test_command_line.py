@@ -361,7 +361,8 @@ def test_stats_count_what_was_stored_what_left_and_what_was_refused(capsys):
               "refused_capacity": 7, "orphaned_bytes": 0}  # fmt: skip
     host = {"capacity_bytes": 4 << 30, "free_bytes": 1 << 30, "ready_bytes": 3 << 30}
     answer = {"node": "local", "counts": counts, "pages": 900, "core": "compiled",
-              "mover": "native", "host": host, "ssd": None, "spaces": [], "sessions": []}  # fmt: skip
+              "mover": "native", "host": host, "ssd": None, "spaces": [],
+              "sessions": []}  # fmt: skip
     show.stats(answer, show.console())
     told = capsys.readouterr().out
 
