@@ -23,6 +23,7 @@ from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_N
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.places import footer_bytes, record_bytes
 from kvstore.state.tree.sessions import Lease, Peer, Process, Session
@@ -166,7 +167,7 @@ class Cache:
             self.table.now_ns = request.timestamp * 1_000_000
             self.disk.advance(self.table.now_ns)
             self._serve([block_key(block) for block in request.hash_ids])
-        self.table.check()
+        check(self.table)
         log, wear = self.disk.log.stats(), self.disk.admission.wear()
         asked = sum(len(request.hash_ids) for request in requests)
         written = log.written_bytes + log.carried_bytes

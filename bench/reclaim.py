@@ -19,6 +19,7 @@ from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import LogStats, SegmentLog
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.places import footer_bytes, record_bytes
 from kvstore.state.tree.sessions import Peer, Process, Session
@@ -104,7 +105,7 @@ class Cache:
         """Ask for and store every request; the share of blocks that were prefix hits, percent."""
         for request in requests:
             self._serve([block_key(block) for block in request])
-        self.table.check()
+        check(self.table)
         return 100 * self.hits / sum(map(len, requests))
 
     def log_stats(self) -> LogStats:

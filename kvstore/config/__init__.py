@@ -261,6 +261,17 @@ class EventsConfig(Section, frozen=True):
                 )
 
 
+class DebugConfig(Section, frozen=True):
+    """For whoever looks for a mistake in the node.
+
+    Attributes:
+        check_every_step: look at the whole state after every message, not only in pieces while the
+            node is idle; takes time that grows with the number of pages.
+    """
+
+    check_every_step: bool = False
+
+
 class ServerConfig(Section, frozen=True):
     """All settings of ``kvstore-server``."""
 
@@ -271,6 +282,7 @@ class ServerConfig(Section, frozen=True):
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
+    debug: DebugConfig = DebugConfig()
 
     @property
     def needs(self) -> Needs:

@@ -13,19 +13,36 @@ The node decides, memory and SSD tier move bytes; only the desk carries decision
 """
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import count
 from time import monotonic_ns
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvstore import wire
 from kvstore.node.node import Node
+from kvstore.node.selfcheck import SelfCheck
 from kvstore.page import KEY_BYTES
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _explained(call: "Callable[Concatenate[Desk, P], T]") -> "Callable[Concatenate[Desk, P], T]":
+    """Add the last events of the page concerned to any error that is a bug of the node."""
+
+    @wraps(call)
+    def explained(desk: "Desk", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(desk, *args, **kwargs)
+        except Exception as error:
+            desk.node.pages.story.explain(error)
+            raise
+
+    return explained
 
 
 class Line(Protocol):
@@ -73,8 +90,10 @@ class Desk:
         clock: monotonic time in nanoseconds.
         soon: schedules a function for a later turn; None = the desk continues at once until the
             node has nothing left to do.
+        check_every_step: check the whole state after each call, to find a bug where it is.
 
     Attributes:
+        self_check: checks the state.
         disk: the SSD tier; None if there is none.
         lines: the open connections, by number.
     """
@@ -82,15 +101,18 @@ class Desk:
     def __init__(
         self, node: Node, memory: Memory, publish: Callable[[list[Action]], None],
         clock: Callable[[], int] = monotonic_ns,
-        soon: Callable[[Callable[[], None]], object] | None = None,
+        soon: Callable[[Callable[[], None]], object] | None = None, *,
+        check_every_step: bool = False,
     ) -> None:  # fmt: skip
         self.node = node
+        self.self_check = SelfCheck(node)
         self.memory = memory
         self.disk: DiskSide | None = None
         self.lines: dict[int, Line] = {}
         self._publish = publish
         self._clock = clock
         self._soon = soon
+        self._check_every_step = check_every_step
         self._numbers = count(1)
         #: The longest recent turn in nanoseconds, and its request, or a description.
         self._longest: tuple[int, object] = (0, "")
@@ -108,6 +130,7 @@ class Desk:
         self.node.connected(number, peer)
         return number
 
+    @_explained
     def receive(self, connection: int, request: wire.Request) -> None:
         """Process one request of a connection; its answer is sent on its line."""
         came_ns = self._clock()
@@ -118,6 +141,7 @@ class Desk:
         if answered and (latency := self.node.latencies.get(type(request))) is not None:
             latency.observe(took_ns)
 
+    @_explained
     def disconnect(self, connection: int, *, ended: bool) -> None:
         """A connection was closed; ``ended``: its process is known to have ended too."""
         began_ns = self._clock()
@@ -126,6 +150,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a connection")
 
+    @_explained
     def process_ended(self, identity: int) -> None:
         """The kernel reports that a process has ended: it uses no memory any more."""
         began_ns = self._clock()
@@ -133,6 +158,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a process")
 
+    @_explained
     def operate(self, change: Callable[[PageTable], T]) -> T:
         """Carry out an operator's change of the page table.
 
@@ -148,6 +174,7 @@ class Desk:
 
     # ---- time and disk ----------------------------------------------------------------------
 
+    @_explained
     def advance(self) -> None:
         """Apply all deadlines that have passed."""
         began_ns = self._clock()
@@ -155,6 +182,7 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "deadlines")
 
+    @_explained
     def poll_disk(self) -> None:
         """Process the SSD tier's completions."""
         began_ns = self._clock()
@@ -180,6 +208,7 @@ class Desk:
 
     # ---- decisions of the node --------------------------------------------------------------
 
+    @_explained
     def flush(self) -> None:
         """Carry out the node's decisions: memory, then the disk, then answers, then events."""
         if self._flushing:
@@ -189,6 +218,8 @@ class Desk:
             self._carry_out()
             while self.node.outbox or self._goes_on_now():
                 self._carry_out()
+            if self._check_every_step:
+                self.self_check.run()
         finally:
             self._flushing = False
         if self.node.unfinished and self._soon is not None and not self._going_on:
@@ -200,6 +231,7 @@ class Desk:
         return {
             **self.node.stats(),
             "ssd": self.disk.stats() if self.disk is not None else None,
+            "self_check": {"rounds": self.self_check.rounds, "pages": self.self_check.pages},
         }
 
     def _carry_out(self) -> None:
@@ -229,6 +261,7 @@ class Desk:
         self.node.go_on(self._clock())
         return True
 
+    @_explained
     def _later(self) -> None:
         began_ns = self._clock()
         self._going_on = False

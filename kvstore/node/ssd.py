@@ -151,6 +151,7 @@ class DiskTier:
         self.pages.jobs[: len(jobs)] = held
         made: list[Job] = []
         for job in jobs:
+            assert job.job not in self._jobs
             self._jobs[job.job] = job
             try:
                 made.append(self._translate(job))

@@ -76,6 +76,7 @@ class WaitingRoom:
 
     def add(self, waiter: Waiter) -> None:
         """Add a request; :meth:`admits` returned True for it, or it has waited before."""
+        assert waiter not in self._by_connection.get(waiter.connection, ())
         waiter.ready = False
         self._by_thing.setdefault(waiter.awaited, {})[waiter] = None
         self._by_connection.setdefault(waiter.connection, {})[waiter] = None
@@ -104,6 +105,7 @@ class WaitingRoom:
             if waiter.deadline_ns <= now_ns
         ]
         for waiter in due:
+            assert not waiter.ready
             self._leave_thing(waiter)
             waiter.ready = True
             self._ready.append(waiter)
@@ -145,10 +147,12 @@ class WaitingRoom:
         assert all(waiter.ready for waiter in self._ready)
         assert all(self._by_thing.values())
         assert all(self._by_connection.values())
-        for session in {waiter.session for waiter in everyone} | self._counts.keys():
-            mine = [waiter for waiter in everyone if waiter.session == session]
-            assert self._counts[session] == len(mine) > 0
-            assert self._sizes[session] == sum(waiter.size_bytes for waiter in mine)
+        assert all(self._counts.values())
+        assert self._counts == Counter(waiter.session for waiter in everyone)
+        sizes: Counter[bytes] = Counter()
+        for waiter in everyone:
+            sizes[waiter.session] += waiter.size_bytes
+        assert self._sizes == sizes
 
     def _leave_thing(self, waiter: Waiter) -> None:
         waiters = self._by_thing[waiter.awaited]
@@ -166,6 +170,7 @@ class WaitingRoom:
     def _count(self, waiter: Waiter, change: int) -> None:
         self.count += change
         self.size_bytes += change * waiter.size_bytes
+        assert self.count >= 0 <= self.size_bytes
         self._counts[waiter.session] += change
         self._sizes[waiter.session] += change * waiter.size_bytes
         if not self._counts[waiter.session]:

@@ -56,6 +56,13 @@ class AdminCounts(Answer, frozen=True):
     restarts: int
 
 
+class SelfCheckCounts(Answer, frozen=True):
+    """How often the node has looked at all of its state, and at how many keys so far."""
+
+    rounds: int
+    pages: int
+
+
 class DirectoryCounts(Answer, frozen=True):
     """One directory of the SSD tier."""
 
@@ -176,6 +183,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     admin: AdminCounts
+    self_check: SelfCheckCounts
 
 
 class HostTier(HostSizes, frozen=True, tag_field="tier", tag="host"):

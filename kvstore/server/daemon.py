@@ -33,6 +33,7 @@ from kvstore.process import logs
 from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
 from kvstore.server.http import HttpServer
+from kvstore.server.idle import IdleChecks
 from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
@@ -117,6 +118,7 @@ class Daemon:
         self.desk = Desk(
             self.node, self.memory, self.publication.publish,
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
+            check_every_step=config.debug.check_every_step,
         )  # fmt: skip
         self.status = NodeStatus(self.desk, self.memory, host.policy, self._started_s)
         self.status.add(self._counts)
@@ -125,6 +127,7 @@ class Daemon:
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self._table)
         self._watch = Watch(self.node, self.status.unready)
+        self._idle_checks = IdleChecks(self.desk)
         #: Maximum lag of the loop: in this window, and in the previous one.
         self._lags_s = (0.0, 0.0)
         self._why = ""
@@ -229,7 +232,7 @@ class Daemon:
             log.warning("stopped before all pages were on disk: %s s were not enough", WRITE_OUT_S)
 
     async def _tick(self) -> None:
-        """Apply deadlines, measure the loop's lag, take back withheld memory."""
+        """Apply deadlines, measure the loop's lag, check the state, take back withheld memory."""
         loop = asyncio.get_running_loop()
         ticks = 0
         window = loop.time()
@@ -248,6 +251,7 @@ class Daemon:
             if not self._announcement.done:
                 self.desk.operate(self._announcement.step)
             self._watch.look(monotonic_ns())
+            self._idle_checks.turn(monotonic())
             self._manager.turn(monotonic())
             ticks += 1
             if ticks % _STALE_CHECK_TICKS == 0:

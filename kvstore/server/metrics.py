@@ -124,6 +124,11 @@ class _Snapshot:
             "Restarts of the process that serves HTTP.",
             stats["admin"]["restarts"],
         )
+        for of, help_text in (
+            ("rounds", "Times that the idle node has checked all of its state."),
+            ("pages", "Keys in the index that the node has checked while it was idle."),
+        ):
+            yield _counter(f"kvstore_self_check_{of}", help_text, stats["self_check"][of])
         yield from _latencies(stats)
         yield _lookups(stats["lookups"])
         yield from _counters(stats["counts"])

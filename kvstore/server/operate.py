@@ -239,6 +239,8 @@ class OperatorRequests:
                 for node in some:
                     table.add_candidate(node)
                 yield None  # also if cancelled: leaves that are not queued would never be evicted
+        if tier == "ssd" and table.disk is not None:
+            table.disk.limits.all_offered(space)
         evicted = 0
         job.result["evicted_bytes"] = evicted
         deadline_ns = monotonic_ns() + int(LIMIT_S * 1e9)

@@ -110,6 +110,9 @@ class Turns:
             result = refusal
         except KVStoreError as error:
             result = Refusal.of(error)
+        except AssertionError as error:
+            self._desk.node.pages.story.explain(error)
+            raise
         else:
             if pause is None:
                 self._ready.append(task)

@@ -172,7 +172,8 @@ class Verifier:
             size += node.space.shards[shard].page_bytes
         lease = next(self._numbers)
         held = [(page.node, page.shard) for page in taken]
-        table.lend(self._process, lease, held, monotonic_ns() + _LEASE_NS)
+        if held:
+            table.lend(self._process, lease, held, monotonic_ns() + _LEASE_NS)
         return lease, taken, at
 
 

@@ -100,7 +100,7 @@ class History:
                 self._act(life)
                 life.step()
                 if self.random.random() < 0.02:
-                    life.node.pages.check()
+                    life.desk.self_check.run()
         except PowerCut:
             pass
         ordinary.clear()
@@ -145,7 +145,7 @@ class History:
             found = life.read_everything()
             unread = (expected & self.promises.acknowledged.keys()) - found
             assert not unread, f"seed {self.seed}: {len(unread)} durable pages cannot be read"
-            life.node.pages.check()
+            life.desk.self_check.run()
 
     def _make_prompts(self) -> list[PrefixKeys]:
         """Prompts that branch: more pages than the disk holds."""

@@ -101,6 +101,7 @@ class Simulation:
         if rules is not None:
             self.disk = SimulatedTier(time, self.desk, self.memory, rules)
         self.desk.disk = self.disk
+        time.between = self.desk.self_check.step  # anything may happen between two stretches
         self._capacity_bytes = extents * EXTENT_BYTES
         self._pids = count(1)
         self._arrival_ns: dict[tuple[int, bool], int] = {}
@@ -118,14 +119,15 @@ class Simulation:
         """
         end_ns = self._time.now_ns + int(seconds * 1e9)
         self._time.at(0, self._tick)
-        for _ in range(self._wanted):
-            self._spawn()
-        self._time.pass_until(end_ns)
-        self._wanted = 0
-        for process in list(self._processes):
-            self._end(process)
-        self._time.pass_until(end_ns + LAST_NS)
-        self._check_the_end()
+        with self.node.pages.story.explaining():
+            for _ in range(self._wanted):
+                self._spawn()
+            self._time.pass_until(end_ns)
+            self._wanted = 0
+            for process in list(self._processes):
+                self._end(process)
+            self._time.pass_until(end_ns + LAST_NS)
+            self._check_the_end()
         return self.outcome
 
     def _tick(self) -> None:
@@ -139,9 +141,7 @@ class Simulation:
             self.disk.check_quotas()
             if self._wanted and self._random.random() < 0.02:  # at the end, no new limits
                 self.desk.operate(self.disk.limit_some)
-        self.node.pages.check()
-        for session in self.node.sessions.values():
-            session.check()
+        self.desk.self_check.run()
         self.followers.check(self.node.pages)
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
@@ -271,7 +271,7 @@ class Simulation:
     def _check_the_end(self) -> None:
         """Everything that processes held is free, and READY pages have the right bytes."""
         node = self.node
-        node.pages.check()
+        self.desk.self_check.run()
         assert not node.processes
         assert not node.sessions
         assert self.disk is not None or not self.outcome.pages_persisted, "on which disk?"

@@ -94,6 +94,7 @@ class SimulatedTier:
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
             table.add_candidate(node)
+        self.pages.limits.all_offered(space)
         self.pages.limits.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):

@@ -63,6 +63,7 @@ class Timeline:
         random: source of all choices.
         outcome: counts so far.
         now_ns: the simulated time.
+        between: called after each of the calls.
     """
 
     def __init__(self, seed: int, faults: FaultRates) -> None:
@@ -70,6 +71,7 @@ class Timeline:
         self.faults = faults
         self.outcome = SimulationOutcome()
         self.now_ns = 1
+        self.between: Callable[[], object] = lambda: None
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
 
@@ -82,6 +84,7 @@ class Timeline:
         while self._agenda and self._agenda[0][0] <= end_ns:
             self.now_ns, _, call = heapq.heappop(self._agenda)
             call()
+            self.between()
         self.now_ns = end_ns
 
 

@@ -183,6 +183,7 @@ class HostMemory:
         Raises:
             TierUnavailable: the extent does not exist, or cannot be read.
         """
+        assert 0 <= offset <= self._extent_bytes - len(into)
         descriptor = self._descriptors.get(number)
         if descriptor is None:
             raise TierUnavailable(f"extent {number} does not exist")
@@ -254,6 +255,7 @@ class HostMemory:
 
     def _take_in(self, number: int, descriptor: int) -> None:
         """Use new memory; the lock is held."""
+        assert number not in self._descriptors, "pages would lose their bytes"
         self._descriptors[number] = descriptor
         self._waiting.append(number)
         self._wake.notify()

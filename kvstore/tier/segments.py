@@ -141,6 +141,7 @@ class Segments:
     def note_written(self, segment: LogFile, entries: list[bytes], end: int) -> None:
         """Record completed writes; ``end`` is the first byte after the last record."""
         with self._lock:
+            assert not segment.sealing, "a start would not find these records"
             segment.written += len(entries)
             self._dirty[segment.number] = segment
             segment.end = max(segment.end, end)
@@ -192,6 +193,7 @@ class Segments:
             if end + size > segment.size_bytes:
                 raise InvalidArgument("segment", f"{number} has no space for a footer of {size}")
             ordered = entries[np.argsort(entries["offset"], kind="stable")]
+            assert segment.pairs or not len(entries)
             footer = aligned(size)
             footer[:] = encode_footer(self.log, number, ordered.tobytes(), pairs, end)
             segment.sealing = True
@@ -296,6 +298,7 @@ class Segments:
     def _leave(self, segment: LogFile) -> None:
         with self._lock:
             segment.users -= 1
+            assert segment.users >= 0
             if segment.users:
                 return
             if segment.dropped:

@@ -389,6 +389,7 @@ class SSDLog:
             first = not self._completions
             self._completions += completions
             self._under_way -= len(completions)
+            assert self._under_way >= 0, "a job ended twice"
             for one in completions:
                 if one.error is not None:
                     self._errors[one.error.code] += 1

@@ -180,6 +180,7 @@ class RecordMover:
             yield Completion(job.job)
 
     def _write_records(self, run: list[tuple[Write, int]]) -> None:
+        assert len(run) <= BATCH_RECORDS, "each has two blocks of its own"
         first = run[0][0].place
         end = first.offset + sum(record_bytes(payload_bytes(job)) for job, _ in run)
         with self._segments.using(first.segment, write=True) as (segment, descriptor):
@@ -212,6 +213,7 @@ class RecordMover:
         buffers = [memory_at(job.address, whole)] if whole else []
         if whole < size:
             tail = self._block(block)
+            assert len(tail) == BLOCK_BYTES
             tail[: size - whole] = ctypes.string_at(job.address + whole, size - whole)
             tail[size - whole :] = bytes(BLOCK_BYTES - (size - whole))
             buffers.append(tail)
@@ -221,6 +223,7 @@ class RecordMover:
 
     def _read_batch(self, jobs: Sequence[ReadPage]) -> int:
         """Read the jobs' pages and headers; returns bytes read."""
+        assert 0 < len(jobs) <= BATCH_RECORDS
         buffers: list[memoryview] = []
         for index, job in enumerate(jobs):
             padded = record_bytes(job.record.page_bytes) - HEADER_BYTES

@@ -20,6 +20,7 @@ from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotState, SlotTable
 from tests.client.schedule import Schedule, Socket, Threading
@@ -114,7 +115,7 @@ class World:
             for body in reader.feed(data):
                 connection = connection or desk.connect(Peer(1), Line(socket))
                 desk.receive(connection, wire.decode_request(body))
-                desk.node.pages.check()
+                check(desk.node.pages)
                 self.schedule.pause()
             if socket.shut and not socket.sent:
                 if connection:

@@ -101,11 +101,9 @@ class Fuzzed:
         while monotonic() < end_s:
             steps += 1
             self.step()
+            self.desk.self_check.step()
             if steps % 50 == 0:
-                self.node.pages.check()
-                self.node.waiting.check()
-                for session in self.node.sessions.values():
-                    session.check()
+                self.desk.self_check.run()
         self.leave()
 
     def step(self) -> None:
@@ -205,7 +203,7 @@ class Fuzzed:
             self.settle()
         while self.disk.jobs:
             self.end_job()
-        self.node.pages.check()
+        self.desk.self_check.run()
         stats = self.node.stats()
         assert stats["sessions"] == []
         assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0

@@ -24,6 +24,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
@@ -75,7 +76,7 @@ class DurableWorld:
             for job in jobs:
                 self.disk.jobs.remove(job)
                 self.node.disk_completed(job.job, error, self.now_ns)
-        self.node.pages.check()
+        check(self.node.pages)
         return self.answers()
 
     def answers(self) -> list[wire.Answer]:

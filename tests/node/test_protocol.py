@@ -9,6 +9,7 @@ from kvstore import wire
 from kvstore.node.node import WAIT_MS_MAX, Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
@@ -39,7 +40,7 @@ class Wire:
             self._requests += 1
             message.id = self._requests
         self.node.receive(connection, message, self.now_ns)
-        self.node.pages.check()
+        check(self.node.pages)
         answers = self.answers(connection)
         assert len(answers) <= 1
         for answer in answers:

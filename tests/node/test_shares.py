@@ -17,6 +17,7 @@ from kvstore.node.waiting import (
     WaitingRoom,
 )
 from kvstore.page import PrefixKeys, SpaceIdentity, page_keys
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
@@ -201,7 +202,7 @@ def test_a_process_that_held_much_gives_it_back_in_turns():
     assert held[-1] == 0
     assert turns > 1
     assert [one["name"] for one in made.node.stats()["sessions"]] == ["engine-1"]
-    made.node.pages.check()
+    check(made.node.pages)
 
 
 def test_leases_that_run_out_together_do_so_in_turns(monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from tests.state.world import PAGE, ROOT, World, identity, key
@@ -96,7 +97,7 @@ def test_a_pinned_prefix_outlives_a_flood(world_of_two):
     world.store(process, other, "123456")
 
     assert world.lookup(space, "ab") == (2, 0)
-    world.table.check()
+    check(world.table)
 
 
 def test_an_ended_pin_lets_its_pages_go(world_of_two):
@@ -111,7 +112,7 @@ def test_an_ended_pin_lets_its_pages_go(world_of_two):
 
     assert world.store(process, other, "w") == [PageStatus.GRANTED]
     assert world.table.pins.used_bytes == 0
-    world.table.check()
+    check(world.table)
 
 
 def test_pins_keep_their_budget_and_name_what_is_missing(world_of_two):
@@ -156,7 +157,7 @@ def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
 
     assert world.lookup(space, "ab") == (0, 0)
     world.table.eviction.offer_all(world.table.pins.remove(pin.number).nodes)
-    world.table.check()
+    check(world.table)
 
 
 @pytest.mark.parametrize("ttl_s", [-1.0, 1e12, float("nan")])
@@ -180,7 +181,7 @@ def test_a_put_over_quota_evicts_the_spaces_own_leaves(world_of_two):
     assert world.lookup(space, "ab") == (1, 0)
     assert world.lookup(other, "w") == (1, 0), "there was free room besides"
     assert world.store(process, space, "xyz") == [PageStatus.GRANTED] * 2 + [PageStatus.NO_ROOM]
-    world.table.check()
+    check(world.table)
 
 
 def test_a_quota_on_a_full_space_shrinks_it(world_of_two):
@@ -193,7 +194,7 @@ def test_a_quota_on_a_full_space_shrinks_it(world_of_two):
     assert world.table.shrink(space, 2)
 
     assert world.lookup(space, "abcd") == (1, 0)
-    world.table.check()
+    check(world.table)
 
 
 def test_a_reservation_is_left_to_its_space_and_what_is_above_is_not(world_of_two):
@@ -209,7 +210,7 @@ def test_a_reservation_is_left_to_its_space_and_what_is_above_is_not(world_of_tw
     world.table.quotas.set(space, 0, 0, 4 * PAGE)
     world.store(process, other, "v1234")
     assert world.lookup(space, "abc") == (0, 0), "without a reservation the oldest go"
-    world.table.check()
+    check(world.table)
 
 
 def test_a_reservation_holds_against_another_class_of_slots():
@@ -228,7 +229,7 @@ def test_a_reservation_holds_against_another_class_of_slots():
     assert world.store(process, other, "w") == [PageStatus.NO_ROOM]
 
     assert world.lookup(space, "abc") == (3, 0)
-    world.table.check()
+    check(world.table)
 
 
 def test_limits_that_cannot_be_are_refused(world_of_two):
@@ -260,7 +261,7 @@ def test_limits_hold_whatever_is_stored(puts):
         assert space.host_bytes <= 3 * PAGE
         assert space.host_bytes >= min(reached, 2 * PAGE)
         reached = max(reached, space.host_bytes)
-        world.table.check()
+        check(world.table)
 
 
 def test_pins_that_end_together_end_one_after_the_other(world_of_two):
@@ -295,7 +296,7 @@ def test_a_pin_is_measured_in_steps_and_made_at_once():
     assert taken >= 1000 // 128
     pin = world.table.pin(space, key("a" * 1000), 0, "host", measured)
     assert (len(pin.nodes), pin.size_bytes) == (1000, 1000 * PAGE)
-    world.table.check()
+    check(world.table)
 
 
 def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):

@@ -108,6 +108,7 @@ def test_metrics_are_what_prometheus_can_read(events):
     stats = {
         **node.stats(), "populated_bytes": 7, "missing_bytes": 3 << 20, "memory_failures": 5,
         "connections": 3, "accepted_connections": 9, "loop_lag_s": 0.5, "events": events,
+        "self_check": {"rounds": 3, "pages": 5},
         "admin": {"pid": 1, "restarts": 2}, "version": "1.2", "mover": "native", "unready": "",
         "pid": os.getpid(),
     }  # fmt: skip

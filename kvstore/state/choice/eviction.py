@@ -117,6 +117,12 @@ class Eviction:
         for queue in list(self._passed):
             self._end_passing(queue)
 
+    def check_turn(self) -> None:
+        """Assert that every choice was ended: no leaf is passed over any more."""
+        assert not self._passed
+        assert not self._graceless
+        assert not self._took_over
+
     def evictable(self, node: PrefixNode) -> bool:
         """Whether nothing forbids that the node's pages leave memory."""
         return not node.children_in_memory and self.releasable(node)

@@ -144,10 +144,12 @@ class Pins:
             self.disk_used_bytes += change * pin.size_bytes
             for node in pin.nodes:
                 node.disk_pins += change
+                assert node.disk_pins >= 0
         else:
             self.used_bytes += change * pin.size_bytes
             for node in pin.nodes:
                 node.memory_pins += change
+                assert node.memory_pins >= 0
 
     def expire(self, now_ns: int) -> tuple[PrefixNode, ...]:
         """End one pin whose time is up, if there is any; returns the nodes that lost it.

@@ -127,6 +127,7 @@ class Graves:
             del self._gathering[pair]
             if len(keys) < len(grave.keys):
                 self._split(pair, grave, keys)
+            assert 0 < len(grave.keys) <= RECORD_KEYS_MAX
             self._writing[pair] = grave
             of = grave.space.shards[grave.shard].spec
             job = DiskTombstone(
@@ -144,6 +145,7 @@ class Graves:
             self._try_again(pair, grave)
             return
         self.waiting_keys -= len(grave.keys)
+        assert self.waiting_keys >= 0
         if error is None:
             self._counts["tombstone_keys"] += len(grave.keys)
             self._syncs.wrote()
@@ -153,6 +155,12 @@ class Graves:
             self._syncs.hurry()  # somebody waits who does so once in a while
         for durable in grave.waiters:
             self._syncs.part_ended(durable, error)
+
+    def check(self) -> None:
+        """Assert that what waits adds up."""
+        graves = [*self._gathering.values(), *self._writing.values()]
+        assert self.waiting_keys == sum(len(grave.keys) for grave in graves)
+        assert len(self._jobs) == len(self._writing)
 
     def _add(self, space: PrefixTree, shard: int, key: bytes) -> None:
         pair = (space.number, shard)

@@ -13,6 +13,7 @@ from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.story import Story
 
 
 class WritePolicy(StrEnum):
@@ -224,6 +225,7 @@ class PageMemory(Protocol):
     meter: Meter
     now_ns: int
     tick: int
+    story: Story
 
     def allocate(
         self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int

@@ -57,6 +57,7 @@ class DiskLoads:
 
     def end_fetch(self, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
+        assert not fetch.ended
         fetch.ended = True
         self.unpin(fetch.pinned)
 
@@ -92,6 +93,7 @@ class DiskLoads:
                 self._memory.drop(node, shard, cause)
         for fetch in waiters:
             fetch.outstanding -= 1
+            assert fetch.outstanding >= 0
             if not fetch.outstanding:
                 self._fetched.append(fetch)
 
@@ -102,11 +104,13 @@ class DiskLoads:
     def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
         assert node.parent is not None
+        assert shard not in node.slots
         slots = self._memory.allocate(node.space, node.parent, size, 1)
         place = node.disk.get(shard)
         if not slots or place is None:  # making room may have cost the page itself
             self._memory.slots.abort(slots)
             return None
+        assert (node, shard) not in self._loads
         self._log.pin_segment(place.segment)
         job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
         load = self._loads[node, shard] = PageLoad(self._memory.now_ns)

@@ -4,7 +4,7 @@ Segments are files of equal size, written front to back and given back as a whol
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
@@ -22,6 +22,8 @@ SEGMENTS_MIN: Final = 4
 """Two open ones, one to reclaim and one to carry to."""
 FREE_SEGMENTS_MIN: Final = 3
 """Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
+STRETCH_PAGES: Final = 256
+"""Records that one stretch of :meth:`SegmentLog.checks` looks at: some 100 microseconds."""
 CARRY_SHARE: Final = 0.5
 """Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
 
@@ -144,6 +146,7 @@ class SegmentLog:
         if segment is None:
             return None
         place = Place(segment.number, segment.end - size)
+        assert (node, shard) not in segment.pages
         segment.pages[node, shard] = tick
         segment.live_bytes += size
         if carried:
@@ -173,11 +176,13 @@ class SegmentLog:
 
     def wrote(self, place: Place) -> None:
         """The record is there."""
-        self.segments[place.segment].writing -= 1
+        segment = self.segments[place.segment]
+        assert segment.writing > 0
+        segment.writing -= 1
 
     def abandon(self, place: Place, node: PrefixNode, shard: int) -> None:
         """The record is not there, or nobody wants it any more."""
-        self.segments[place.segment].writing -= 1
+        self.wrote(place)
         self._bury(place, node, shard)
 
     def remove(self, node: PrefixNode, shard: int) -> None:
@@ -195,7 +200,9 @@ class SegmentLog:
 
     def unpin_segment(self, number: int) -> None:
         """One reader is done."""
-        self.segments[number].readers -= 1
+        segment = self.segments[number]
+        assert segment.readers > 0
+        segment.readers -= 1
 
     def adopt(
         self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
@@ -326,6 +333,8 @@ class SegmentLog:
     def sealed(self, number: int) -> None:
         """The footer of a full segment is written, or cannot be."""
         segment = self.segments[number]
+        assert segment.state is SegmentState.FULL
+        assert not segment.writing, "its footer does not tell of that record"
         segment.state = SegmentState.SEALED
         self.full.remove(segment)
 
@@ -333,10 +342,14 @@ class SegmentLog:
         """The file of a drained segment is deleted."""
         segment = self.segments.pop(number)
         assert not segment.pages
+        assert not segment.writing
+        assert not segment.readers
+        assert segment not in self._open.values()
         for other in self.segments.values():
             other.waits_for.discard(number)
         self._used_bytes -= segment.size_bytes
         self._failed -= segment.failed
+        assert self._used_bytes >= 0 <= self._failed
         self._reclaimed += 1
 
     def stats(self) -> LogStats:
@@ -348,13 +361,30 @@ class SegmentLog:
             self._written_bytes, self._carried_bytes, self._reclaimed,
         )  # fmt: skip
 
-    def check(self) -> None:
-        """Assert every invariant that spans segments."""
+    def checks(self) -> Iterator[None]:
+        """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
+
+        A record that its page does not point to is one that is still being written.
+        """
         assert self._used_bytes == sum(one.size_bytes for one in self.segments.values())
         assert self._used_bytes <= self.capacity_bytes or not self._written_bytes
-        for segment in self.segments.values():
-            sizes = [record_bytes(at.space.shards[i].page_bytes) for at, i in segment.pages]
-            assert segment.live_bytes == sum(sizes) <= segment.end
+        assert self._failed == sum(one.failed for one in self.segments.values())
+        for segment in list(self.segments.values()):
+            pages, live_bytes, strays = list(segment.pages), 0, 0
+            records, writing = segment.records, segment.writing
+            for first in range(0, len(pages), STRETCH_PAGES):
+                for node, shard in pages[first : first + STRETCH_PAGES]:
+                    live_bytes += node.space.shards[shard].record_bytes
+                    place = node.disk.get(shard)
+                    strays += place is None or place.segment != segment.number
+                yield
+            yield
+            if self.segments.get(segment.number) is not segment:
+                continue
+            if (records, len(pages)) == (segment.records, len(segment.pages)):
+                assert segment.live_bytes == live_bytes <= segment.end
+                assert strays <= writing
+            assert segment.writing >= 0 <= segment.readers
             assert segment.waits_for <= self.segments.keys() - {segment.number}
             if segment.state in (SegmentState.OPEN, SegmentState.FULL):
                 assert segment.end + footer_bytes(segment.records) <= segment.size_bytes

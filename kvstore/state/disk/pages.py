@@ -27,6 +27,7 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
     DiskCheck,
+    DiskCopy,
     DiskJob,
     DiskRead,
     DiskRules,
@@ -331,6 +332,7 @@ class DiskPages:
         ``tokens``: of one that read a record, those that it has of its page.
         """
         ended = self._under_way.pop(job)
+        self._tell("ended" if error is None else error.code, ended)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
@@ -419,6 +421,11 @@ class DiskPages:
     def _submit(self, job: DiskJob) -> None:
         self._under_way[job.job] = job
         self.jobs.append(job)
+        self._tell("begun", job)
+
+    def _tell(self, what: str, job: DiskJob) -> None:
+        if isinstance(job, DiskWrite | DiskRead | DiskCheck | DiskCopy):
+            self._memory.story.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
 
 
 def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:

@@ -112,12 +112,14 @@ class SegmentReclaimer:
             case DiskCopy():
                 self._copied(job, error)
             case DiskSync():
+                assert self._stage is _Drain.SYNCING
                 if error is not None:
                     self._rests_until_ns = self._now_ns + self._retry_ns
                 self._stage = _Drain.COPYING if error else _Drain.READ
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
                 assert self._victim is not None
+                assert self._victim.number == number
                 if error is None:
                     self._log.free(number)
                     self._stuck.pop(number, None)
@@ -163,6 +165,8 @@ class SegmentReclaimer:
         return stuck | self._barren.keys()
 
     def _begin(self, victim: Segment, plan: Reclaim, tick: int) -> None:
+        assert victim.state is SegmentState.SEALED
+        assert not self._copies
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
         self._drop(victim, tick, DROPS_MAX)
@@ -204,11 +208,13 @@ class SegmentReclaimer:
             self._submit(DiskSync(self._sync))
         elif self._stage is _Drain.READ and not victim.readers:
             self._stage = _Drain.DELETING
+            assert not victim.pages, "pages would lose their records"
             self._submit(DiskDrop(self._number(), victim.number))
 
     def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
         (node, shard, _, digest), source = job.page, job.source
         self._copies -= 1
+        assert self._copies >= 0
         self._log.unpin_segment(source.segment)
         still_there = is_live(node) and node.disk.get(shard) == source
         assert not still_there or node.digests[shard] == digest

@@ -40,6 +40,7 @@ class Syncs:
     def part_ended(self, durable: Durable, error: KVStoreError | None) -> None:
         """One of the records that a durable put or removal waits for is written, or cannot be."""
         durable.outstanding -= 1
+        assert durable.outstanding >= 0
         durable.error = durable.error or error
         if not durable.outstanding:
             self.wait(durable)
@@ -49,6 +50,7 @@ class Syncs:
 
         Where nothing is ever synced, written is all that there is.
         """
+        assert not durable.outstanding
         if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
             self._acknowledge(durable)
             return
@@ -63,6 +65,7 @@ class Syncs:
             return
         self._due_ns = now_ns + self._rules.sync_interval_ns
         self._unsynced, self._under_way = False, True
+        assert not self._present
         self._present, self._next = self._next, []
         self._begin()
 
@@ -77,6 +80,7 @@ class Syncs:
 
     def ended(self, error: KVStoreError | None) -> None:
         """The sync under way has ended."""
+        assert self._under_way
         self._under_way = False
         present, self._present = self._present, []
         for durable in present:

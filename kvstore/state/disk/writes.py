@@ -121,6 +121,7 @@ class Writes:
         write = self._writes[node, shard]
         write.error = error
         self.in_flight_bytes -= write.size
+        assert self.in_flight_bytes >= 0
         settling, unwritten = [write], list[tuple[PrefixNode, int]]()
         while settling:
             write = settling.pop()
@@ -143,6 +144,8 @@ class Writes:
     def _begin_write(
         self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
     ) -> None:
+        assert (node, shard) not in self._writes
+        assert shard not in node.disk
         slot = node.slots[shard]
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
@@ -178,6 +181,7 @@ class Writes:
         else:
             self._log.abandon(write.job.place, node, shard)
             node.space.disk_bytes -= write.size
+            assert node.space.disk_bytes >= 0
             if node.parent is not None:
                 self._limits.add_candidate(node.parent)
             self._memory.counts["unwritten_pages"] += 1

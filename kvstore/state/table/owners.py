@@ -1,7 +1,5 @@
 """Whose page a slot holds: a list for each extent, which never grows while somebody waits."""
 
-from collections.abc import Iterator
-
 from kvstore.state.tree.prefix_tree import PrefixNode
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -39,10 +37,3 @@ class Owners:
         nodes, index = self._extents[self._slots.position(slot)], self._slots.index(slot)
         assert nodes[index] is not None
         nodes[index] = None
-
-    def items(self) -> Iterator[tuple[Slot, PrefixNode]]:
-        """All of them."""
-        for position, nodes in self._extents.items():
-            for index, node in enumerate(nodes):
-                if node is not None:
-                    yield self._slots.slot(position, index), node

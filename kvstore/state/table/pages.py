@@ -107,6 +107,7 @@ class PageTable(Residents):
         if lease is None:
             return
         self._hold(process, -lease.size_bytes)
+        self.story.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
@@ -189,6 +190,7 @@ class PageTable(Residents):
                 statuses += [refusal] * (len(keys) - len(statuses))
         if put.pages:
             process.puts[put_id] = put
+            self.story.tell("granted", put.pages[0][0], shard, len(put.pages))
         return statuses, put
 
     def commit_put(
@@ -248,6 +250,9 @@ class PageTable(Residents):
                 self._abandon(node, put.shard)
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
+        self.story.tell(
+            "lost" if writing else "aborted", put.pages[0][0], put.shard, len(put.pages)
+        )
         if writing:
             self.slots.lose(put.slots)
             put.lost = True
@@ -262,7 +267,7 @@ class PageTable(Residents):
     def lend(
         self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
-        """Pin READY pages in memory under a lease, whatever their order; no use is counted."""
+        """Pin one READY page or more in memory under a lease, in any order; no use is counted."""
         held = [(node, shard, node.slots[shard]) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
         lease = Lease(held, size, deadline_ns)
@@ -376,6 +381,7 @@ class PageTable(Residents):
         left = EXPIRE_MAX
         for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
             lease.expired = True
+            self.story.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
             self.slots.pin_to_hold(lease.slots)
             self.counts["expired_leases"] += 1
             for node, _, _ in lease.pages:
@@ -393,11 +399,6 @@ class PageTable(Residents):
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
         due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
         return min((at for at in due if at), default=0)
-
-    def check(self) -> None:
-        """Assert every invariant that spans slots, trees and sessions."""
-        super().check()
-        self.pins.check()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -417,6 +418,7 @@ class PageTable(Residents):
                 told = [member.tokens for member in run]
                 tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
                 self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
+                self.story.tell("stored", run[0], put.shard, len(run))
                 run = []
             if node is not None:
                 run.append(node)
@@ -471,10 +473,12 @@ class PageTable(Residents):
     def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
         self._hold(process, lease.size_bytes)
         process.leases[lease_id] = lease
+        self.story.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
         self._deadlines.add_lease(process, lease_id, lease)
 
     def _hold(self, process: Process, delta: int) -> None:
         process.session.used_bytes += delta
+        process.session.changes += 1
         assert process.session.used_bytes >= 0
 
     def _end_put(self, process: Process, put_id: int) -> None:

@@ -23,8 +23,9 @@ from kvstore.state.table.owners import Owners
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from kvstore.state.tree.slots import Slot, SlotState, SlotTable
+from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
+from kvstore.state.tree.story import Story
 
 DROP_AT_ONCE = 128
 """Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
@@ -44,6 +45,7 @@ class Residents:
         now_ns: the time of the message that is being carried out.
         tick: counts the requests; orders uses.
         orphans: pages whose head has left, and that are still there.
+        story: the last events of pages.
         draining: the extent that is being emptied for pages of another class.
     """
 
@@ -56,6 +58,7 @@ class Residents:
         self.counts: Counter[str] = Counter()
         self.meter = Meter()
         self.ghosts = Ghosts()
+        self.story = Story(self)
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.now_ns = 0
@@ -92,37 +95,9 @@ class Residents:
             missing += any(at >= first and mask & ~have for first, mask in needed)
         return missing
 
-    def check(self) -> None:
-        """Assert every invariant that spans slots, trees and the log."""
-        self.slots.check()
-        if self.disk is not None:
-            self.disk.log.check()
-            self.disk.limits.check()
-            for space in self.spaces:
-                there = [at for node in space.nodes.values() for at in node.disk]
-                size = sum(space.shards[at].record_bytes for at in there)
-                assert space.disk_bytes == size + self.disk.limits.writing_bytes(space)
-        owned: dict[Slot, PrefixNode] = {}
-        for space in self.spaces:
-            space.check()
-            for node in space.nodes.values():
-                for shard, slot in node.slots.items():
-                    owned[slot] = node
-                    ready = self.slots.state(slot) == SlotState.READY
-                    assert ready == bool(node.ready >> shard & 1)
-                for shard in {*node.slots, *node.disk}:
-                    head = node.parent
-                    assert head is not None
-                    if head is space.root or space.shards[shard].window_pages:
-                        continue
-                    if space.holes.get(head, 0) >> shard & 1:
-                        assert not head.present >> shard & 1
-                        continue
-                    assert head.present >> shard & 1
-                    assert shard in head.disk or shard not in node.disk
-                if self.eviction.evictable(node):
-                    assert classes(node) <= set(node.queued), "a leaf is in all its queues"
-        assert owned == dict(self._owners.items())
+    def owner(self, slot: Slot) -> PrefixNode | None:
+        """The node of the page in a slot; None for a slot of no page in the trees."""
+        return self._owners.get(slot)
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -169,6 +144,7 @@ class Residents:
         assert node.parent is not None
         known = node.tokens or tokens
         self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier, known))
+        self.story.tell(f"{kind.__name__} {tier}", node, shard)
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
@@ -217,6 +193,7 @@ class Residents:
         found = subtree(node, most=DROP_AT_ONCE)
         if len(found) > DROP_AT_ONCE:
             node.space.holes[node] = node.space.holes.get(node, 0) | 1 << shard
+            self.story.tell("hole", node, shard)
             self.orphans.append(Orphans(node, shard, cause, tails_first(node, shard)))
             return
         for below in reversed(found[1:]):
@@ -257,6 +234,7 @@ class Residents:
                 self.disk.graves.bury(node, shard)
         self.actions.append(Removed(node.space, shard, [node.key], cause, places))
         self.counts[f"removed_{cause}"] += 1
+        self.story.tell(f"removed {cause}", node, shard)
         self.ghosts.add(node, shard, cause, self.now_ns)
         if slot is not None:
             self.slots.release([slot])
@@ -264,6 +242,7 @@ class Residents:
     def _abandon(self, node: PrefixNode, shard: int) -> None:
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
+        self.story.tell("abandoned", node, shard)
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)

@@ -251,10 +251,12 @@ class SlabIndex:
 
     def check(self) -> None:
         """Assert every invariant that spans fields."""
-        self.slots.check()
+        for _ in self.slots.checks(lambda _slot, _state: None):
+            pass
         held: list[Slot] = []
         for space in self._spaces.values():
-            space.check()
+            for _ in space.checks(lambda _node: None):
+                pass
             assert space.nodes, "an empty set of pages should have been dropped"
             for node in space.nodes.values():
                 held += node.slots.values()

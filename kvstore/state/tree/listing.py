@@ -8,7 +8,6 @@ beginning of a walk to its end is shown exactly once.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Final, Generic, Protocol, TypeVar
 
 SHELF_NODES: Final = 256
@@ -64,7 +63,3 @@ class CreationOrder(Generic[N]):
     def after(number: int) -> int:
         """The first serial number behind a chunk."""
         return number + 1 << _SHIFT
-
-    def __iter__(self) -> Iterator[N]:
-        for chunk in self._chunks.values():
-            yield from chunk.values()

@@ -13,10 +13,15 @@ A **session** is one engine with all its processes; a **process** is one connect
 touches bytes any more; "dead" is the kernel's (a pidfd).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.slots import Slot
+
+STRETCH_HELD: Final = 512
+"""Leases, puts and fetches that one stretch of :meth:`Session.checks` looks at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +149,7 @@ class Session:
         domain: its tenant; empty until it opened its first space.
         spaces: the spaces that it has opened, by number.
         used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
+        changes: how often these bytes changed.
         quota_bytes: the most that ``used_bytes`` may reach.
         prefill_s_per_token: what the engine reported; 0 until it did.
     """
@@ -154,6 +160,7 @@ class Session:
     domain: str = ""
     spaces: dict[int, PrefixTree] = field(default_factory=dict)
     used_bytes: int = 0
+    changes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
 
@@ -170,14 +177,19 @@ class Session:
         """Its connections of one origin; none where that is not told."""
         return [one for one in self.processes.values() if origin and one.origin == origin]
 
-    def check(self) -> None:
-        """Assert that the bytes add up."""
-        used = 0
-        for process in self.processes.values():
-            used += sum(lease.size_bytes for lease in process.leases.values())
-            used += sum(put.size_bytes for put in process.puts.values())
-            used += sum(fetch.size_bytes for fetch in process.fetches)
-        assert used == self.used_bytes
-        for connection, process in self.processes.items():
+    def checks(self) -> Iterator[None]:
+        """Assert that the bytes add up, a stretch at a time."""
+        changes, used = self.changes, 0
+        for connection, process in list(self.processes.items()):
             assert process.connection == connection
             assert process.session is self
+            held: list[Lease | Put | Fetch] = [
+                *process.leases.values(),
+                *process.puts.values(),
+                *process.fetches,
+            ]
+            for first in range(0, len(held), STRETCH_HELD):
+                used += sum(one.size_bytes for one in held[first : first + STRETCH_HELD])
+                yield
+            yield
+        assert used == self.used_bytes or self.changes != changes

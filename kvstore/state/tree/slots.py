@@ -17,7 +17,7 @@ Slots of one size are carved from **extents**. An extent belongs to one domain (
 because whoever maps it can read all of it.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, NamedTuple, NewType
@@ -28,6 +28,8 @@ Slot = NewType("Slot", int)
 SLOT_ALIGNMENT: Final = 4096
 _INDEX_BITS: Final = 20
 _INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
+STRETCH_SLOTS: Final = 128
+"""Slots that one stretch of :meth:`SlotTable.checks` looks at: some 50 microseconds."""
 
 
 class SlotState(IntEnum):
@@ -135,6 +137,8 @@ class SlotTable:
         self.extent_bytes = extent_bytes
         self.extents = [Extent(number) for number in range(extent_count)]
         self.withheld = withheld
+        #: Calls that changed a slot.
+        self.changes = 0
         #: Memory that must be replaced before the next answer goes out.
         self.replaced: list[Replacement] = []
         self._next_number = extent_count
@@ -145,6 +149,7 @@ class SlotTable:
 
     def provide(self, count: int) -> list[int]:
         """Put ``count`` withheld extents to use; returns their numbers."""
+        self.changes += 1
         numbers = self.withheld_numbers(count)
         self.withheld -= len(numbers)
         for number in numbers:
@@ -165,6 +170,7 @@ class SlotTable:
         assert slot_bytes <= self.extent_bytes
         open_positions = self._open.setdefault((domain, slot_bytes), [])
         taken: list[Slot] = []
+        self.changes += 1
         while len(taken) < count:
             if not open_positions and not self._claim(domain, slot_bytes):
                 break
@@ -191,6 +197,7 @@ class SlotTable:
 
     def abort(self, slots: Iterable[Slot]) -> None:
         """WRITING → FREE: the writer is known to have stopped."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.WRITING
@@ -206,6 +213,7 @@ class SlotTable:
 
     def release(self, slots: Iterable[Slot]) -> None:
         """READY → FREE, or → LIMBO while someone may still read it: its page left the index."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.READY
@@ -216,6 +224,7 @@ class SlotTable:
 
     def pin(self, slots: Iterable[Slot], tick: int) -> None:
         """Forbid the eviction of READY slots; one call, one pin each."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.READY
@@ -225,6 +234,7 @@ class SlotTable:
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         """Take one pin from each; a LIMBO slot without pins and holds becomes FREE."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.pins[index] > 0
@@ -234,6 +244,7 @@ class SlotTable:
 
     def pin_to_hold(self, slots: Iterable[Slot]) -> None:
         """A reader's right ran out, but it may still read: eviction is allowed, re-use is not."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.pins[index] > 0
@@ -243,6 +254,7 @@ class SlotTable:
 
     def unhold(self, slots: Iterable[Slot]) -> None:
         """The reader or writer behind one hold of each is known to have stopped."""
+        self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.holds[index] > 0
@@ -290,6 +302,7 @@ class SlotTable:
         self._open[extent.domain, extent.slot_bytes] = [
             at for at in self._open[extent.domain, extent.slot_bytes] if at != position
         ]
+        self.changes += 1
         self._renumber(extent, in_use=True)
         self.extents[position] = Extent(extent.number, generation=extent.generation)
         self._unassigned.insert(0, position)
@@ -388,20 +401,50 @@ class SlotTable:
             retiring_bytes=retiring,
         )
 
-    def check(self) -> None:
-        """Assert every invariant that spans fields."""
-        for position, extent in enumerate(self.extents):
-            assert (extent.domain is None) == (position in self._unassigned)
-            assert len(set(extent.free)) == len(extent.free)
-            for index in range(extent.count):
-                state = extent.states[index]
-                assert (state == SlotState.FREE) == (index in extent.free)
-                used = extent.pins[index] + extent.holds[index]
-                assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
-                assert state != SlotState.LIMBO or used > 0
-            assert extent.pinned == sum(1 for pins in extent.pins if pins)
+    def checks(self, also: Callable[[Slot, int], None]) -> Iterator[None]:
+        """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
+
+        Args:
+            also: asserts what else must hold of a slot in this state.
+        """
+        changes, unassigned, seen = self.changes, 0, bytearray(len(self.extents))
+        for position in range(len(seen)):
+            for at in self._unassigned[position : position + 1]:
+                assert self.extents[at].domain is None
+                assert not seen[at] or self.changes != changes, "an extent is unassigned twice"
+                seen[at] = 1
+            extent = self.extents[position]
+            unassigned += extent.domain is None
             if extent.free and extent.domain is not None and not extent.closed:
                 assert position in self._open[extent.domain, extent.slot_bytes]
+            yield from self._check_slots(position, extent, also)
+        assert unassigned == len(self._unassigned) or self.changes != changes
+
+    def _check_slots(
+        self, position: int, extent: Extent, also: Callable[[Slot, int], None]
+    ) -> Iterator[None]:
+        """Assert what must hold of each slot of an extent, and what they add up to."""
+        changes, count, free, pinned = self.changes, extent.count, 0, 0
+        seen = bytearray(count)
+        for first in range(0, count or 1, STRETCH_SLOTS):
+            last = min(first + STRETCH_SLOTS, count)
+            for index in extent.free[first:last]:
+                assert extent.states[index] == SlotState.FREE
+                assert not seen[index] or self.changes != changes, "a slot is free twice"
+                seen[index] = 1
+            for index in range(first, last):
+                state, used = extent.states[index], extent.pins[index] + extent.holds[index]
+                assert state not in (SlotState.FREE, SlotState.WRITING) or used == 0
+                assert state != SlotState.LIMBO or used > 0
+                free += state == SlotState.FREE
+                pinned += extent.pins[index] > 0
+                also(self.slot(position, index), state)
+            yield
+            if self.extents[position] is not extent or extent.count != count:
+                return  # it has changed hands
+        if self.changes == changes:
+            assert len(extent.free) == free, "a FREE slot that nobody finds"
+            assert extent.pinned == pinned
 
     # ---- inside -----------------------------------------------------------------------------
 

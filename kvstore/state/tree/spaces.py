@@ -100,6 +100,12 @@ class Spaces:
             del self._spaces[space.number], self._by_digest[space.identity.digest]
         return len(idle)
 
+    def check(self) -> None:
+        """Assert that each space is known by both its names."""
+        assert len(self._spaces) == len(self._by_digest)
+        assert all(self._spaces.get(one.number) is one for one in self._by_digest.values())
+        assert all(one.sessions >= 0 for one in self)
+
     def _find_or_make(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], spaces_max: int
     ) -> tuple[PrefixTree, list[int]]:

@@ -17,10 +17,12 @@ from kvstore.state.choice.policy import (
     HighestReuse,
     new_policy,
 )
+from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
+from tests.state.world import hold
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 
@@ -70,7 +72,7 @@ def test_a_policy_returns_each_offered_leaf_once_and_loses_none(name, prompts, c
     for ids in chained(prompts):
         uses = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
         hits = simulation.request(ids)
-        simulation.space.check()
+        hold(simulation.space.checks(lambda _node: None))
         assert len(simulation.space.nodes) <= capacity
         after = sum(node.uses for node in [simulation.space.root, *simulation.space.nodes.values()])
         assert after >= uses + bool(hits), "marks of what is gone are handed up"
@@ -234,4 +236,4 @@ def test_the_simulator_finds_what_a_page_table_finds():
             table.commit_put(process, number, bytes(16 * len(put.pages)))
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
-        table.check()
+        check(table)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention, is_live
 from kvstore.state.tree.sessions import Lease
@@ -53,7 +54,7 @@ def test_pages_that_leave_before_memory_is_full_are_not_remembered_as_victims(po
         number, _ = world.acquire(engine, space, letter)
         world.table.release(engine, number)
 
-    world.table.check()
+    check(world.table)
     assert not space.nodes
     assert alive(PrefixNode) - before < NODES_MAX
 
@@ -104,7 +105,7 @@ def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered
         world.end_all()
         world.table.drop(world.node(letter), 0, "expired")
 
-    world.table.check()
+    check(world.table)
     assert alive(PrefixNode) - before < NODES_MAX
 
 

@@ -14,6 +14,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode
 from tests.state.world import World, chain, key
@@ -51,7 +52,7 @@ class DiskWorld(World):
     def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
         del self.open[job.job]
         self.disk.completed(job.job, error)
-        self.table.check()
+        check(self.table)
 
     def end_all(self) -> None:
         while jobs := self.jobs(DiskJob):

@@ -8,6 +8,7 @@ from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnav
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
@@ -31,6 +32,7 @@ class LimitedWorld(DiskWorld):
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
             self.table.add_candidate(node)
+        self.disk.limits.all_offered(space)
         while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 
@@ -362,7 +364,7 @@ def test_limits_hold_whatever_is_stored_used_pinned_and_lost(seed):
         reached = on_disk
         for paths in pins.values():
             assert all(world.there(*paths)), "a pinned page is gone"
-        world.table.check()
+        check(world.table)
     world.end_all()
     assert not world.jobs(DiskCopy)
 
@@ -419,7 +421,7 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
     assert not world.disk.limits.shrink(world.mine, 1, 1 << 40), "nothing is a leaf now"
 
     world.table.drop(world.node("ab"), 0, "corrupt")
-    world.table.check()
+    check(world.table)
     world.end_all()
     world.limit(world.mine, quota=1)
 

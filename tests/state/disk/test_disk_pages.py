@@ -379,7 +379,6 @@ def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted
     assert statuses == [PageStatus.NO_PARENT]
     assert key("a") not in world.mine.nodes
     world.end_all()
-    world.table.check()
 
 
 def test_a_prefetch_that_is_given_up_pins_nothing():

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.page import PrefixKey
 from kvstore.state.table import residents
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus, Removed
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.testing.simulation import Simulation
@@ -33,12 +34,12 @@ def space_of(world: World) -> PrefixTree:
 
 def drop(world: World, path: str) -> None:
     world.table.drop(space_of(world).nodes[key(path)], 0, "corrupt")
-    world.table.check()
+    check(world.table)
 
 
 def sweep(world: World, steps: int) -> None:
     world.table.sweep(steps)
-    world.table.check()
+    check(world.table)
 
 
 def test_a_head_that_leaves_is_a_miss_at_once_and_what_follows_it_leaves_in_turns(world: World):
@@ -89,7 +90,7 @@ def test_what_is_put_behind_a_page_that_is_about_to_leave_leaves_with_it(world: 
 
     assert world.commit(engine, number) == [PageStatus.DROPPED] * 3
     assert not [node for node in space.nodes.values() if node.present & 1 and node.depth > 2]
-    world.table.check()
+    check(world.table)
 
 
 def test_the_last_page_that_is_evicted_closes_the_hole_before_it(world: World):
@@ -129,7 +130,7 @@ def test_lookups_find_what_a_look_at_each_page_finds_while_pages_leave_in_turns(
             case _:
                 shards = chance.choice([[0], [1], [0, 1]])
                 assert world.lookup(space, path, shards)[0] == ready(space, path, shards)
-        world.table.check()
+        check(world.table)
     world.table.sweep(10_000)
     assert dropped > 0
     assert not space.holes

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.errors import CapacityError
 from kvstore.page import PrefixKey, ShardSpec
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.tree.prefix_tree import PrefixTree, Retention
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot, SlotState
-from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, key
+from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, hold, key
 
 SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
 WINDOW_SHARD, WINDOW_PAGES = 2, WINDOW.window_pages
@@ -383,9 +384,9 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def checks_and_quotas_hold(self) -> None:
-        self.table.check()
+        check(self.table)
         for session in self.world.sessions.values():
-            session.check()
+            hold(session.checks())
             assert session.used_bytes <= session.quota_bytes
         stats = self.world.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
@@ -406,10 +407,11 @@ class PagesMachine(RuleBasedStateMachine):
             assert not space.nodes
             assert not space.writing
         stats = self.world.slots.stats()
-        assert stats.writing_bytes == stats.ready_bytes == stats.limbo_bytes == 0
-        assert stats.pinned_bytes == 0
+        assert (
+            stats.writing_bytes == stats.ready_bytes == stats.limbo_bytes == stats.pinned_bytes == 0
+        )
         assert all(not session.used_bytes for session in self.world.sessions.values())
-        self.table.check()
+        check(self.table)
 
 
 TestPagesMachine = PagesMachine.TestCase

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvstore.state.table.invariants import check
 from kvstore.state.table.retirement import AGAIN_NS, Retirement
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer, Process, Session
@@ -58,7 +59,7 @@ def test_the_extents_of_a_lost_writer_get_new_memory_when_its_time_is_up(scene: 
     assert scene.ended == [scene.hidden]
     assert scene.hidden.session.used_bytes == 0
     assert scene.retirement.next_deadline_ns() == 0
-    world.table.check()
+    check(world.table)
 
 
 def test_pages_beside_what_a_lost_reader_may_read_leave_memory(scene: Scene):
@@ -78,7 +79,7 @@ def test_pages_beside_what_a_lost_reader_may_read_leave_memory(scene: Scene):
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
     assert world.slots.stats().free_bytes == 8 * PAGE
     assert scene.ended == [scene.hidden]
-    world.table.check()
+    check(world.table)
 
 
 def test_an_extent_waits_for_those_who_still_read_or_write_there(scene: Scene):
@@ -108,7 +109,7 @@ def test_an_extent_waits_for_those_who_still_read_or_write_there(scene: Scene):
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
     assert world.slots.stats().retiring_bytes == 0
     assert world.store(scene.engine, space, "xyz") == [PageStatus.GRANTED] * 3
-    world.table.check()
+    check(world.table)
 
 
 def test_a_lease_that_has_not_run_out_keeps_its_extent(scene: Scene):
@@ -166,7 +167,7 @@ def test_an_extent_comes_back_although_who_it_retired_for_has_ended_meanwhile(sc
     assert world.slots.stats().retiring_bytes == 0
     assert world.slots.stats().free_bytes == 8 * PAGE
     assert scene.retirement.next_deadline_ns() == 0
-    world.table.check()
+    check(world.table)
 
 
 def test_a_process_that_settles_after_all_keeps_no_extent(scene: Scene):

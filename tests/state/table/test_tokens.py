@@ -8,8 +8,9 @@ from kvstore.errors import PageCorrupt, TierUnavailable
 from kvstore.state.disk.checks import CHECKS_MAX
 from kvstore.state.disk.jobs import DiskRead, DiskTokens
 from kvstore.state.table.announce import READ_NS, Announcement
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import TierRemoved, TierStored
-from tests.state.disk.test_disk_pages import DiskWorld, flood
+from tests.state.disk.disk_world import DiskWorld, flood
 from tests.state.world import FULL, FULL_2, World, chain, key
 
 
@@ -32,7 +33,7 @@ class Engine(World):
         self.table.begin_put(self.me, self._numbers, self.mine, shard, packed, key(""), tokens)
         if commit:
             self.commit(self.me, self._numbers)
-        self.table.check()
+        check(self.table)
         return self._numbers
 
     def known(self, path: str) -> list[bytes]:
@@ -101,7 +102,7 @@ def test_a_put_that_is_taken_back_leaves_no_tokens():
 
     world.table.abort_put(world.me, number)
 
-    world.table.check()
+    check(world.table)
     assert list(world.mine.nodes) == [key("a")]
     assert world.known("a") == [b""], "it was stored already, and nothing of it was granted"
 
@@ -140,7 +141,7 @@ def load(world: DiskWorld, path: str, given: Callable[[DiskRead], bytes]) -> Non
     while jobs := world.jobs(DiskRead):
         del world.open[jobs[0].job]
         world.disk.completed(jobs[0].job, None, given(jobs[0]))
-        world.table.check()
+        check(world.table)
     world.disk.loads.end_fetch(fetch)
 
 
@@ -251,7 +252,7 @@ def test_a_record_that_is_not_its_pages_is_found_while_its_tokens_are_read(world
     assert world.lookup(world.mine, "ab") == (0, 0)
     assert world.table.counts["disk_corrupt_records"] > 0
     assert world.table.counts["disk_checked_records"] == 0, "no page was read"
-    world.table.check()
+    check(world.table)
 
 
 def test_the_record_of_one_shard_is_enough():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvstore.state.table.adopt import adopt
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.table.test_adopt import found
@@ -33,7 +34,7 @@ def begin(world: World, shard: int, name: str, before: str) -> PageStatus:
     statuses, put = world.table.begin_put(process, 9, space, shard, key(name), key(before))
     if put.pages:
         world.commit(process, 9)
-    world.table.check()
+    check(world.table)
     return statuses[0]
 
 
@@ -82,7 +83,7 @@ def test_of_records_that_contradict_each_other_a_start_believes_the_first(order:
     [space] = world.table.spaces
     assert space.nodes[key("b")].parent is space.nodes[key("a")]
     assert set(space.nodes[key("b")].disk) == {0}
-    world.table.check()
+    check(world.table)
 
 
 def test_a_lookup_of_keys_that_are_no_chain_finds_what_is_there_of_them():
@@ -101,7 +102,7 @@ def begin_many(world: World, shard: int, names: list[str], before: str) -> list[
     [space] = world.table.spaces
     keys = b"".join(map(key, names))
     statuses, _ = world.table.begin_put(process, 9, space, shard, keys, key(before))
-    world.table.check()
+    check(world.table)
     return statuses
 
 

@@ -23,6 +23,7 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
 from kvstore.page import PrefixKey
+from kvstore.state.table.invariants import check
 from kvstore.state.tree.places import BLOCK_BYTES, FOOTER_TABLE_BYTES, Place
 from kvstore.state.tree.slots import SlotTable
 from kvstore.testing.tiers import PageInMemory, TierDriver
@@ -116,8 +117,7 @@ class Case:
         if size > 1 << 24:
             return  # more than any page of this log has; a node would not ask for it
         page = PageInMemory.random(self.random, max(size, 1))
-        digest = entry["digest"].tobytes()
-        record = PageRecord(key, PrefixKey(b""), space, spec, size, digest)
+        record = PageRecord(key, PrefixKey(b""), space, spec, size, entry["digest"].tobytes())
         ended, target = driver.read(
             Place(number, int(entry["offset"])), PageInMemory(record, page.memory)
         )
@@ -140,7 +140,7 @@ class Case:
         finally:
             memory.close()
         try:
-            node.pages.check()
+            check(node.pages)
         finally:
             tier.close()
 

@@ -1,0 +1,41 @@
+"""The node checks its own state while it is idle."""
+
+from time import perf_counter
+from typing import Final
+
+from kvstore.node.desk import Desk
+
+PIECE_S: Final = 0.0005
+"""A piece ends after the first stretch that ends later: it takes less than a millisecond."""
+PAUSE_S: Final = 300.0
+"""Time between two rounds, so that an idle node does not work all the time."""
+
+
+class IdleChecks:
+    """Rounds of checks in pieces, at most one piece in each tick of the daemon.
+
+    Args:
+        desk: the desk of the node that is checked.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._tick = -1
+        self._next_s = 0.0
+
+    def turn(self, now_s: float) -> None:
+        """Check a piece of the state, unless a request came since the last turn, or waits.
+
+        Raises:
+            AssertionError: the state is broken.
+        """
+        node, before = self._desk.node, self._tick
+        self._tick = node.pages.tick
+        busy = self._tick != before or node.waiting.count or node.unfinished
+        if busy or now_s < self._next_s:
+            return
+        end = perf_counter() + PIECE_S
+        while perf_counter() < end:
+            if self._desk.self_check.step():
+                self._next_s = now_s + PAUSE_S
+                return

@@ -1,0 +1,119 @@
+"""The invariants of all pages of a node, checked in short stretches. Pure.
+
+Checking a million pages takes seconds, and nobody may hold the state for so long. So each part of
+the state is walked in stretches of about 100 microseconds. Between two stretches anything may
+happen: pages come and leave, extents change hands. What must hold of one node, slot or record is
+asserted of each. Sums are asserted only if nothing changed during the walk; each part counts its
+changes for that.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvstore.state.choice.eviction import classes
+from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.slots import Slot, SlotState
+
+TOGETHER_MAX: Final = 1024
+"""Most writes under way, or dropped pages with descendants, that one stretch adds up."""
+
+
+def checks(table: PageTable) -> Iterator[int]:
+    """Assert every invariant of slots, trees, pins and the log, and those between them.
+
+    Yields:
+        The number of nodes checked in each stretch.
+    """
+
+    def slot_and_page(slot: Slot, state: int) -> None:
+        node = table.owner(slot)
+        assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
+        assert node is None or (is_live(node) and slot in node.slots.values())
+
+    for _ in table.slots.checks(slot_and_page):
+        yield 0
+    _check_turn(table)
+    table.spaces.check()
+    table.pins.check()
+    for space in list(table.spaces):
+        yield from _space(table, space)
+    if table.disk is not None:
+        table.disk.graves.check()
+        for _ in table.disk.log.checks():
+            yield 0
+
+
+def check(table: PageTable) -> None:
+    """Assert every invariant at once."""
+    for _ in checks(table):
+        pass
+
+
+def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
+    """Assert the invariants of the pages of a space."""
+    changes, disk, record_bytes = space.changes, table.disk, 0
+    _check_holes(table, space)
+
+    def page(node: PrefixNode) -> None:
+        nonlocal record_bytes
+        _check_memory(table, node)
+        if disk is not None:
+            _check_disk(disk, node)
+            record_bytes += sum(space.shards[shard].record_bytes for shard in node.disk)
+
+    yield from space.checks(page)
+    if disk is not None and space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
+        assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
+
+
+def _check_turn(table: PageTable) -> None:
+    """Assert what must hold between two turns."""
+    table.eviction.check_turn()
+    assert table.draining.spared is None
+    now = table.draining.now
+    for position, extent in enumerate(table.slots.extents):
+        if extent.draining and len(extent.free) < extent.count:
+            assert now is not None, "an extent that nobody empties"
+            assert now.position == position, "another extent is emptied"
+
+
+def _check_holes(table: PageTable, space: PrefixTree) -> None:
+    """Assert that the pages below each hole are being dropped."""
+    if len(table.orphans) <= TOGETHER_MAX:
+        leaving = {(orphans.top, orphans.shard) for orphans in table.orphans}
+        for node, mask in space.holes.items():
+            assert is_live(node)
+            assert mask & ~space.full_mask == 0
+            shards = [shard for shard in range(mask.bit_length()) if mask >> shard & 1]
+            assert shards, "a hole of no shard"
+            assert all((node, shard) in leaving for shard in shards), "a hole that nobody fills"
+
+
+def _check_memory(table: PageTable, node: PrefixNode) -> None:
+    for shard, slot in node.slots.items():
+        assert table.owner(slot) is node
+        ready = table.slots.state(slot) == SlotState.READY
+        assert ready == bool(node.ready >> shard & 1)
+    if table.eviction.evictable(node):
+        assert classes(node) <= set(node.queued), "a leaf is in all its queues"
+    head = node.parent
+    assert head is not None
+    if head is not node.space.root:
+        alone = node.present & ~head.present & node.space.full_mask
+        alone &= ~node.space.holes.get(head, 0)
+        assert not alone, "a page whose head is gone: nobody reaches it"
+
+
+def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
+    disk.limits.check(node)
+    head, of = node.parent, node.space
+    assert head is not None
+    for shard, place in node.disk.items():
+        segment = disk.log.segments.get(place.segment)
+        assert segment is not None
+        assert (node, shard) in segment.pages
+        assert place.offset < segment.end
+        follows = shard in head.disk or of.holes.get(head, 0) >> shard & 1
+        assert head is of.root or follows or of.shards[shard].window_pages

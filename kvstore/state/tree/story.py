@@ -1,0 +1,118 @@
+"""The last events of pages, shown when an assertion fails. Pure and bounded.
+
+Code that changes the state adds an event: when, what, and to which run of pages. The events are
+read only when a bug shows: those of the page concerned are added to the error as a note, so that
+every log and every test that reports the error shows them.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Protocol
+
+from kvstore.errors import KVStoreError
+from kvstore.page import PrefixKey
+from kvstore.state.tree.prefix_tree import PrefixNode
+
+EVENTS_MAX: Final = 4096
+TOLD_MAX: Final = 64
+"""Most events in a note: the last ones of the page, or of all pages if none is known."""
+_NS: Final = 1_000_000_000
+
+
+class Event(NamedTuple):
+    """An event of a run of pages: ``pages`` keys of one chain, the first is ``key``.
+
+    Attributes:
+        tick: number of the last request before it.
+        what: the event, in a few words.
+        space: number of the space.
+        depth: of ``key``.
+    """
+
+    now_ns: int
+    tick: int
+    what: str
+    space: int
+    key: PrefixKey
+    depth: int
+    shard: int
+    pages: int
+
+
+class Moment(Protocol):
+    """The time of an event, as the page table has it."""
+
+    now_ns: int
+    tick: int
+
+
+class Story:
+    """The last events of one node.
+
+    Args:
+        moment: the current time.
+    """
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        #: Fields of events, as plain tuples: they take half the time.
+        self._events: deque[tuple[Any, ...]] = deque(maxlen=EVENTS_MAX)
+
+    def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
+        """Add an event of ``pages`` pages of one chain; ``node`` is the first."""
+        at, of = self._moment, node.space.number
+        self._events.append((at.now_ns, at.tick, what, of, node.key, node.depth, shard, pages))
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(Event._make, self._events)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add the events to any exception raised inside."""
+        try:
+            yield
+        except Exception as error:
+            self.explain(error)
+            raise
+
+    def explain(self, error: Exception) -> None:
+        """Add the last events of the page that an error is about, once, unless it is a refusal."""
+        if isinstance(error, KVStoreError | StopIteration) or hasattr(error, "__notes__"):
+            return  # a refusal, the end of an iterator, or it has the events already
+        node = _concerned(error)
+        told = list(self) if node is None else _of(node, self)
+        of = "any page" if node is None else f"page {node.key.hex()[:16]}"
+        lines = [f"the last events of {of}, {len(told)} of {len(self._events)}; the last one last:"]
+        for one in told[-TOLD_MAX:]:
+            ago_s = (self._events[-1][0] - one.now_ns) / _NS
+            lines.append(
+                f"{ago_s:.6f} s before, tick {one.tick}: {one.what}: {one.key.hex()[:16]}"
+                f" and {one.pages - 1} after it; space {one.space}, shard {one.shard}"
+            )
+        error.add_note("\n  ".join(lines))
+
+
+def _concerned(error: Exception) -> PrefixNode | None:
+    """The variable ``node`` of the innermost call that has one."""
+    found: PrefixNode | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, PrefixNode) else found
+        trace = trace.tb_next
+    return found
+
+
+def _of(node: PrefixNode, events: Iterable[Event]) -> list[Event]:
+    """The events of runs that the node is part of; once it left its tree, of those it begins."""
+    chain: dict[PrefixKey, int] = {}
+    at: PrefixNode | None = node
+    while at is not None:
+        chain[at.key] = node.depth - at.depth
+        at = at.parent
+    return [
+        one
+        for one in events
+        if one.space == node.space.number and chain.get(one.key, EVENTS_MAX) < one.pages
+    ]
