@@ -28,7 +28,7 @@ Slot = NewType("Slot", int)
 SLOT_ALIGNMENT: Final = 4096
 _INDEX_BITS: Final = 20
 _INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
-STRETCH_SLOTS: Final = 128
+STRETCH_SLOTS = 128
 """Slots that one stretch of :meth:`SlotTable.checks` looks at: some 50 microseconds."""
 
 
