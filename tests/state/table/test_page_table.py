@@ -66,8 +66,7 @@ def test_a_lookup_with_many_windows_looks_at_the_leading_keys_only(monkeypatch):
     space = world.space(engine, windows)
     for shard in range(WINDOWS_MAX):
         world.store(engine, space, "abc", shard=shard)
-    looked = Looked(space.nodes)
-    monkeypatch.setattr(space, "nodes", looked)
+    monkeypatch.setattr(space, "nodes", looked := Looked(space.nodes))
     packed = b"".join(chain("abc")) + Random(1).randbytes(KEY_BYTES * 65_533)
 
     found = world.table.lookup(space, list(range(WINDOWS_MAX)), packed)
