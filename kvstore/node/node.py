@@ -400,7 +400,7 @@ class Node:
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self._ending or self._overdue or self.pages.leaving or self._may_resume
+            self._ending or self._overdue or self.pages.unfinished or self._may_resume
         )
 
     def _resume_some(self, now_ns: int) -> None:

@@ -7,6 +7,7 @@ knows both. It also passes recovered pages to the state.
 import ctypes
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -39,6 +40,7 @@ from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
 from kvstore.state.tree.slots import Slot
 from kvstore.tier.base import (
+    Completion,
     CopyPage,
     DropSegment,
     Job,
@@ -59,6 +61,8 @@ from kvstore.tier.vectored import aligned
 log = logging.getLogger(__name__)
 
 IN_FLIGHT_BYTES_MAX: Final = 128 << 20
+COMPLETIONS_TURN: Final = 64
+"""Jobs whose end the node is told of in one turn."""
 _NS: Final = 1_000_000_000
 
 
@@ -84,7 +88,10 @@ class DiskTier:
         """Lock the directories, and recover their pages."""
         self._node = node
         self._memory = memory
+        self._wake = wake
         self._jobs: dict[int, DiskJob] = {}
+        #: What the tier has done, and the node has not been told of.
+        self._completions: deque[Completion] = deque()
         #: Job of a DiskCheck → buffer for its page, as long as the disk may write to it.
         self._scratch: dict[int, memoryview] = {}
         places = [Directory(Path(path), config.capacity_bytes) for path in config.directories]
@@ -165,8 +172,12 @@ class DiskTier:
 
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node."""
-        for completion in self._log.poll():
+        self._completions.extend(self._log.poll())
+        for _ in range(min(COMPLETIONS_TURN, len(self._completions))):
+            completion = self._completions.popleft()
             self._end(completion.job, completion.error, now_ns, completion.tokens)
+        if self._completions:
+            self._wake()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the tier is idle; returns False on timeout."""

@@ -56,6 +56,7 @@ class SimulatedTier:
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
+        self.pages.go_on()
         jobs, self.pages.jobs = self.pages.jobs, []
         for job in jobs:
             delay_ns = self._random.randrange(DELAY_NS_MAX)

@@ -82,7 +82,7 @@ def _use(world: World) -> None:
     number, _ = world.acquire(engine, space, "h" * 30)
     for letter in "stuvw":
         world.store(other, theirs, letter * 40)
-        while world.table.leaving:
+        while world.table.unfinished:
             world.table.sweep(64)
             world.table.drain(64)
     world.table.release(engine, number)

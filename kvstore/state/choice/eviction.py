@@ -48,6 +48,8 @@ class Eviction:
         self._graceless: set[tuple[str, int]] = set()
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
+        #: Leaves of another queue that this choice has met.
+        self._strays = 0
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
@@ -114,6 +116,7 @@ class Eviction:
         """All room that one message needs is made: what was passed over may be chosen again."""
         self._graceless.clear()
         self._took_over.clear()
+        self._strays = 0
         for queue in list(self._passed):
             self._end_passing(queue)
 
@@ -157,6 +160,9 @@ class Eviction:
                 pass
             elif self.quotas.queue_name(node.space) != name:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
+                self._strays += 1
+                if self._strays >= TAKE_OVER_MAX:
+                    return None  # of many that follow it nobody is to wait for all
             elif not (slot_bytes in classes(node) and self.evictable(node)):
                 pass
             elif not self._passes_over((name, slot_bytes), node):

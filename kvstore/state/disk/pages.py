@@ -52,6 +52,8 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
 from kvstore.state.tree.sessions import Fetch
 
 BACKLOG_MAX: Final = 65_536
+BACKLOG_TURN: Final = 64
+"""Pages of the backlog that are looked at before others get their turn."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -70,6 +72,7 @@ class DiskPages:
         fetched: fetches whose last load ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
+        unfinished: more can be written now; :meth:`go_on` does.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class DiskPages:
         self._now_ns = self._retry_ns = 0
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
+        self.unfinished = False
         self._backlog: deque[tuple[PrefixNode, int]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
@@ -280,7 +284,8 @@ class DiskPages:
         return begun
 
     def _pump(self) -> None:
-        """Write what waits its turn, as far as may be under way at a time."""
+        """Write what waits its turn, as far as may be under way at a time; some of it at once."""
+        self.unfinished, left = False, BACKLOG_TURN
         while (
             self._backlog
             and not self.degraded
@@ -289,6 +294,10 @@ class DiskPages:
             node, shard = self._backlog[0]
             if self.graves.holds(node, shard):
                 return  # it was taken out before it was stored again, and that is not written yet
+            if not left:
+                self.unfinished = True
+                return
+            left -= 1
             self._backlog.popleft()
             if is_live(node) and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)

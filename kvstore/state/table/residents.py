@@ -68,9 +68,11 @@ class Residents:
         self.draining = Draining(slots, self._owners, self.quotas)
 
     @property
-    def leaving(self) -> bool:
-        """Whether pages are to leave in the turns that come, see :meth:`sweep`, :meth:`drain`."""
-        return bool(self.orphans) or self.draining.now is not None
+    def unfinished(self) -> bool:
+        """Whether there is work for the turns that come: :meth:`sweep`, :meth:`drain`, writes."""
+        if self.orphans or self.draining.now is not None:
+            return True
+        return self.disk is not None and self.disk.unfinished
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The nodes of the leading run of READY pages of one shard, in whatever tier."""
