@@ -16,11 +16,13 @@ from setuptools import Extension, setup
 COMPILED = os.environ.get("KVSTORE_COMPILE") == "1"
 BUILD = Path("build", "compiled")
 """Of its own: setuptools puts all that it finds in a build folder into the wheel."""
+INTERPRETED = ("__init__.py", "explain.py", "ssd.py")
+"""What is not compiled; decisions/0015 says why."""
 CORE = [
     path
     for folder in ("state", "node")
     for path in Path("kvstore", folder).rglob("*.py")
-    if path.name not in ("__init__.py", "ssd.py")  # the latter moves bytes
+    if path.name not in INTERPRETED
 ]
 TYPES = f"""
 [mypy]

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         (folder / "kvstore").symlink_to(core / "kvstore")
         for one in {*SOURCES, *BESIDE} - {"kvstore"}:
             (folder / one).symlink_to(ROOT / one)
-        environment = {**os.environ, "PYTHONPATH": name, "KVSTORE_TEST_CORE": "compiled"}
+        environment = {**os.environ, "PYTHONPATH": name, "TESTED_CORE": "compiled"}
         command = [sys.executable, "-m", *arguments]
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: another core would be tested than the one that is asked for.
     """
-    wanted = os.environ.get("KVSTORE_TEST_CORE", "pure")
+    wanted = os.environ.get("TESTED_CORE", "pure")
     if core() != wanted:
         raise pytest.UsageError(
             f"the core is {core()}, and tests of the {wanted} one are asked for"

@@ -6,14 +6,18 @@ from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore.node.node import Node
+from kvstore.server.admin.openapi import described
+from kvstore.server.admin.routes import ROUTES
 from kvstore.state.ask.describe import core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INTERPRETED = {
     "kvstore/node/ssd.py": "it moves bytes, and a turn costs it little beside the disk's threads",
+    "kvstore/state/ask/explain.py": "the admin API is described by its annotations",
     "kvstore/page.py": "its messages say in class keywords how they are packed",
     "kvstore/wire.py": "its messages say in class keywords how they are packed",
 }
@@ -23,7 +27,7 @@ SOURCES = [
     for path in [*ROOT.glob("kvstore/state/**/*.py"), *ROOT.glob("kvstore/node/*.py")]
     if path.name != "__init__.py" and path.relative_to(ROOT).as_posix() not in INTERPRETED
 ]
-ASKED = os.environ.get("KVSTORE_TEST_CORE", "pure")
+ASKED = os.environ.get("TESTED_CORE", "pure")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
@@ -36,6 +40,12 @@ def test_each_module_of_the_core_runs_as_it_was_asked_for(path: Path) -> None:
 def test_the_core_says_what_it_is_and_its_code_is_that() -> None:
     assert core() == ASKED
     assert hasattr(Node.receive, "__code__") == (ASKED == "pure")
+
+
+def test_the_admin_api_can_be_described_with_this_core() -> None:
+    """Of what an annotation says mypyc keeps a class at most, ``list`` of ``list[int]``."""
+    described_by = msgspec.json.encode(described(ROUTES))
+    assert b"hit_pages" in described_by
 
 
 def test_nothing_compiled_lies_beside_the_sources() -> None:
