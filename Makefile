@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-simulation soak-socket
 
-.PHONY: demo demo-vllm test test-vllm lint soak $(SOAKS) mutants clean
+.PHONY: demo demo-vllm test test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/mover/_mover.c kvstore/mover/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +24,10 @@ demo: $(VENV)/.ready
 # As many processes as there are cores, 4 at most; ARGS=-n0 runs the tests in this one.
 test: lint
 	@$(BIN)/python -m pytest -m "not soak and not vllm" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# The tests of the state and the node, with that core as `make wheel` compiles it.
+test-compiled: $(VENV)/.ready
+	@$(BIN)/python -m tests.compiled
 
 # Real vLLM engines, in an environment of their own outside the clone, made when it is absent.
 test-vllm: $(VENV)/.ready
@@ -51,5 +55,12 @@ $(SOAKS): soak-%: $(VENV)/.ready
 mutants: $(VENV)/.ready
 	@$(BIN)/python -m tests.mutants.run $(ARGS)
 
+# The core compiled: two minutes, and gcc. Folders of their own, for what was built before would be
+# packed too.
+wheel: $(VENV)/.ready
+	@rm -rf build/compiled
+	@KVSTORE_COMPILE=1 $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -20,6 +20,7 @@ from bench import node_memory, node_rates, node_turns
 from bench.measure import Progress, Report, Result
 from bench.node_rates import POLICIES, Rate, Rates
 from bench.node_watch import TURN_S_MAX
+from kvstore.process.collector import spare_the_old
 
 BOUND: Final = "bound/dict"
 BOUND_PAGES_PER_S: Final = 2_000_000
@@ -87,14 +88,18 @@ def _rates(
 ) -> Iterator[NodeResult]:
     found = [name for name in wanted if not name.startswith(("memory/", "turn/"))]
     rates = Rates(pages, seconds) if found else None
-    for name in found:
-        assert rates is not None
-        progress.step(name)
-        if name == BOUND:
-            yield NodeResult(name, rates.bound(), "pages/s")
-            continue
-        rate = rates.measure(name)
-        yield _of_lookup(name, rate) if name.startswith("lookup/") else _of_rate(name, rate)
+    end = spare_the_old()  # as in the daemon
+    try:
+        for name in found:
+            assert rates is not None
+            progress.step(name)
+            if name == BOUND:
+                yield NodeResult(name, rates.bound(), "pages/s")
+                continue
+            rate = rates.measure(name)
+            yield _of_lookup(name, rate) if name.startswith("lookup/") else _of_rate(name, rate)
+    finally:
+        end()
 
 
 def _of_rate(name: str, rate: Rate) -> NodeResult:

@@ -352,9 +352,10 @@ def decode_answer(body: bytes | memoryview) -> Answer:
     return answer
 
 
-def pack_address(extent: int, generation: int, offset: int) -> bytes:
-    """One :data:`ADDRESS` as bytes."""
-    return _ADDRESS.pack(extent, generation & 0xFFFFFFFF, offset)
+def pack_addresses(addresses: list[tuple[int, int, int]]) -> bytes:
+    """The :data:`ADDRESS` of each ``(extent, generation, offset)``."""
+    pack = _ADDRESS.pack
+    return b"".join([pack(extent, at & 0xFFFFFFFF, offset) for extent, at, offset in addresses])
 
 
 def unpack_addresses(addresses: bytes) -> list[tuple[int, int, int]]:

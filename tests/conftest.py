@@ -5,6 +5,7 @@
 * ``open_folder`` is a folder for tests of what other users of the machine may do.
 * ``spawn`` starts a child process, waits until it says that it is ready, and ends it.
 * ``wait_until`` waits for a condition, with a deadline: tests never sleep.
+* A test that patches compiled code is left out where the core is compiled (tests/compiled.py).
 * Hypothesis: the default profile is small and deterministic; a soak (or Hypothesis's own
   ``--hypothesis-profile soak``) looks long and at random; see :mod:`tests.soaks`.
 """
@@ -21,11 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
 
+from kvstore.state.ask.describe import core
 from tests.soaks import (
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -54,11 +58,61 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A soak run uses the soak profile unless another one is asked for."""
+    """A soak run uses the soak profile unless another one is asked for.
+
+    Raises:
+        pytest.UsageError: another core would be tested than the one that is asked for.
+    """
+    wanted = os.environ.get("TESTED_CORE", "pure")
+    if core() != wanted:
+        raise pytest.UsageError(
+            f"the core is {core()}, and tests of the {wanted} one are asked for"
+        )
     asked = config.getoption("hypothesis_profile", default=None)
     soak = config.getoption("markexpr") == "soak" or config.getoption("soak")
     if soak and not asked:
         hypothesis.settings.load_profile("soak")
+
+
+# The compiled core (tests/compiled.py)
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As pytest's own; but a test that changes a compiled class is one of the pure core only.
+
+    It may change a number of a compiled module that is not ``Final``: those the code has copied.
+    """
+    change = monkeypatch.setattr
+
+    def changed(target: object, *rest: object, **options: bool) -> None:
+        if core() == "compiled":
+            _refuse_compiled(target, rest)
+        change(target, *rest, **options)
+
+    monkeypatch.setattr = changed
+    return monkeypatch
+
+
+def _refuse_compiled(target: object, rest: tuple[object, ...]) -> None:
+    """Skip or fail a test whose change compiled code would not notice."""
+    if isinstance(target, str):
+        module, name = import_module(target.rpartition(".")[0]), target.rpartition(".")[2]
+    elif isinstance(target, ModuleType):
+        module, name = target, str(rest[0])
+    else:
+        module, name = import_module(_class_of(target).__module__), ""
+    if not module.__name__.startswith("kvstore.") or module.__file__.endswith(".py"):
+        return
+    source = ROOT.joinpath(*module.__name__.split(".")).with_suffix(".py").read_text()
+    if re.search(rf"^{name}: Final", source, re.MULTILINE):
+        pytest.fail(f"compiled code has copied {name}, for it is Final")
+    if not re.search(rf"^{name} = \d", source, re.MULTILINE):
+        pytest.skip("it changes compiled code")
+
+
+def _class_of(target: object) -> type:
+    return target if isinstance(target, type) else type(target)
 
 
 # Waiting

@@ -29,6 +29,7 @@ from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
 from kvstore.config.sizes import rounded
 from kvstore.server import client
+from kvstore.state.ask.describe import core
 
 PROBE_BYTES: Final = 64 << 20
 _STEP_BYTES: Final = 4 << 20
@@ -116,6 +117,7 @@ def examine(
     return [
         _node(stats),
         *_versions(),
+        _core(stats),
         _mover(),
         _memfd(),
         _shared_memory(Path("/dev/shm"), needs.capacity_bytes),
@@ -182,6 +184,12 @@ def _versions() -> list[Check]:
               "" if numbers >= _KERNEL_MIN else "before 5.14 memory cannot be pre-faulted at once"),
         Check("libraries", "ok", libraries),
     ]  # fmt: skip
+
+
+def _core(stats: dict[str, Any] | None) -> Check:
+    found = core() if stats is None else str(stats.get("core", "unknown"))
+    faster = "decisions are slower: install the wheel of `make wheel`"
+    return Check("core", "ok", found, faster if found == "pure" else "")
 
 
 def _mover() -> Check:

@@ -48,6 +48,7 @@ def stats(answer: Any, console: Console) -> None:
         ("pages", f"{answer['pages']:,}"),
         *_count_rows(counts),
         ("policy", answer.get("policy", "unknown")),
+        ("core", answer.get("core", "unknown")),
         ("mover", answer["mover"]),
         *_lookup_rows(answer),
         *_memory_rows(answer["host"]),

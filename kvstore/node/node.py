@@ -38,7 +38,7 @@ ORIGIN_BYTES_MAX: Final = 64
 LOST_MAX: Final = 256
 """Maximum lost connections of one process whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
-SWEEP_STEPS: Final = 64
+SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)

@@ -166,8 +166,8 @@ class Requests:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
             busy = busy or not ended
-        addresses = [wire.pack_address(*self._pages.slots.address(slot)) for slot in put.slots]
-        answer = wire.PutGranted(request.id, bytes(statuses), b"".join(addresses), busy)
+        addresses = [self._pages.slots.address(slot) for slot in put.slots]
+        answer = wire.PutGranted(request.id, bytes(statuses), wire.pack_addresses(addresses), busy)
         return answer, ROOM if busy and not addresses else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
@@ -239,8 +239,8 @@ class Requests:
         lease = self._pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
         return wire.Acquired(
             request.id,
-            b"".join(wire.pack_address(*self._pages.slots.address(at)) for at in lease.slots),
-            b"".join(node.digests[shard] for node, shard, _ in lease.pages),
+            wire.pack_addresses([self._pages.slots.address(at) for at in lease.slots]),
+            b"".join([node.digests[shard] for node, shard, _ in lease.pages]),
             max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
         )  # fmt: skip
 

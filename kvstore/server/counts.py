@@ -144,9 +144,9 @@ class NodeStats(Answer, frozen=True):
     """All counters of the node; the first 100 spaces and sessions.
 
     ``unready``: why no page can be stored; empty if pages can be stored. ``session_bytes``: slot
-    bytes that engines hold. ``loop_lag_s``: maximum of the last 15 to 30 s. ``latencies``:
-    ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load`` and ``loop_turn``. ``lookups``: for
-    the first 32 models, all others as ``other``.
+    bytes that engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: maximum of the last
+    15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load`` and
+    ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
     """
 
     node: str
@@ -177,6 +177,7 @@ class NodeStats(Answer, frozen=True):
     latency_bounds_s: list[float]
     latencies: dict[str, Latency]
     lookups: list[Lookups]
+    core: str
     mover: str
     loop_lag_s: float
     events: EventCounts

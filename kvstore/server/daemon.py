@@ -39,6 +39,7 @@ from kvstore.server.publish import Publication
 from kvstore.server.socket import SocketServer
 from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
+from kvstore.state.ask.describe import core
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.slots import SlotTable
@@ -391,7 +392,7 @@ def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
     event(
         log, logging.INFO, "starting", node=loaded.config.node.name, pid=os.getpid(),
         version=version_of(), python=platform.python_version(),
-        kernel=platform.release(), mover=mover.description,
+        kernel=platform.release(), core=core(), mover=mover.description,
         **{name: version_of(name) for name in ("msgspec", "uvloop", "numpy")},
     )  # fmt: skip
     for one in values(loaded):

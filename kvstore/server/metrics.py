@@ -150,6 +150,7 @@ def _build(stats: Mapping[str, Any]) -> Metric:
         "version": stats["version"],
         "python": platform.python_version(),
         "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
+        "core": stats["core"],
         "mover": stats["mover"],
     }
     family = GaugeMetricFamily(

@@ -1,6 +1,7 @@
 """The status of a node: readiness, counters, tiers, policies."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
 
@@ -70,7 +71,7 @@ class NodeStatus:
             {
                 "tier": "host",
                 "state": "ready" if slots.capacity_bytes else "withheld",
-                **{name: getattr(slots, name) for name in slots.__slots__},
+                **asdict(slots),
                 "populated_bytes": self._memory.populated_bytes(),
             }
         ]

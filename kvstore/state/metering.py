@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Final
 
-BOUNDS_S: Final = (
+BOUNDS_S: Final[tuple[float, ...]] = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
     2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip

@@ -360,11 +360,13 @@ def test_stats_count_what_was_stored_what_left_and_what_was_refused(capsys):
               "loaded_bytes": 1 << 30, "removed_evicted": 300, "removed_corrupt": 1,
               "refused_capacity": 7, "orphaned_bytes": 0}  # fmt: skip
     host = {"capacity_bytes": 4 << 30, "free_bytes": 1 << 30, "ready_bytes": 3 << 30}
-    answer = {"node": "local", "counts": counts, "pages": 900, "mover": "native", "host": host,
-              "ssd": None, "spaces": [], "sessions": []}  # fmt: skip
+    answer = {"node": "local", "counts": counts, "pages": 900, "core": "compiled",
+              "mover": "native", "host": host, "ssd": None, "spaces": [],
+              "sessions": []}  # fmt: skip
     show.stats(answer, show.console())
     told = capsys.readouterr().out
 
+    assert re.search(r"core\s.*compiled", told), told
     assert re.search(r"stored\s.*1,200 pages, 3\.0 GiB since the start", told), told
     assert re.search(r"loaded\s.*1\.0 GiB", told), told
     assert re.search(r"pages dropped\s.*corrupt 1, evicted 300", told), told

@@ -49,11 +49,23 @@ def test_every_subject_is_checked(machine, tmp_path):
     names = set(checks(tmp_path))
 
     assert names == {
-        "node", "python", "kernel", "libraries", "mover", "memfd", "tmpfs", "memlock",
+        "node", "python", "kernel", "libraries", "core", "mover", "memfd", "tmpfs", "memlock",
         "descriptors", "cgroup", "memory", "limits", "huge pages", "clock", "direct I/O",
         "disk speed",
     }  # fmt: skip
     assert not list(tmp_path.glob("kvstore-doctor-*")), "nothing is left behind"
+
+
+def test_the_core_is_the_running_nodes_and_a_pure_one_can_be_made_faster(machine, tmp_path):
+    assert checks(tmp_path)["core"].found == "pure", "of this installation"
+    node = {"host": {"capacity_bytes": GIB}, "sessions": [], "loop_lag_s": 0.0, "node": "n"}
+    pure, compiled = (
+        checks(tmp_path, stats={**node, "core": one})["core"] for one in ("pure", "compiled")
+    )
+
+    assert (compiled.status, compiled.found, compiled.advice) == ("ok", "compiled", "")
+    assert (pure.status, pure.found) == ("ok", "pure")
+    assert "make wheel" in pure.advice
 
 
 def test_the_memory_of_a_node_is_held_against_the_machine(machine, tmp_path):

@@ -10,7 +10,9 @@ from kvstore.errors import InvalidArgument
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.page import PrefixKey, SpaceIdentity
 from kvstore.state.tree.actions import Removed, Stored
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 
@@ -66,8 +68,11 @@ def desk(seen, later) -> Desk:
 
 def decide(desk: Desk, number: int) -> None:
     """Let the node have decided one of each kind, in the worst order."""
-    gone, stored = (object.__new__(kind) for kind in (Removed, Stored))
-    desk.node.actions += [gone, stored]
+    space = PrefixTree(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1))
+    key = PrefixKey(b"k" * 32)
+    desk.node.actions += [
+        Removed(space, 0, [key], "evicted"), Stored(space, 0, [key], PrefixKey(b""), b""),
+    ]  # fmt: skip
     desk.node.closing.append(number)
     desk.node.outbox.append((number, wire.Pong(5)))
     desk.node.pages.slots.replaced.append(Replacement(1, 3, in_use=False))
@@ -115,14 +120,17 @@ def test_who_left_gets_no_answer_and_its_number_is_not_used_again(desk, seen):
     assert desk.connect(Peer(1), Line(seen)) > number
 
 
-def test_what_one_turn_cannot_end_goes_on_in_the_next_and_is_asked_for_once(desk, later):
+def test_what_one_turn_cannot_end_goes_on_in_the_next_and_is_asked_for_once(
+    desk, later, monkeypatch
+):
     turns = []
 
     def go_on(now_ns: int) -> None:
         turns.append(now_ns)
         desk.node.unfinished = len(turns) < 3
 
-    desk.node.go_on, desk.node.unfinished = go_on, True
+    monkeypatch.setattr(desk.node, "go_on", go_on)
+    desk.node.unfinished = True
     desk.flush()
     desk.flush()
     assert (turns, len(later)) == ([], 1)
@@ -131,7 +139,7 @@ def test_what_one_turn_cannot_end_goes_on_in_the_next_and_is_asked_for_once(desk
     assert turns == [1, 1, 1]
 
 
-def test_without_later_turns_it_goes_on_at_once(desk):
+def test_without_later_turns_it_goes_on_at_once(desk, monkeypatch):
     turns = []
 
     def go_on(now_ns: int) -> None:
@@ -139,7 +147,8 @@ def test_without_later_turns_it_goes_on_at_once(desk):
         desk.node.unfinished = len(turns) < 3
 
     desk._soon = None
-    desk.node.go_on, desk.node.unfinished = go_on, True
+    monkeypatch.setattr(desk.node, "go_on", go_on)
+    desk.node.unfinished = True
     desk.flush()
     assert turns == [1, 1, 1]
 

@@ -313,7 +313,7 @@ def test_a_life_of_a_node_can_be_read(spawn, tmp_path, wait_until):
     assert in_order == ["starting", "ready", "engine came", "engine opened a space",
                         "engine left", "stopping", "stopped"]  # fmt: skip
     by_name = {one["event"]: one for one in told}
-    assert by_name["starting"].keys() >= {"version", "python", "mover", "msgspec", "uvloop"}
+    assert by_name["starting"].keys() >= {"version", "python", "core", "mover", "msgspec"}
     assert by_name["stopping"]["why"] == "SIGTERM"
     assert by_name["engine came"]["pids"] == [os.getpid()]
     assert by_name["engine opened a space"]["model"] == "Llama"

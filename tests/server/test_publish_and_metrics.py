@@ -135,6 +135,8 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_hit_pages_total",] == 4
     assert found["kvstore_admin_restarts_total",] == 2
     assert found["kvstore_loop_lag_seconds",] == 0.5
+    (build,) = [dict(name[1:]) for name in found if name[0] == "kvstore_build_info"]
+    assert build["core"] == stats["core"]
     assert ("kvstore_event_batches_total",) in found or not events
 
 

@@ -1,5 +1,6 @@
 """Everything that can be counted in a page table, as plain values. Pure."""
 
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, Final
 
@@ -11,13 +12,19 @@ LISTED_MAX: Final = 100
 """Spaces and sessions that a snapshot names, so that it never holds the state for long."""
 
 
+def core() -> str:
+    """How the modules that decide are run, of which this is one: ``compiled`` or ``pure``."""
+    return "pure" if __file__.endswith(".py") else "compiled"
+
+
 def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
     """One snapshot; of spaces and sessions the first :data:`LISTED_MAX`, and how many there are."""
     slots = pages.slots.stats()
     spaces = list(pages.spaces)
     processes = [process for session in sessions for process in session.processes.values()]
     return {
-        "host": {name: getattr(slots, name) for name in slots.__slots__},
+        "core": core(),
+        "host": asdict(slots),
         "pages": sum(len(space.nodes) for space in spaces),
         "spaces_total": len(spaces),
         "spaces": [

@@ -18,7 +18,7 @@ from kvstore.state.tree.prefix_tree import PrefixNode
 
 Kind = tuple[int, ...]
 
-REMEMBERED_MAX: Final = 1 << 16
+REMEMBERED_MAX = 1 << 16
 """Pages that are remembered at most; the one that left longest ago is forgotten first."""
 WALK_MAX: Final = 1024
 """Pages before the end of a prompt that are looked at."""

@@ -22,9 +22,9 @@ from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 
 BURIED: Final = frozenset({"operator", "cleared", "corrupt"})
 """Causes of a removal that a restart must not undo."""
-RECORD_KEYS_MAX: Final = 1024
+RECORD_KEYS_MAX = 1024
 """Keys in one tombstone: 36 KiB on disk."""
-KEYS_MAX: Final = 65_536
+KEYS_MAX = 65_536
 """Keys that may wait; while the disk takes no tombstone further removals are not written."""
 ATTEMPTS_MAX: Final = 8
 """A tombstone that could not be written so often is given up."""

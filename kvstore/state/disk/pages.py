@@ -399,7 +399,7 @@ class DiskPages:
             "backlog_pages": len(self._backlog),
             "tombstone_keys_waiting": self.graves.waiting_keys,
             "degraded": self.troubled,
-            **{name: getattr(log, name) for name in log.__slots__},
+            **asdict(log),
             "write_amplification": log.write_amplification,
             "admission": self.admission.name,
             "wear": asdict(self.admission.wear()),

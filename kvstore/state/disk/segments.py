@@ -28,9 +28,9 @@ class _Drain(Enum):
     DELETING = 4
 
 
-DROPS_MAX: Final = 250
+DROPS_MAX = 250
 """Pages that leave at once: some milliseconds. Of a segment with thousands more go at each tick."""
-DROPS_A_JOB: Final = 8
+DROPS_A_JOB = 8
 """Pages that leave with each job that begins or ends, so that reclaiming keeps up with writes."""
 GAIN_MIN: Final = 1 / 8
 """A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor

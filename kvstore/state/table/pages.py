@@ -6,7 +6,6 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
@@ -21,7 +20,7 @@ from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Ret
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
-EXPIRE_MAX: Final = 128
+EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
 
 

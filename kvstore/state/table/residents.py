@@ -27,7 +27,7 @@ from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
 from kvstore.state.tree.story import Story
 
-DROP_AT_ONCE: Final = 128
+DROP_AT_ONCE = 128
 """Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
 EMPTY_MAX: Final = 128
 """Pages that leave an extent of another class for one request, which waits for the others."""

@@ -29,7 +29,7 @@ from kvstore.state.choice.policy import LeastRecent
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 
-SEEN_MAX: Final = 1 << 15
+SEEN_MAX = 1 << 15
 """Keys of pages read, but not promoted, that are remembered."""
 COUNTS: Final = (
     "pages_hit", "pages_promoted", "pages_evicted", "pages_refused", "pages_forgotten",

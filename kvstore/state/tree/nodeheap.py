@@ -44,6 +44,9 @@ class NodeHeap:
     def __len__(self) -> int:
         return len(self._heap) + len(self._former)
 
+    def __bool__(self) -> bool:  # mypyc does not ask __len__ when it may be None
+        return bool(self._heap or self._former)
+
     def push(self, entry: Entry) -> None:
         """Add an entry."""
         heapq.heappush(self._heap, entry)

@@ -41,9 +41,9 @@ class Retention(NamedTuple):
     memory_only: bool = False
 
 
-CHILDREN_MAX: Final = 512
+CHILDREN_MAX = 512
 """Children of a node that one stretch of :meth:`PrefixTree.checks` looks at together."""
-STRETCH_WORK: Final = 160
+STRETCH_WORK = 160
 """Of one stretch: some 100 microseconds. A node takes 4, each page of it 1, 4 children 1."""
 
 ORDINARY: Final = Retention()

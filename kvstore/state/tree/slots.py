@@ -28,7 +28,7 @@ Slot = NewType("Slot", int)
 SLOT_ALIGNMENT: Final = 4096
 _INDEX_BITS: Final = 20
 _INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
-STRETCH_SLOTS: Final = 128
+STRETCH_SLOTS = 128
 """Slots that one stretch of :meth:`SlotTable.checks` looks at: some 50 microseconds."""
 
 
@@ -369,7 +369,7 @@ class SlotTable:
     def slots_in_use(self, position: int) -> list[Slot]:
         """All slots of one extent that are not FREE."""
         states = self.extents[position].states
-        return [Slot(position << _INDEX_BITS | at) for at, state in enumerate(states) if state]
+        return [Slot(position << _INDEX_BITS | at) for at in range(len(states)) if states[at]]
 
     def needed(self, position: int) -> bool:
         """Whether anyone writes, reads or may still touch a slot of one extent."""

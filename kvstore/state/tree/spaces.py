@@ -9,10 +9,10 @@ from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Session
 from kvstore.state.tree.slots import SLOT_ALIGNMENT
 
-SPACES_MAX: Final = 4096
+SPACES_MAX = 4096
 """Spaces of a node, besides the few that every session may open however many there are."""
-SESSION_SPACES_MAX: Final = 256
-SESSION_SPACES_ALWAYS: Final = 4
+SESSION_SPACES_MAX = 256
+SESSION_SPACES_ALWAYS = 4
 SHARDS_MAX: Final = 1024
 
 
