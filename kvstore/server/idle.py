@@ -6,7 +6,7 @@ from typing import Final
 from kvstore.node.desk import Desk
 
 PIECE_S: Final = 0.0005
-"""A piece ends after the first stretch that ends later: it takes less than a millisecond."""
+"""A piece ends after the first stretch that ends later: nearly all take less than a millisecond."""
 PAUSE_S: Final = 300.0
 """Time between two rounds, so that an idle node does not work all the time."""
 

@@ -203,7 +203,8 @@ def test_what_is_shown_is_toml_that_gives_the_same_tree(tmp_path):
     again.write_text(text)
     assert load(ServerConfig, again, {}).config == loaded.config
     assert "capacity_bytes = 1073741824  # --set host.capacity_bytes" in text
-    assert set(tomllib.loads(text)) == {"node", "socket", "host", "ssd", "http", "events", "admin"}
+    sections = {"node", "socket", "host", "ssd", "http", "events", "admin", "debug"}
+    assert set(tomllib.loads(text)) == sections
 
 
 def test_a_capacity_without_room_for_an_extent_is_refused_wherever_it_is_made():

@@ -152,8 +152,8 @@ class Draining:
             owner = self._owners.get(slot)
             for shard in list(owner.slots) if owner is not None else ():
                 assert owner is not None
-                below = iter(()) if shard in owner.disk else tails_first(owner, shard)
-                for node in below:
+                alone = shard in owner.disk or owner.space.shards[shard].window_pages
+                for node in () if alone else tails_first(owner, shard):
                     if node is not None and not self._may_leave(node):
                         return
                     yield None if node is None else (node, shard)

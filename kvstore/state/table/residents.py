@@ -376,7 +376,7 @@ class Residents:
 
     def _leave_memory(self, node: PrefixNode, shard: int) -> None:
         """Take a page out of memory that nobody needs, and out of the index if it is nowhere."""
-        if shard in node.disk:
+        if shard in node.disk and shard in node.slots:
             self._release_memory(node, shard)
             self._tidy(node)
         else:

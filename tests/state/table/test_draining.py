@@ -6,7 +6,7 @@ from kvstore.state.table.draining import STAY_NS
 from kvstore.state.table.invariants import check
 from kvstore.state.table.residents import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus
-from tests.state.world import FULL, WINDOW, World
+from tests.state.world import FULL, WINDOW, World, key
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
 MANY = 3 * EMPTY_MAX
@@ -106,6 +106,18 @@ def test_a_page_that_a_put_is_told_to_exist_does_not_leave_for_the_put():
 
     assert told == [PageStatus.EXISTS, PageStatus.EXISTS, NO_ROOM]
     assert world.lookup(space, "ab", [1]) == (2, 0)
+
+
+def test_pages_that_can_be_reached_without_those_of_an_extent_stay():
+    world = World(extents=3, slots_each=2)
+    red, blue = world.process("red"), world.process("blue", pid=2)
+    old, new = world.space(red, [WINDOW], tenant="red"), world.space(blue, tenant="blue")
+    world.store(red, old, "abc")
+    world.removed()
+
+    assert world.store(blue, new, "x") == [GRANTED]
+
+    assert world.removed("evicted") == [key("a")]
 
 
 def test_the_next_extent_is_drained_ahead_of_need():
