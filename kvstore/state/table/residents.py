@@ -29,6 +29,10 @@ from kvstore.state.tree.story import Story
 
 DROP_AT_ONCE = 128
 """Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
+SPILL_LOOKS: Final = 1024
+"""Pages before a new one that are looked at when only its own prompt is left to give room."""
+SPILL_WRITES: Final = 64
+"""Of those, pages that are asked to be written to disk for one that needs room."""
 EMPTY_MAX: Final = 128
 """Pages that leave an extent of another class for one request, which waits for the others."""
 
@@ -294,14 +298,19 @@ class Residents:
         if self.disk is None:
             return False
         heads: list[PrefixNode] = []
-        at: PrefixNode | None = head
-        while at is not None and at is not head.space.root:
+        at, unwritten = head, 0
+        for _ in range(SPILL_LOOKS):
+            if at.parent is None:
+                break
             if at.slots:
                 heads.append(at)
             at = at.parent
         for page in reversed(heads):
             if slot_bytes not in classes(page) or not self.eviction.releasable(page):
                 continue
+            unwritten += bool(page.slots.keys() - page.disk.keys())
+            if unwritten > SPILL_WRITES:
+                return False
             if self.disk.before_eviction(page) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
             if page.slots.keys() <= page.disk.keys():

@@ -15,6 +15,7 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.log import Segment
 from kvstore.state.disk.pages import BACKLOG_TURN
+from kvstore.state.table.residents import SPILL_WRITES
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixNode, Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
@@ -381,6 +382,18 @@ def test_a_page_waits_for_a_segment_that_becomes_free_rather_than_be_dropped():
     world.end_all()
     flood(world, pages=1)
     assert world.table.counts["removed_evicted"] == 0
+
+
+def test_room_for_one_page_of_a_long_prompt_begins_few_writes():
+    path = "a" * (4 * SPILL_WRITES)
+    world = DiskWorld(write="back", extents=SPILL_WRITES)
+    assert world.store(world.me, world.mine, path) == [PageStatus.GRANTED] * len(path)
+
+    assert world.store(world.me, world.mine, path + "b")[-1] == PageStatus.NO_ROOM
+    assert 0 < len(world.jobs(DiskWrite)) <= SPILL_WRITES
+
+    world.end_all()
+    assert world.store(world.me, world.mine, path + "b")[-1] == PageStatus.GRANTED
 
 
 def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
