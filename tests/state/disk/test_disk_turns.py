@@ -1,0 +1,80 @@
+"""Goal: what a long prompt asks of the disk begins in turns, and nobody waits for all of it."""
+
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskWrite
+from kvstore.state.disk.loads import LOADS_TURN
+from kvstore.state.disk.pages import BACKLOG_TURN
+from kvstore.state.table.residents import SPILL_WRITES
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import PrefixNode
+from tests.state.disk.disk_world import DiskWorld
+from tests.state.world import chain
+
+
+def long_prompt_on_disk() -> tuple[DiskWorld, list[PrefixNode]]:
+    """A prompt whose loads take three turns, on disk only."""
+    path = "a" * (2 * LOADS_TURN + 10)
+    world = DiskWorld(write="through", extents=40)
+    world.store(world.me, world.mine, path)
+    while world.disk.unfinished or world.jobs(DiskJob):
+        world.end_all()
+        world.disk.go_on()
+    run = world.table.ready_run(world.mine, 0, b"".join(chain(path)))
+    assert len(run) == len(path)
+    for node in reversed(run):
+        assert world.table.release_memory(node)
+    return world, run
+
+
+def test_the_writes_of_a_long_prompt_begin_in_turns():
+    world = DiskWorld(write="through", extents=40)
+
+    world.store(world.me, world.mine, "a" * (BACKLOG_TURN + 10))
+
+    assert len(world.jobs(DiskWrite)) == BACKLOG_TURN
+    assert world.table.unfinished
+    world.disk.go_on()
+    assert len(world.jobs(DiskWrite)) == BACKLOG_TURN + 10
+    assert not world.table.unfinished
+
+
+def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
+    world, run = long_prompt_on_disk()
+
+    fetch = world.table.fetch(world.me, run, 0)
+    assert len(world.jobs(DiskRead)) == LOADS_TURN
+    assert world.table.unfinished
+    world.end_all()
+    assert world.disk.fetched == [], "some of its loads have not begun"
+    world.disk.loads.go_on()
+    assert len(world.jobs(DiskRead)) == LOADS_TURN
+    world.disk.loads.go_on()
+    assert not world.table.unfinished
+    world.end_all()
+
+    assert world.disk.fetched == [fetch]
+    assert all(0 in node.slots for node in run)
+
+
+def test_a_fetch_that_is_given_up_begins_no_more_loads():
+    world, run = long_prompt_on_disk()
+    fetch = world.table.fetch(world.me, run, 0)
+
+    world.table.end_fetch(world.me, fetch)
+    world.disk.loads.go_on()
+
+    assert len(world.jobs(DiskRead)) == LOADS_TURN
+    assert not world.table.unfinished
+    world.end_all()
+    assert world.disk.fetched == []
+
+
+def test_room_for_one_page_of_a_long_prompt_begins_few_writes():
+    path = "a" * (4 * SPILL_WRITES)
+    world = DiskWorld(write="back", extents=SPILL_WRITES)
+    assert world.store(world.me, world.mine, path) == [PageStatus.GRANTED] * len(path)
+
+    assert world.store(world.me, world.mine, path + "b")[-1] == PageStatus.NO_ROOM
+    assert 0 < len(world.jobs(DiskWrite)) <= SPILL_WRITES
+
+    world.end_all()
+    assert world.store(world.me, world.mine, path + "b")[-1] == PageStatus.GRANTED
