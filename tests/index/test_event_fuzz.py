@@ -147,17 +147,22 @@ class HostilePublishers:
         await self._stop.wait()
         for server in servers:
             server.close()
+        speaking = asyncio.all_tasks() - {asyncio.current_task()}
+        if speaking:  # also with whom was accepted just now; all others have gone away
+            await asyncio.wait(speaking, timeout=5)
 
     async def _speak(
         self, side: zmtp.Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        with contextlib.suppress(OSError):
-            await self._say(side, writer)
-            if self._hostile.random() < 0.9:
-                writer.write_eof()  # else say nothing more, until the other side gives up
-            while await reader.read(1 << 16):
-                pass
-        writer.transport.abort()
+        try:
+            with contextlib.suppress(OSError):
+                await self._say(side, writer)
+                if self._hostile.random() < 0.9:
+                    writer.write_eof()  # else say nothing more, until the other side gives up
+                while await reader.read(1 << 16):
+                    pass
+        finally:
+            writer.transport.abort()
 
     async def _say(self, side: zmtp.Side, writer: asyncio.StreamWriter) -> None:
         hostile = self._hostile
