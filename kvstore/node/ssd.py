@@ -171,13 +171,18 @@ class DiskTier:
                 self._end(one.job, error, self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
-        """Pass completed jobs to the node."""
+        """Pass completed jobs to the node, and ask for another call if more are left."""
         self._completions.extend(self._log.poll())
         for _ in range(min(COMPLETIONS_TURN, len(self._completions))):
             completion = self._completions.popleft()
             self._end(completion.job, completion.error, now_ns, completion.tokens)
-        if self._completions:
+        if self.behind:
             self._wake()
+
+    @property
+    def behind(self) -> bool:
+        """Whether completions are left for the next :meth:`poll`."""
+        return bool(self._completions)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the tier is idle; returns False on timeout."""

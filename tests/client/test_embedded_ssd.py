@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.errors import (
     KVStoreError,
     TierUnavailable,
 )
+from kvstore.node import ssd
 from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import content, identity, new_keys, open_space
@@ -59,6 +61,31 @@ def test_what_memory_has_no_room_for_comes_back_from_disk_byte_equal(tmp_path):
             assert read(space, keys) == [bytes(page) for page in parts]
         assert store.stats()["counts"]["evicted_to_disk"] > 0
         assert store.stats()["ssd"] is not None
+
+
+def test_the_node_is_told_of_all_that_ended_before_its_store_is_closed(
+    tmp_path, monkeypatch, wait_until
+):
+    monkeypatch.setattr(ssd, "COMPLETIONS_TURN", 1)
+    store = open_store(tmp_path)
+    space, tier = large_space(store), store._link._disk
+    poll, close, late = tier._log.poll, tier._log.close, threading.Event()
+    monkeypatch.setattr(tier._log, "poll", lambda: poll() if late.is_set() else [])
+    monkeypatch.setattr(tier._log, "close", lambda: (close(), late.set()))
+
+    def put() -> None:
+        with suppress(KVStoreError):  # the store is closed before it is durable
+            space.put(new_keys(space, 6), content(6, space.page_bytes[0]), durable=True)
+
+    putting = threading.Thread(target=put)
+    putting.start()
+    wait_until(lambda: len(tier._jobs) > 1)
+    store.close()
+    putting.join(30)
+
+    assert not putting.is_alive()
+    assert not tier.behind
+    assert not tier._jobs
 
 
 def test_a_durable_page_is_there_when_the_directory_is_opened_again(tmp_path):

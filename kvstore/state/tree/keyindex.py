@@ -1,7 +1,7 @@
 """Which node has a key: a dict in parts, because one dict of millions stands still when it grows.
 
-Python copies a dict each time that it is full: two million entries take 80 ms, in which no request
-is answered. Of parts only one is copied at a time.
+Python copies a dict each time that it is full: 1.4 million entries took 56 ms, in which no request
+is answered. Of parts only one is copied at a time: with two million keys 0.5 ms (AMD EPYC).
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -18,7 +18,7 @@ SMALL: Final = 4096
 
 
 class KeyIndex(MutableMapping[PrefixKey, V]):
-    """A dict of prefix keys whose longest change takes a millisecond with ten million keys."""
+    """A dict of prefix keys that is never copied whole."""
 
     __slots__ = ("_length", "_parts")
 
