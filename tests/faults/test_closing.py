@@ -1,5 +1,6 @@
 """A store is closed while something still moves; a process has no memory to map with."""
 
+from tests.conftest import WaitUntil
 from tests.faults import content
 from tests.faults.conftest import Scene, StatsUntil
 
@@ -8,7 +9,7 @@ HELD = 8
 
 
 def test_a_store_closed_in_the_middle_of_a_copy_keeps_its_memory_until_the_end(
-    scene: Scene, stats_until: StatsUntil
+    scene: Scene, wait_until: WaitUntil
 ):
     engine = scene.puppet()
     assert engine.do("put", chain=CHAIN, count=HELD)["stored"] == HELD
@@ -20,11 +21,11 @@ def test_a_store_closed_in_the_middle_of_a_copy_keeps_its_memory_until_the_end(
     engine.go()
 
     assert engine.end(get) == {"pages": HELD, "wrong": []}
-    assert engine.do("state")["maps"] == 0
+    wait_until(lambda: engine.do("state")["maps"] == 0, what="the link's thread unmaps")
     assert engine.process.returncode is None
 
 
-def test_a_view_outlives_the_closing_of_its_store(scene: Scene):
+def test_a_view_outlives_the_closing_of_its_store(scene: Scene, wait_until: WaitUntil):
     engine = scene.puppet()
     assert engine.do("put", chain=CHAIN, count=HELD)["stored"] == HELD
     assert engine.do("view", name="a", chain=CHAIN, count=HELD) == HELD
@@ -33,7 +34,7 @@ def test_a_view_outlives_the_closing_of_its_store(scene: Scene):
 
     assert engine.do("check_view", name="a", chain=CHAIN) == []
     engine.do("close_view", name="a")
-    assert engine.do("state")["maps"] == 0
+    wait_until(lambda: engine.do("state")["maps"] == 0, what="the link's thread unmaps")
 
 
 def test_a_process_that_can_map_nothing_misses_and_goes_on(scene: Scene, stats_until: StatsUntil):
