@@ -72,7 +72,8 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
             require the field.
         lora_name: as ``lora_id``.
         space: hex digest of the space; our extension, not used by engines.
-        shard: index of the shard in its space; our extension.
+        shard: index of the shard in its space, which differs from node to node; our extension.
+        shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -85,6 +86,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     lora_name: str | None = None
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
+    shard_digest: str | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 
@@ -96,7 +98,8 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; other tiers may still have
             them.
         space: hex digest of the space; our extension, not used by engines.
-        shard: index of the shard in its space; our extension.
+        shard: index of the shard in its space, which differs from node to node; our extension.
+        shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -104,6 +107,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     medium: str
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
+    shard_digest: str | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 

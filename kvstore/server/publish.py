@@ -184,6 +184,7 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
         medium=MEDIA["host"],
         space=action.space.label,
         shard=action.shard,
+        shard_digest=action.space.shards[action.shard].label,
     )
 
 
@@ -208,6 +209,7 @@ def _stored(
             medium=MEDIA[tier],
             space=run[0].space.label,
             shard=run[0].shard,
+            shard_digest=run[0].space.shards[run[0].shard].label,
         )
         for run in runs
     ]
@@ -222,5 +224,9 @@ def _ids(tokens: Sequence[bytes]) -> list[int]:
 
 def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> RemovedEvent:
     return RemovedEvent(
-        block_hashes=keys, medium=MEDIA[tier], space=first.space.label, shard=first.shard
+        block_hashes=keys,
+        medium=MEDIA[tier],
+        space=first.space.label,
+        shard=first.shard,
+        shard_digest=first.space.shards[first.shard].label,
     )
