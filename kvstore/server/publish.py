@@ -1,6 +1,6 @@
 """Publishes the node's actions as KV events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
+from kvstore.events.questions import Question
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.page import PrefixKey
 from kvstore.state.tree.actions import (
@@ -55,6 +56,7 @@ class Publication:
             ConfigError: an endpoint cannot be bound, or a token is missing or invalid; names its
                 key.
         """
+        self.boot = boot.hex()
         self._publisher: EventPublisher | None = None
         self._tokens = config.tokens
         if not config.endpoint:
@@ -95,6 +97,16 @@ class Publication:
         """Queue one batch; never blocks."""
         if self._publisher is not None:
             self._publisher.publish(events_of(actions, tokens=self._tokens))
+
+    @property
+    def sequence_next(self) -> int:
+        """Number of the next batch; 0 if events are off."""
+        return self._publisher.sequence_next if self._publisher else 0
+
+    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+        """See :meth:`EventPublisher.answer_with`."""
+        if self._publisher is not None:
+            self._publisher.answer_with(answer)
 
     def stats(self) -> dict[str, object]:
         """Counters of the publisher; empty if events are off."""
