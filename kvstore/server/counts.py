@@ -121,6 +121,13 @@ class EventCounts(Answer, frozen=True):
     followers_cut: int = 0
     replays_served: int = 0
     replays_cut: int = 0
+    snapshots_served: int = 0
+    snapshots_cut: int = 0
+    snapshots_refused: int = 0
+    snapshots_s: float = 0.0
+    audits_served: int = 0
+    audits_cut: int = 0
+    audits_refused: int = 0
 
 
 class Latency(Answer, frozen=True):

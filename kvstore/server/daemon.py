@@ -36,6 +36,7 @@ from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
 from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
+from kvstore.server.questions import FollowerQuestions
 from kvstore.server.socket import SocketServer
 from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
@@ -152,6 +153,8 @@ class Daemon:
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
+        questions = FollowerQuestions(self.desk, self.publication)
+        self._undo.callback(questions.close)
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()

@@ -41,6 +41,8 @@ class Retention(NamedTuple):
     memory_only: bool = False
 
 
+SHARD_LABEL_DIGITS: Final = 16
+
 CHILDREN_MAX = 512
 """Children of a node that one stretch of :meth:`PrefixTree.checks` looks at together."""
 STRETCH_WORK = 160
@@ -285,6 +287,7 @@ class Shard:
 
     Attributes:
         record_bytes: what a page of it takes on disk.
+        label: first hex digits of the spec's digest: its name in events, on whatever node.
     """
 
     spec: ShardSpec
@@ -292,8 +295,10 @@ class Shard:
     slot_bytes: int
     window_pages: int = field(init=False)
     record_bytes: int = field(init=False)
+    label: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.label = self.spec.digest.hex()[:SHARD_LABEL_DIGITS]
         self.window_pages = self.spec.window_pages
         self.record_bytes = record_bytes(self.page_bytes)
 
