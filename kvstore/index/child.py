@@ -14,7 +14,7 @@ import sys
 import uvloop
 
 from kvstore.index.control import Begin, framed, next_command
-from kvstore.index.memory import IndexMemory
+from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
 from kvstore.index.service import IndexService
 from kvstore.process.collector import spare_the_old
@@ -27,7 +27,7 @@ async def _serve(memory: int, control: socket.socket) -> None:
     begin = await next_command(reader)
     assert isinstance(begin, Begin)
     settings = begin.settings
-    service = IndexService(IndexMemory.given(memory), settings, secrets.randbits(64))
+    service = IndexService(TableMemory.attach(memory, write=True), settings, secrets.randbits(64))
 
     async def report() -> None:
         while True:

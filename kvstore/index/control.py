@@ -113,6 +113,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         connected: a connection to its publisher is up.
         current: all earlier batches are applied, so its pages count.
         why: why its pages do not count; empty if they do.
+        kind: kind of an engine's chain values, ``keys`` or ``tokens``; empty until an event has
+            shown it.
+        block_tokens: tokens in a block of an engine; 0 until an event has shown it.
+        groups: KV groups of an engine: how many blocks at the end of a prefix each needs; 0 = all.
         pages: pages by medium; of several shards, the maximum.
         batches: batches applied.
         lag_s: time from publication to application, of the newest batch.
@@ -122,8 +126,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         unmapped: blocks that could not be mapped to tokens.
         waiting: blocks whose parent is not known yet.
         snapshots: snapshots read.
-        missing: pages of the last audit that the node had and the index did not.
-        audited: pages of the last audit; 0 = none yet.
+        audited: pages of the last audit of a node; 0 = none yet.
+        missing: those that the node had and the index had not.
+        stale: those that the events told of, and on which both differed.
+        resyncs: times that everything was read again, because of a gap or an audit.
         faults: faults of its publisher, by cause.
     """
 
@@ -131,6 +137,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     connected: bool = False
     current: bool = False
     why: str = ""
+    kind: str = ""
+    block_tokens: int = 0
+    groups: dict[int, int] = {}
     pages: dict[str, int] = {}
     batches: int = 0
     lag_s: float = 0.0
@@ -141,8 +150,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     unmapped: int = 0
     waiting: int = 0
     snapshots: int = 0
-    missing: int = 0
     audited: int = 0
+    missing: int = 0
+    stale: int = 0
+    resyncs: int = 0
     faults: dict[str, int] = {}
 
 

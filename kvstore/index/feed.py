@@ -225,6 +225,10 @@ class WorkerFeed:
         """Chain values of prefix keys in a space."""
         return key_chains(keys, scope_seed(self._feeds.workspace.secret, "keys", space))
 
+    def flush(self) -> None:
+        """Apply what was gathered, so that the table shows it."""
+        self._feeds.flush()
+
     def clear(self) -> None:
         """Drop all entries of this worker."""
         if not self._ended:

@@ -23,6 +23,14 @@ from kvstore.index.control import Source, SourceBounds
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.sequence import BatchVerdict, Sequence
+from kvstore.index.told import ToldPages
+from kvstore.index.snapshot import (
+    SnapshotEnd,
+    SnapshotError,
+    SnapshotHead,
+    SnapshotPages,
+    read_snapshot,
+)
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -33,6 +41,8 @@ _TURN_S: Final = 0.002
 _CONNECT_S: Final = 5.0
 _BEAT_S: Final = 1.0
 _BEATS_MISSED_MAX: Final = 3
+_RESYNCS_MAX: Final = 3
+"""Times that everything is read again before the connection is given up."""
 _REPLAY_S_MAX: Final = 60.0
 """Maximum duration of a replay; the publisher keeps a live connection for that long."""
 _AGAIN_S_MIN: Final = 0.1
@@ -48,12 +58,21 @@ class _NoReplayError(Exception):
         self.cause = cause
 
 
+class _ResyncNeededError(Exception):
+    """What is known of a node has a gap: its snapshot must be read again."""
+
+
 class Follower:
     """Follows one worker.
 
     Attributes:
         connected: the connection is up.
-        current: connected, and all earlier batches are applied.
+        current: connected, and all earlier batches are applied: its pages count.
+        why: why they do not count; empty if they do.
+        lag_s: time from the publication of the newest batch to its application.
+        snapshots: snapshots that were read.
+        resyncs: times that everything was read again because of a gap or an audit.
+        told: some pages that the events of a node told of.
         faults: faults of its publisher, by cause.
     """
 
@@ -73,13 +92,19 @@ class Follower:
         self.source = source
         self.connected = False
         self.current = False
-        self.batches = 0
+        self.why = "not connected yet"
         self.lag_s = 0.0
+        self.snapshots = 0
+        self.resyncs = 0
         self.sequence = Sequence()
         self.feed = feed
+        self.told = ToldPages()
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
         self._turn_ends = 0.0
+        self._has_snapshots = source.is_node and source.replay_endpoint is not None
+        self._counts_from = 0  # number of the batch after those that a snapshot needs
+        self._drifted = False
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -93,9 +118,9 @@ class Follower:
                         await listener.start()
                     await self._follow(listener)
                 except OSError as error:
-                    self.faults.note("connection", f"{self.source.endpoint}: {_said(error)}")
+                    self._broke("connection", _said(error))
                 except zmtp.PeerError as error:
-                    self.faults.note(error.cause, f"{self.source.endpoint}: {error}")
+                    self._broke(error.cause, str(error))
                 finally:
                     was_current = self.current
                     self._is_current(now=False)
@@ -106,9 +131,21 @@ class Follower:
             if listener is not None:
                 listener.close()
 
+    def _broke(self, cause: str, what: str) -> None:
+        self.why = f"{self.source.endpoint}: {what}"
+        self.faults.note(cause, self.why)
+
     def _is_current(self, *, now: bool) -> None:
         self.current = now
         self.feed.live(counts=now)
+        if now:
+            self.why = ""
+
+    def drifted(self) -> None:
+        """An audit found that what is known of a node is wrong: read everything again."""
+        self._drifted = True
+        self._is_current(now=False)
+        self.why = "an audit found wrong entries: its snapshot is read again"
 
     async def _follow(self, listener: EventListener | None) -> None:
         """Follow over one connection until it breaks.
@@ -127,8 +164,8 @@ class Follower:
         try:
             await channel.send([b"\x01"])
             self.connected = True
-            await self._replay()
-            self._is_current(now=True)
+            self.why = "its earlier batches are being read"
+            await self._catch_up()
             await self._listen(channel)
         finally:
             channel.close()
@@ -137,6 +174,10 @@ class Follower:
         loop = asyncio.get_running_loop()
         heard_at, missed = loop.time(), 0
         while True:
+            if self._drifted:
+                await self._resync()
+            elif not self.current and self.sequence.next >= self._counts_from:
+                self._is_current(now=True)
             try:
                 wait_s = min(_BEAT_S, self._bounds.verify_s)
                 async with asyncio.timeout(wait_s):
@@ -157,7 +198,12 @@ class Follower:
             if messages:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._bounds.verify_s:
-                await self._replay()
+                try:
+                    await self._replay()
+                except _ResyncNeededError:
+                    await self._resync()
+                if self.sequence.next < self._counts_from:
+                    raise OSError("batches that its snapshot needs do not come")
                 heard_at = loop.time()
 
     async def _live(self, message: zmtp.Message) -> None:
@@ -167,10 +213,75 @@ class Follower:
         topic, number_frame, payload = message
         number = int.from_bytes(number_frame, "big")
         if self.sequence.met_live(topic, number):
-            await self._clear()
-        if self.sequence.needs_replay(number):
-            await self._replay()
-        await self._take(number, payload)
+            self._clear()
+        try:
+            if self.sequence.needs_replay(number):
+                if self._has_snapshots and not self.sequence.known:
+                    raise _ResyncNeededError
+                await self._replay()
+            await self._take(number, payload)
+        except _ResyncNeededError:
+            await self._resync()
+            await self._take(number, payload)
+
+    async def _catch_up(self) -> None:
+        """Get everything that was published before: from a snapshot if nothing is known.
+
+        Raises:
+            OSError: that fails again and again, or the publisher does not answer.
+            PeerError: the peer is not a publisher.
+        """
+        for _ in range(_RESYNCS_MAX):
+            try:
+                if self._has_snapshots and not self.sequence.known:
+                    await self._read_snapshot()
+                await self._replay()
+            except _ResyncNeededError:
+                self.sequence.forget()
+            else:
+                return
+        raise OSError("its batches have gaps again and again")
+
+    async def _resync(self) -> None:
+        """Read everything again; raises the same as :meth:`_catch_up`."""
+        self._is_current(now=False)
+        self._drifted = False
+        self.why = self.why or "its snapshot is read again, after a gap"
+        self.resyncs += 1
+        self.sequence.forget()
+        await self._catch_up()
+
+    async def _read_snapshot(self) -> None:
+        """Read all pages of the node, in place of what is known of it.
+
+        Raises:
+            OSError: it does not answer as it should, or the connection broke.
+            PeerError: the peer is not a publisher.
+        """
+        endpoint = self.source.replay_endpoint
+        assert endpoint is not None
+        try:
+            async with aclosing(read_snapshot(endpoint, self.source.token)) as parts:
+                async for part in parts:
+                    match part:
+                        case SnapshotHead(boot, first):
+                            self._clear()
+                            self.sequence.begin(boot.encode(), first)
+                        case SnapshotPages(space, shard, medium, keys):
+                            self.feed.add(space, shard, medium, keys)
+                        case SnapshotEnd(sequence_end):
+                            self._counts_from = sequence_end
+                    await self._let_others()
+        except SnapshotError as error:
+            self.sequence.forget()
+            if error.cause != "unsupported":
+                raise OSError(f"its snapshot: {error}") from error
+            self._has_snapshots = False  # an older node
+        except BaseException:
+            self.sequence.forget()
+            raise
+        else:
+            self.snapshots += 1
 
     async def _take(self, number: int, payload: bytes) -> bool:
         """Apply a batch according to the sequence; returns True if the publisher has restarted."""
@@ -178,23 +289,29 @@ class Follower:
         if verdict is BatchVerdict.SKIP:
             return False
         if verdict is not BatchVerdict.APPLY:
-            await self._clear()
+            if self._has_snapshots:
+                raise _ResyncNeededError
+            self._clear()
         if verdict is BatchVerdict.RESTARTED:
             return True
         try:
             for _ in self.feed.apply(payload):
                 await self._let_others()
+            if self._has_snapshots:
+                self.told.note(payload)
         except UnreadableError as error:
             # It may contain removals: everything known of the worker is invalid.
             self.faults.note("batch", f"batch {number} cannot be read: {error}")
-            await self._clear()
+            self._clear()
+            if self._has_snapshots:
+                raise _ResyncNeededError from error
         else:
             self.lag_s = max(0.0, wall_clock() - self.feed.published)
-        self.batches += 1
         return False
 
-    async def _clear(self) -> None:
+    def _clear(self) -> None:
         """Drop all index entries of the worker."""
+        self._counts_from = 0
         self.feed.clear()
 
     async def _let_others(self) -> None:
@@ -215,18 +332,20 @@ class Follower:
                 if await self._replay_once(endpoint):
                     await self._replay_once(endpoint)
         except TimeoutError:
-            await self._not_replayed("replay", "it did not end in time")
+            self._not_replayed("replay", "it did not end in time")
         except OSError as error:
-            await self._not_replayed("connection", f"replay: {_said(error)}")
+            self._not_replayed("connection", f"replay: {_said(error)}")
         except zmtp.PeerError as error:
-            await self._not_replayed(error.cause, f"replay: {error}")
+            self._not_replayed(error.cause, f"replay: {error}")
         except _NoReplayError as error:
-            await self._not_replayed(error.cause, str(error))
+            self._not_replayed(error.cause, str(error))
 
-    async def _not_replayed(self, cause: str, what: str) -> None:
+    def _not_replayed(self, cause: str, what: str) -> None:
         self.faults.note(cause, what)
-        await self._clear()
+        self._clear()
         self.sequence.forget()
+        if self._has_snapshots:
+            raise OSError(what)
 
     async def _replay_once(self, endpoint: str) -> bool:
         """Run one replay; returns True if it shows a restart, so that a full replay is needed.
@@ -241,14 +360,14 @@ class Follower:
         async with aclosing(self._replayed(endpoint)) as messages:
             async for topic, number, payload in messages:
                 if self.sequence.met(topic):
-                    await self._clear()
+                    self._clear()
                     return True
                 if number is not None:
                     found = True
                     if await self._take(number, payload):
                         return True
         if not found and self.sequence.replay_was_empty():
-            await self._clear()
+            self._clear()
         return False
 
     async def _replayed(

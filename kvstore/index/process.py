@@ -13,17 +13,12 @@ the new one has caught up; then nothing is known until it has.
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterable
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from kvstore.index.control import (
     Begin,
@@ -37,7 +32,12 @@ from kvstore.index.control import (
     framed,
     next_report,
 )
+from kvstore.index.layout import TableLayout
+from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
+from kvstore.index.service import IndexService
+from kvstore.index.table import IndexReader
+from kvstore.index.writer import SETS_MAX
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -66,9 +66,10 @@ class LocalIndex:
         Args:
             settings: its settings.
         """
-        memory = IndexMemory.anonymous(settings.entries_max)
+        memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
+        memory.close()  # the mapping stays
         self._service = IndexService(memory, settings, secrets.randbits(64))
-        self._table = IndexReader(memory.view())
+        self._table = IndexReader(memory.buffer)
         self.restarts = 0
 
     def table(self) -> IndexReader | None:
@@ -235,7 +236,7 @@ class _Life:
         Raises:
             OSError: it cannot be started.
         """
-        memory = IndexMemory.shared(settings.entries_max)
+        memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -250,9 +251,8 @@ class _Life:
             raise
         finally:
             theirs.close()
-            table = IndexReader(memory.view())
             memory.close()
-        life = cls(process, streams, table)
+        life = cls(process, streams, IndexReader(memory.buffer))
         life.send(Begin(settings))
         for source in sources:
             life.send(Follow(source))
