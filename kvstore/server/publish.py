@@ -39,7 +39,12 @@ _TOKEN_CHARACTERS: Final = range(16, TOKEN_BYTES_MAX + 1)
 
 
 class Publication:
-    """Converts the node's actions to events; does nothing if events are off."""
+    """Converts the node's actions to events; does nothing if events are off.
+
+    Attributes:
+        topic: first frame of every batch.
+        needs_token: whether followers over TCP must send a token.
+    """
 
     def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
         """Bind the sockets.
@@ -57,17 +62,21 @@ class Publication:
         """
         self._publisher: EventPublisher | None = None
         self._tokens = config.tokens
+        self.topic = f"kvstore@{node}@{boot.hex()}"
+        self.needs_token = False
         if not config.endpoint:
             return
         # Events cover all tenants, so a group with separate tenants must not read them.
         mode = 0o660 if socket.group_access and not socket.tenants else 0o600
         replay = config.replay_endpoint
+        token = _follow_token(config)
+        self.needs_token = bool(token)
         try:
             self._publisher = EventPublisher(
                 _resolved(config.endpoint, socket, "events"),
                 _resolved(replay, socket, "replay") if replay else None,
-                topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                access=FollowerAccess(_follow_token(config), mode),
+                topic=self.topic.encode(),
+                access=FollowerAccess(token, mode),
                 queue_max=config.queue_max,
                 replay_max=config.replay_max,
             )

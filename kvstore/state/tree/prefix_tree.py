@@ -285,6 +285,7 @@ class Shard:
 
     Attributes:
         record_bytes: what a page of it takes on disk.
+        label: hex digest of its ``spec``: the shard's name, equal on every node.
     """
 
     spec: ShardSpec
@@ -292,9 +293,11 @@ class Shard:
     slot_bytes: int
     window_pages: int = field(init=False)
     record_bytes: int = field(init=False)
+    label: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.window_pages = self.spec.window_pages
+        self.label = self.spec.digest.hex()
         self.record_bytes = record_bytes(self.page_bytes)
 
 
