@@ -185,8 +185,8 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _shown_node(node: RegisteredNode) -> dict[str, object]:
-    """A node without its tokens; ``why_not``: why its pages do not count, and what to do."""
-    view = node.view
+    """A node without its tokens; ``why_not``: why its pages do not count; ``do``: what to do."""
+    view, why = node.view, node.why_not()
     return {
         "id": node.id,
         "url": node.entry.url,
@@ -197,7 +197,8 @@ def _shown_node(node: RegisteredNode) -> dict[str, object]:
         if view is not None
         else [],
         "unnamed_sessions": view.unnamed if view is not None else None,
-        "why_not": node.why_not() or None,
+        "why_not": why[0] if why is not None else None,
+        "do": why[1] if why is not None else None,
     }
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from conductor.config import ConductorConfig, Endpoint, Name, NodeEntry, check_endpoint
 from conductor.front.openai import BadRequestError
-from conductor.front.upstream import read_answer
+from conductor.front.upstream import read_limited
 from conductor.routing.joining import NodeView, SeenSession, host_of, reachable
 from conductor.routing.prefixes import node_worker
 from kvstore.index.followers import Followers, Source
@@ -148,7 +148,7 @@ class NodeApi:
                 asyncio.timeout(self._timeout_s),
                 self._session.get(self._url + path, allow_redirects=False) as answer,
             ):
-                body = await read_answer(answer, ANSWER_BYTES_MAX)
+                body = await read_limited(answer, ANSWER_BYTES_MAX)
                 if answer.status != 200:
                     refused = answer.status in _REFUSED
                     why = ": it refuses the token" if refused else ""
@@ -193,15 +193,16 @@ class RegisteredNode(NamedTuple):
             return self.entry.events_replay
         return self.view.events_replay if self.view else None
 
-    def why_not(self) -> str:
-        """Why its pages do not count, and what to do; empty if nothing is known to be wrong."""
+    def why_not(self) -> tuple[str, str] | None:
+        """Why its pages do not count, and what to do; None if nothing is known to be wrong."""
         if self.trouble:
-            return f"{self.trouble}; check url and read_token"
+            return self.trouble, "check whether it runs, and its `url` and `read_token`"
         if self.events is None and self.view is not None:
-            return "its events are off: set events.endpoint at the node"
+            return "its events are off", "set events.endpoint at the node"
         if self.lacks_token:
-            return "register it with events_token (the node's events.follow_token)"
-        return ""
+            what = "its events need a token"
+            return what, "register it with `events_token`, the node's events.follow_token"
+        return None
 
     @property
     def lacks_token(self) -> bool:
@@ -230,7 +231,7 @@ class Nodes:
         self._nodes: dict[str, RegisteredNode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Why a node is not followed, as logged.
-        self._said: dict[str, str] = {}
+        self._said: dict[str, tuple[str, str]] = {}
         self._wake = asyncio.Event()
 
     def __iter__(self) -> Iterator[RegisteredNode]:
@@ -367,9 +368,10 @@ class Nodes:
         worker = node_worker(node.id)
         if node.events is None or node.lacks_token:
             self._followers.drop(worker)
-            if (why := node.why_not()) != self._said.get(node.id):
+            why = node.why_not()
+            if why is not None and why != self._said.get(node.id):
                 self._said[node.id] = why
-                _log.warning("node %s is not followed: %s", node.id, why)
+                _log.warning("node %s is not followed: %s; %s", node.id, *why)
             return
         self._said.pop(node.id, None)
         self._followers.follow(

@@ -101,7 +101,7 @@ class Upstream:
             asyncio.timeout(timeout_s),
             self._session.get(url, allow_redirects=False) as answer,
         ):
-            body = await read_answer(answer, SMALL_ANSWER_BYTES_MAX)
+            body = await read_limited(answer, SMALL_ANSWER_BYTES_MAX)
             if answer.status != 200:
                 what = f"GET {url}: status {answer.status}"
                 raise EngineError(engine, what, status=answer.status)
@@ -128,7 +128,7 @@ class Upstream:
             asyncio.timeout(timeout_s),
             await self._open(engine, url, body, headers) as answer,
         ):
-            return await read_answer(answer, answer_bytes_max), _content_type(answer)
+            return await read_limited(answer, answer_bytes_max), _content_type(answer)
 
     async def _open(
         self, engine: str, url: str, body: bytes, headers: Mapping[str, str] | None
@@ -139,7 +139,7 @@ class Upstream:
         if answer.status == 200 and "Content-Encoding" not in answer.headers:
             return answer
         async with answer:
-            raw = await read_answer(answer, SMALL_ANSWER_BYTES_MAX)
+            raw = await read_limited(answer, SMALL_ANSWER_BYTES_MAX)
         if 400 <= answer.status < 500 and answer.status not in _BUSY:
             raise EngineRefusedError(engine, answer.status, raw, _content_type(answer))
         what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
@@ -198,7 +198,7 @@ def _content_type(answer: aiohttp.ClientResponse) -> str:
     return kind if kind.isascii() and kind.isprintable() and ";" not in kind else _UNKNOWN_TYPE
 
 
-async def read_answer(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+async def read_limited(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     """Read the whole body of an answer.
 
     Raises:

@@ -15,7 +15,9 @@ Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
 SLAB_BYTES_MIN: Final = 1 << 20
 EngineName = Annotated[
     str,
-    msgspec.Meta(pattern=r"^([A-Za-z0-9._-]{1,64})?$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -"),
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9._-]{1,64})?$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -"
+    ),
 ]
 Tenant = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ADDRESS: Final = "unix:///run/kvstore/kvstore.sock"

@@ -215,7 +215,7 @@ async def test_a_node_over_tcp_that_needs_a_follow_token_says_what_it_lacks() ->
     async with beside(node), serving() as client:
         _, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
         assert answer["events"] == "tcp://127.0.0.1:7781"
-        assert "events_token" in answer["why_not"]
+        assert "events_token" in answer["do"]
         assert client.conductor.followers.get("node/n") is None
         body = {"url": node.url, "events_token": READ}
         _, answer, _ = await client.operate("/v1/nodes", body)
@@ -228,7 +228,7 @@ async def test_a_node_with_its_events_switched_off_says_so() -> None:
     node = FakeNode("n")
     async with beside(node), serving() as client:
         _, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
-        assert "set events.endpoint" in answer["why_not"]
+        assert "set events.endpoint" in answer["do"]
 
 
 @in_loop
