@@ -38,9 +38,10 @@ class SpaceCounts(Answer, frozen=True):
 
 
 class SessionCounts(Answer, frozen=True):
-    """Summary of one engine."""
+    """Summary of one session; ``engine``: its engine's name, None = it has none."""
 
     name: str
+    engine: str | None
     tenant: str
     processes: int
     lost_processes: int

@@ -121,7 +121,9 @@ class Daemon:
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
             check_every_step=config.debug.check_every_step,
         )  # fmt: skip
-        self.status = NodeStatus(self.desk, self.memory, host.policy, self._started_s)
+        self.status = NodeStatus(
+            self.desk, self.memory, host.policy, self._started_s, self.publication
+        )
         self.status.add(self._counts)
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.status.add(self.socket.stats)

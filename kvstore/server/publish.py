@@ -40,7 +40,12 @@ _TOKEN_CHARACTERS: Final = range(16, TOKEN_BYTES_MAX + 1)
 
 
 class Publication:
-    """Converts the node's actions to events; does nothing if events are off."""
+    """Converts the node's actions to events; does nothing if events are off.
+
+    Attributes:
+        topic: first frame of every batch.
+        needs_token: whether followers over TCP must send a token.
+    """
 
     def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
         """Bind the sockets.
@@ -59,17 +64,21 @@ class Publication:
         self.boot = boot.hex()
         self._publisher: EventPublisher | None = None
         self._tokens = config.tokens
+        self.topic = f"kvstore@{node}@{boot.hex()}"
+        self.needs_token = False
         if not config.endpoint:
             return
         # Events cover all tenants, so a group with separate tenants must not read them.
         mode = 0o660 if socket.group_access and not socket.tenants else 0o600
         replay = config.replay_endpoint
+        token = _follow_token(config)
+        self.needs_token = bool(token)
         try:
             self._publisher = EventPublisher(
                 _resolved(config.endpoint, socket, "events"),
                 _resolved(replay, socket, "replay") if replay else None,
-                topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                access=FollowerAccess(_follow_token(config), mode),
+                topic=self.topic.encode(),
+                access=FollowerAccess(token, mode),
                 queue_max=config.queue_max,
                 replay_max=config.replay_max,
             )
@@ -196,7 +205,7 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
         medium=MEDIA["host"],
         space=action.space.label,
         shard=action.shard,
-        shard_digest=action.space.shards[action.shard].label,
+        shard_digest=action.space.shards[action.shard].event_label,
     )
 
 
@@ -221,7 +230,7 @@ def _stored(
             medium=MEDIA[tier],
             space=run[0].space.label,
             shard=run[0].shard,
-            shard_digest=run[0].space.shards[run[0].shard].label,
+            shard_digest=run[0].space.shards[run[0].shard].event_label,
         )
         for run in runs
     ]
@@ -240,5 +249,5 @@ def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> 
         medium=MEDIA[tier],
         space=first.space.label,
         shard=first.shard,
-        shard_digest=first.space.shards[first.shard].label,
+        shard_digest=first.space.shards[first.shard].event_label,
     )

@@ -156,7 +156,7 @@ class _PagesMessage:
                 medium=MEDIA[tier],
                 space=space.label,
                 shard=shard,
-                shard_digest=space.shards[shard].label,
+                shard_digest=space.shards[shard].event_label,
             )
             for (_, shard, tier), (space, keys) in self._held.items()
         ]

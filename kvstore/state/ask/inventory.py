@@ -102,7 +102,7 @@ def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[Pref
     for space in table.spaces:
         if space.label == space_label:
             for number, shard in enumerate(space.shards):
-                if shard.label == shard_label:
+                if shard.event_label == shard_label:
                     return space, number
     return None
 

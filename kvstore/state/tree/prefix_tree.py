@@ -287,7 +287,8 @@ class Shard:
 
     Attributes:
         record_bytes: what a page of it takes on disk.
-        label: first hex digits of the spec's digest: its name in events, on whatever node.
+        label: hex digest of its ``spec``: the shard's name, equal on every node.
+        event_label: the first digits of ``label``, its name in events.
     """
 
     spec: ShardSpec
@@ -296,10 +297,12 @@ class Shard:
     window_pages: int = field(init=False)
     record_bytes: int = field(init=False)
     label: str = field(init=False)
+    event_label: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.label = self.spec.digest.hex()[:SHARD_LABEL_DIGITS]
         self.window_pages = self.spec.window_pages
+        self.label = self.spec.digest.hex()
+        self.event_label = self.label[:SHARD_LABEL_DIGITS]
         self.record_bytes = record_bytes(self.page_bytes)
 
 
