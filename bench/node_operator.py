@@ -11,10 +11,12 @@ import msgspec
 
 from bench.node_alone import LoneNode
 from bench.node_watch import Watch, WatchedLoop
+from kvstore.config import EventsConfig, SocketConfig
 from kvstore.errors import CapacityError
 from kvstore.server import operations
 from kvstore.server.channel import Answered, Ask, Caller, Refused
 from kvstore.server.dispatch import Dispatcher
+from kvstore.server.publish import Publication
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns
 from kvstore.tier.host import HostMemory
@@ -46,7 +48,8 @@ class Operator:
         #: No bytes are moved.
         self._memory = HostMemory("alone", bytes(16), 1 << 20, prefault=False)
         policy = lone.desk.node.pages.eviction.policy
-        status = NodeStatus(lone.desk, self._memory, policy, monotonic())
+        silent = Publication(EventsConfig(endpoint=""), SocketConfig(), "n", bytes(16))
+        status = NodeStatus(lone.desk, self._memory, policy, monotonic(), silent)
         node = lone.desk.node
         self._dispatcher = Dispatcher(node, self._memory, status, self._turns, self._take)
         self._answers: dict[int, Answered | Refused] = {}

@@ -22,21 +22,22 @@ from kvstore.process.listeners import parse_endpoint
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 
 Name = Annotated[
-    str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -")
+    str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -")
 ]
 Url = Annotated[str, Meta(max_length=512)]
 Endpoint = Annotated[str, Meta(max_length=512)]
 Tokens = Annotated[int, Meta(ge=1, le=65_536)]
-Space = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="64 hex digits")]
+Space = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)", description="64 hex digits")]
 Model = Annotated[
     str,
     Meta(
         min_length=1,
         max_length=512,
-        pattern=r"^[^\x00-\x1f\x7f]*$",
+        pattern=r"^[^\x00-\x1f\x7f]*$(?!\n)",
         description="a name on one line",
     ),
 ]
+Token = Annotated[str, Meta(pattern=r"^[!-~]{1,255}$(?!\n)")]
 Running = Annotated[int, Meta(ge=1, le=100_000)]
 Count = Annotated[int, Meta(ge=1)]
 
@@ -158,13 +159,16 @@ class HealthConfig(Section, frozen=True):
         probe_timeout_s: deadline of one probe.
         dead_after: failures in a row, of requests and probes together, after which an engine is
             dead.
-        backoff_s_max: maximum pause between probes of a dead engine.
+        backoff_s_max: maximum pause between probes of a dead engine, and between two attempts to
+            read a node that does not answer.
+        node_s: seconds between two readings of a node's sessions and event endpoints.
     """
 
     probe_s: Positive = 1.0
     probe_timeout_s: Positive = 1.0
     dead_after: Annotated[int, Meta(ge=1, le=100)] = 3
     backoff_s_max: Positive = 10.0
+    node_s: Positive = 2.0
 
 
 class IndexConfig(Section, frozen=True):
@@ -235,10 +239,28 @@ def check_endpoint(field: str, endpoint: str | None) -> None:
             raise ValueError(str(error)) from error
 
 
+def check_node_url(url: str) -> None:
+    """Refuse the address of a node that is neither HTTP nor a Unix socket.
+
+    Raises:
+        ValueError: the message does not repeat anything that could be a password.
+    """
+    if url.startswith("unix:///"):
+        if not url.isprintable():
+            raise ValueError("url: must have printable characters only")
+        return
+    try:
+        check_url(url)
+    except ValueError as error:
+        raise ValueError(f"{error}, or unix:///path of the node's admin socket") from error
+
+
 class EngineEntry(Section, frozen=True):
     """A configured engine, or the body of ``POST /v1/engines``.
 
-    Missing fields are read from the engine's ``GET /v1/engine``.
+    Missing fields are read from the engine's ``GET /v1/engine``. For an engine without that route,
+    the model is read from ``GET /v1/models``, and the other fields from the sessions of its adapter
+    at the registered nodes.
 
     Attributes:
         id: name of the engine in decisions and metrics.
@@ -248,6 +270,7 @@ class EngineEntry(Section, frozen=True):
         page_tokens: tokens per page of its space.
         space: hex digest of its space.
         events: endpoint of its KV events.
+        events_bind: endpoint to which it connects, so that the Conductor listens there.
         events_replay: endpoint for missed batches.
         node: id of the kvstore node on its machine.
         max_running: maximum requests in flight at it.
@@ -260,6 +283,7 @@ class EngineEntry(Section, frozen=True):
     page_tokens: Tokens | None = None
     space: Space | None = None
     events: Endpoint | None = None
+    events_bind: Endpoint | None = None
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
@@ -268,26 +292,39 @@ class EngineEntry(Section, frozen=True):
         """Refuse an invalid URL or endpoint."""
         check_url(self.url)
         check_endpoint("events", self.events)
+        check_endpoint("events_bind", self.events_bind)
         check_endpoint("events_replay", self.events_replay)
 
 
 class NodeEntry(Section, frozen=True):
     """A kvstore node whose events are followed; also the body of ``POST /v1/nodes``.
 
+    Give ``url``, or ``id`` and ``events``. What is missing is read from the node's admin API.
+
     Attributes:
-        id: the ``node`` that engines report.
+        id: the ``node`` that engines report; default: the node's name.
+        url: its admin API: ``http://host:port``, or ``unix:///path`` of its admin socket.
+        read_token: the node's ``http.read_token``; a Unix socket needs none.
         events: endpoint of its KV events.
         events_replay: endpoint for missed batches.
-        events_token: the node's ``events.follow_token``, if any.
+        events_token: the node's ``events.follow_token``, if it publishes over TCP.
     """
 
-    id: Name
-    events: Endpoint
+    id: Name | None = None
+    url: Url | None = None
+    read_token: Token | None = None
+    events: Endpoint | None = None
     events_replay: Endpoint | None = None
-    events_token: Annotated[str, Meta(pattern="^[!-~]{1,255}$")] | None = None
+    events_token: Token | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an invalid endpoint."""
+        """Refuse an incomplete entry, an invalid URL or an invalid endpoint."""
+        if self.url is not None:
+            check_node_url(self.url)
+        elif self.events is None:
+            raise ValueError("url: needed, unless events is given")
+        elif self.id is None:
+            raise ValueError("id: needed, unless url is given")
         check_endpoint("events", self.events)
         check_endpoint("events_replay", self.events_replay)
 

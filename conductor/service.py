@@ -146,6 +146,8 @@ class Conductor:
             },
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
+            "engine_gap": self.membership.gap_states(),
+            **self.membership.nodes.gauges(),
             "engine_in_flight": {
                 (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
                 for engine in self.registry

@@ -4,6 +4,7 @@
 
     KVStoreError                     code, retryable
     ├─ ConfigError                   a key or value of the configuration; names key and value
+    ├─ EngineNameTaken     (retry)   another live engine of this node has the same name
     ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
     ├─ InvalidArgument               an argument is wrong; names the field
     │  ├─ LayoutMismatch             the caller's layout is not that of this space; names the field
@@ -38,6 +39,13 @@ class ConfigError(KVStoreError):
     """A configuration key is unknown, or its value is not allowed; the message names both."""
 
     code = "config"
+
+
+class EngineNameTaken(KVStoreError):
+    """Another engine with the same name is connected to this node; its name is free at its end."""
+
+    code = "engine_name_taken"
+    retryable = True
 
 
 class CapacityError(KVStoreError):
@@ -143,6 +151,7 @@ _BY_CODE: dict[str, type[KVStoreError]] = {
     kind.code: kind
     for kind in (
         ConfigError,
+        EngineNameTaken,
         CapacityError,
         InvalidArgument,
         LayoutMismatch,

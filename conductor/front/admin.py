@@ -13,11 +13,13 @@ from conductor.config import EngineEntry, NodeEntry
 from conductor.front.auth import Auth, CallerRole
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
+from conductor.front.nodes import NodeUnreadableError, RegisteredNode
 from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Parts, Proxy
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.engines import Engine, EngineRegistry
+from conductor.routing.joining import by_advice
 from kvstore.process.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
@@ -125,6 +127,7 @@ class Admin:
             "state": engine.health.state,
             "failures": engine.health.failures,
             "in_flight": self._parts.rules.in_flight(engine.info.id),
+            "gaps": by_advice(self._membership.gaps(engine)),
         }
 
     async def _register(self, http: web.Request) -> web.Response:
@@ -145,17 +148,21 @@ class Admin:
         return web.Response(status=204)
 
     async def _nodes(self, _: web.Request) -> web.Response:
-        return _json({"nodes": [_shown_node(node) for node in self._membership.nodes.values()]})
+        return _json({"nodes": [_shown_node(node) for node in self._membership.nodes]})
 
     async def _add_node(self, http: web.Request) -> web.Response:
-        node = parse(await read_body(http), NodeEntry)
-        self._membership.add_node(node)
-        _log.info("node %s at %s was registered by %s", node.id, node.events, http.remote)
+        entry = parse(await read_body(http), NodeEntry)
+        try:
+            node = await self._membership.nodes.register(entry)
+        except NodeUnreadableError as error:
+            return error_response(502, "node_unreachable", f"url: {error}", field="url")
+        where = entry.url or entry.events
+        _log.info("node %s at %s was registered by %s", node.id, where, http.remote)
         return _json(_shown_node(node), status=201)
 
     async def _remove_node(self, http: web.Request) -> web.Response:
         node_id = http.match_info["id"]
-        if not self._membership.remove_node(node_id):
+        if not self._membership.nodes.remove(node_id):
             return _unknown("node")
         _log.info("node %s was removed by %s", node_id, http.remote)
         return web.Response(status=204)
@@ -177,9 +184,22 @@ def _json(value: object, status: int = 200) -> web.Response:
     )
 
 
-def _shown_node(node: NodeEntry) -> dict[str, object]:
-    """A node without its token."""
-    return {"id": node.id, "events": node.events, "events_replay": node.events_replay}
+def _shown_node(node: RegisteredNode) -> dict[str, object]:
+    """A node without its tokens; ``why_not``: why its pages do not count; ``do``: what to do."""
+    view, why = node.view, node.why_not()
+    return {
+        "id": node.id,
+        "url": node.entry.url,
+        "events": node.events,
+        "events_replay": node.events_replay,
+        "boot": view.boot if view is not None else None,
+        "engines": sorted({one.engine.name for one in view.sessions if one.engine is not None})
+        if view is not None
+        else [],
+        "unnamed_sessions": view.unnamed if view is not None else None,
+        "why_not": why[0] if why is not None else None,
+        "do": why[1] if why is not None else None,
+    }
 
 
 def _unknown(what: str) -> web.Response:

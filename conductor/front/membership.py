@@ -1,13 +1,18 @@
-"""Registration of engines and nodes, health probes, and subscriptions to their events.
+"""Registration of engines, health probes, and subscriptions to their events.
 
-When an engine registers, its properties are read from ``GET /v1/engine``; fields in the
-registration override them, so that engines without this route can be used. Engines may register
-every few seconds: without a change this does nothing except revive a dead engine.
+When an engine registers, its properties are read from ``GET /v1/engine``. Without this route (vLLM)
+its model is read from ``GET /v1/models``, and its space, shards, node and events are those of its
+adapter's sessions at the registered nodes, whenever these appear or change. Fields in the
+registration override both. Engines may register every few seconds: without a change this does
+nothing except revive a dead engine.
+
+What an engine lacks is logged once, and shown with it: its gaps.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -18,23 +23,27 @@ from conductor.config import (
     EngineEntry,
     Model,
     Name,
-    NodeEntry,
     Running,
     Space,
     Tokens,
     check_endpoint,
 )
+from conductor.front.nodes import Nodes
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
-from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.joining import ADVICE, FoundSessions, Gap, Sessions
 from conductor.routing.prefixes import engine_worker, node_worker
 from kvstore.index.followers import Followers, Source
 from kvstore.index.reading import UnreadableError, read
 
 _log = logging.getLogger(__name__)
 
-NODES_MAX: Final = 1024
 _MAX_RUNNING_DEFAULT: Final = 8
+_NOT_FOUND: Final = 404
+_ENDPOINTS: Final = ("events", "events_bind", "events_replay")
+_NO_SPACE: Final = "model:"
+"""Beginning of the domain of an engine without a space."""
 _ROLES: Final = {
     "prefill": Role.PREFILL,
     "decode": Role.DECODE,
@@ -51,16 +60,44 @@ class _Described(msgspec.Struct):
     page_tokens: Tokens | None = None
     space: Space | None = None
     events: Endpoint | None = None
+    events_bind: Endpoint | None = None
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
 
 
+class _Model(msgspec.Struct):
+    id: Model
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    """The answer of ``GET /v1/models``; LoRA adapters have a ``parent``."""
+
+    data: list[_Model]
+
+
 _DESCRIBED: Final = msgspec.json.Decoder(_Described)
+_MODELS: Final = msgspec.json.Decoder(_Models)
+
+
+@dataclass(slots=True)
+class _Registration:
+    """What is known of an engine.
+
+    Attributes:
+        entry: its registration.
+        said: what it said itself.
+        found: its sessions; those that were found last, if there are none now.
+    """
+
+    entry: EngineEntry
+    said: _Described
+    found: FoundSessions | None = None
 
 
 class Membership:
-    """Registers and removes engines and nodes, and probes engines."""
+    """Registers and removes engines, and probes them."""
 
     def __init__(
         self,
@@ -87,7 +124,8 @@ class Membership:
         self._followers = followers
         self._changed = changed
         self._clock = clock
-        self.nodes: dict[str, NodeEntry] = {}
+        self.nodes = Nodes(config, followers, self._rejoin)
+        self._registrations: dict[str, _Registration] = {}
         self._wake = asyncio.Event()
 
     async def register(self, entry: EngineEntry) -> EngineInfo:
@@ -99,20 +137,16 @@ class Membership:
         """
         if self._registry.full and self._registry.get(entry.id) is None:
             raise BadRequestError("id", "too many engines are registered")
-        info = _combine(entry, await self._describe(entry), self._config.index.page_tokens)
+        registration = _Registration(entry, await self._describe(entry))
+        known = self._registrations.get(entry.id)
+        if known is not None and known.entry.url == entry.url:
+            registration.found = known.found
+        gap = self._search(registration, Sessions(self.nodes.views))
+        info = _combine(registration, self._config.index.page_tokens)
         before = self._registry.register(info, self._clock())
-        if info.events is None:
-            self._followers.drop(engine_worker(info.id))
-        else:
-            self._followers.follow(
-                Source(
-                    engine_worker(info.id),
-                    info.domain,
-                    info.page_tokens,
-                    info.events,
-                    info.events_replay,
-                )
-            )
+        self._registrations[info.id] = registration
+        self._follow(info)
+        self._note_gaps(info, gap)
         if before != info:
             _log.info("engine %s is %s at %s, model %s", info.id, info.role, info.url, info.model)
         self._wake.set()
@@ -120,49 +154,101 @@ class Membership:
         return info
 
     async def _describe(self, entry: EngineEntry) -> _Described:
-        url = f"{entry.url}/v1/engine"
+        timeout_s = self._config.health.probe_timeout_s
         try:
-            raw = await self._upstream.get(entry.id, url, self._config.health.probe_timeout_s)
+            raw = await self._upstream.get(entry.id, f"{entry.url}/v1/engine", timeout_s)
             return read(_DESCRIBED.decode, raw)
         except (EngineError, UnreadableError) as error:
             if entry.model is not None:
                 return _Described()
-            raise EngineError(entry.id, f"GET /v1/engine failed: {error}") from error
+            if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
+                raise EngineError(entry.id, f"GET /v1/engine failed: {error}") from error
+        try:
+            raw = await self._upstream.get(entry.id, f"{entry.url}/v1/models", timeout_s)
+            models = read(_MODELS.decode, raw).data
+        except (EngineError, UnreadableError) as error:
+            raise EngineError(entry.id, f"GET /v1/models failed: {error}") from error
+        return _Described(model=next((one.id for one in models if one.parent is None), None))
+
+    def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:
+        """Search the engine's sessions; returns the gap if there are none.
+
+        Sessions found earlier stay: an engine that restarts has none for a while.
+        """
+        entry = registration.entry
+        found = sessions.find(entry.id, entry.url, entry.node or registration.said.node)
+        if isinstance(found, Gap):
+            return found
+        if found.spaces or registration.found is None or registration.found.node != found.node:
+            registration.found = found
+        return None
+
+    def _rejoin(self) -> None:
+        """The nodes tell something else: search the sessions of all engines again."""
+        sessions = Sessions(self.nodes.views)
+        for engine_id, registration in self._registrations.items():
+            gap = self._search(registration, sessions)
+            engine = self._registry.get(engine_id)
+            assert engine is not None
+            info = _combine(registration, self._config.index.page_tokens)
+            if info != engine.info:
+                _log.info(
+                    "engine %s: node %s, space %s, events %s", info.id, info.node or "unknown",
+                    info.domain[:16], info.events or info.events_bind or "unknown",
+                )  # fmt: skip
+                engine.info = info
+                self._follow(info)
+            self._note_gaps(info, gap)
+        self._changed()
+
+    def _follow(self, info: EngineInfo) -> None:
+        """Follow the engine's events, if it is not followed there already."""
+        worker = engine_worker(info.id)
+        if info.events is None:
+            self._followers.drop(worker)
+        else:
+            source = Source(worker, info.domain, info.page_tokens, info.events, info.events_replay)
+            self._followers.follow(source)
+
+    def _note_gaps(self, info: EngineInfo, searched: Gap | None) -> None:
+        """Update the gaps of an engine; log what has changed."""
+        gaps: list[Gap] = []
+        if info.events is None and info.events_bind is None:
+            gaps.append(Gap.NO_EVENTS)
+        if info.domain.startswith(_NO_SPACE):
+            gaps.append(Gap.NO_SPACE)
+        if searched is Gap.AMBIGUOUS_NODE:
+            gaps.append(searched)
+        elif info.node is None or info.node not in self.nodes:
+            gaps.append(Gap.UNKNOWN_NODE)
+        engine = self._registry.get(info.id)
+        assert engine is not None
+        for gap in gaps:
+            if gap not in engine.gaps:
+                means, advice = ADVICE[gap]
+                _log.warning("engine %s: %s; %s", info.id, means, advice)
+        for gap in engine.gaps:
+            if gap not in gaps:
+                _log.info("engine %s: %s no longer", info.id, gap)
+        engine.gaps = tuple(gaps)
+
+    def gaps(self, engine: Engine) -> list[Gap]:
+        """Why an engine's KV does not count now."""
+        gaps, info = list(engine.gaps), engine.info
+        if Gap.NO_EVENTS not in gaps and not self._followers.is_current(engine_worker(info.id)):
+            gaps.append(Gap.EVENTS_DOWN)
+        followed = info.node if info.node in self.nodes else None
+        if followed is not None and not self._followers.is_current(node_worker(followed)):
+            gaps.append(Gap.NODE_EVENTS_DOWN)
+        return gaps
 
     def remove(self, engine_id: str) -> bool:
         """Remove an engine; returns False if it is unknown."""
         if self._registry.remove(engine_id) is None:
             return False
+        self._registrations.pop(engine_id, None)
         self._followers.drop(engine_worker(engine_id))
         self._changed()
-        return True
-
-    def add_node(self, node: NodeEntry) -> None:
-        """Follow a node's events, if it is not followed at these endpoints already.
-
-        Raises:
-            BadRequestError: there are too many nodes.
-        """
-        if node.id not in self.nodes and len(self.nodes) >= NODES_MAX:
-            raise BadRequestError("id", "too many nodes are registered")
-        self.nodes[node.id] = node
-        worker = node_worker(node.id)
-        self._followers.follow(
-            Source(
-                worker,
-                worker,
-                self._config.index.page_tokens,
-                node.events,
-                node.events_replay,
-                node.events_token or "",
-            )
-        )
-
-    def remove_node(self, node_id: str) -> bool:
-        """Remove a node; returns False if it is unknown."""
-        if self.nodes.pop(node_id, None) is None:
-            return False
-        self._followers.drop(node_worker(node_id))
         return True
 
     def worked(self, engine_id: str) -> None:
@@ -188,10 +274,9 @@ class Membership:
             self._changed()
 
     async def run(self) -> None:
-        """Register the configured engines and nodes, then probe engines until cancelled."""
-        for node in self._config.nodes:
-            self.add_node(node)
+        """Register the configured engines, then probe engines and read nodes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.nodes.run(), name="nodes")
             for entry in self._config.engines:
                 tasks.create_task(self._take_up(entry))
             while True:
@@ -233,6 +318,13 @@ class Membership:
         if engine is not None and engine.info.url == info.url:
             self._judge(info.id, well=well)
 
+    def gap_states(self) -> dict[tuple[str, ...], float]:
+        """Gaps of each engine for the metrics: (engine, gap) → 1 or 0."""
+        every = ((engine, self.gaps(engine)) for engine in self._registry)
+        return {
+            (engine.info.id, str(gap)): float(gap in gaps) for engine, gaps in every for gap in Gap
+        }
+
     def states(self) -> dict[tuple[str, ...], float]:
         """State of each engine for the metrics: (engine, role, state) → 1 or 0."""
         return {
@@ -242,34 +334,67 @@ class Membership:
         }
 
 
-def _combine(entry: EngineEntry, said: _Described, page_tokens_default: int) -> EngineInfo:
-    """Combine the registration, the engine's answer and defaults, in this order.
+def _combine(registration: _Registration, page_tokens_default: int) -> EngineInfo:
+    """Combine the registration, the engine's answer, its sessions and defaults, in this order.
 
     Raises:
         BadRequestError: the fields are invalid or contradict each other; names the field.
     """
+    entry, said, found = registration.entry, registration.said, registration.found
     if said.role is not None and _ROLES.get(said.role) is not entry.role:
         raise BadRequestError("role", f"registered as {entry.role}, the engine says {said.role}")
     model = entry.model or said.model
     if not model:
         raise BadRequestError("model", "neither the registration nor the engine names one")
     space = entry.space or said.space
-    events = entry.events or said.events
-    events_replay = entry.events_replay or said.events_replay
-    for field, endpoint in (("events", events), ("events_replay", events_replay)):
-        try:
-            check_endpoint(field, endpoint)
-        except ValueError as error:
-            raise BadRequestError(field, str(error).removeprefix(f"{field}: ")) from error
+    opened = found if found is not None and space in (None, *found.spaces) else None
+    events, events_bind, events_replay = _events(entry, said, found)
+    page_tokens = entry.page_tokens or said.page_tokens or (opened.page_tokens if opened else 0)
     return EngineInfo(
         id=entry.id,
         role=entry.role,
         url=entry.url,
         model=model,
-        page_tokens=entry.page_tokens or said.page_tokens or page_tokens_default,
-        domain=space or f"model:{model}",
+        page_tokens=page_tokens or page_tokens_default,
+        domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
+        spaces=opened.spaces if opened else (),
+        shards=opened.shards if opened else (),
+        block_tokens=found.block_tokens if found else None,
         events=events,
+        events_bind=events_bind,
         events_replay=events_replay,
-        node=entry.node or said.node,
+        ranks=found.ranks if found else (),
+        node=entry.node or said.node or (found.node if found else None),
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
     )
+
+
+def _events(
+    entry: EngineEntry, said: _Described, found: FoundSessions | None
+) -> tuple[str | None, str | None, str | None]:
+    """``events``, ``events_bind`` and ``events_replay`` of the first source that names one.
+
+    Raises:
+        BadRequestError: the engine's answer has an invalid endpoint; names the field. Invalid ones
+            of a session are left out.
+    """
+    for one in (entry, said):
+        if one.events or one.events_bind:
+            endpoints = (one.events, one.events_bind, one.events_replay)
+            for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
+                try:
+                    check_endpoint(field, endpoint)
+                except ValueError as error:
+                    raise BadRequestError(field, str(error).removeprefix(f"{field}: ")) from error
+            return endpoints
+    if found is not None and found.ranks:
+        first = found.ranks[0]
+        endpoints = (first.events, first.events_bind, first.events_replay)
+        try:
+            for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
+                check_endpoint(field, endpoint)
+        except ValueError as error:
+            _log.warning("engine %s: its session names an invalid endpoint: %s", entry.id, error)
+        else:
+            return endpoints
+    return None, None, None

@@ -32,6 +32,16 @@ _GAUGES: Final = {
     "engine_state": (
         "1 for the state that each engine is in, 0 for the others.", ("engine", "role", "state"),
     ),
+    "engine_gap": (
+        "1 for each reason why an engine's KV does not count, 0 for the others; GET /v1/engines"
+        " says what to do.",
+        ("engine", "gap"),
+    ),
+    "node_readable": ("1 if a node's admin API answered the last time, else 0.", ("node",)),
+    "node_unnamed_sessions": (
+        "Sessions of a node that have no engine's name, so that they belong to no engine.",
+        ("node",),
+    ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
     "index_worker_pages": (

@@ -32,12 +32,14 @@ class EngineError(Exception):
     Attributes:
         engine: its id.
         sick: counts against its health; False if it is only busy.
+        status: the status of its answer; 0 = none.
     """
 
-    def __init__(self, engine: str, what: str, *, sick: bool = True) -> None:
+    def __init__(self, engine: str, what: str, *, sick: bool = True, status: int = 0) -> None:
         super().__init__(f"engine {engine}: {printable(what)}")
         self.engine = engine
         self.sick = sick
+        self.status = status
 
 
 class EngineRefusedError(Exception):
@@ -99,9 +101,10 @@ class Upstream:
             asyncio.timeout(timeout_s),
             self._session.get(url, allow_redirects=False) as answer,
         ):
-            body = await _read(answer, SMALL_ANSWER_BYTES_MAX)
+            body = await read_limited(answer, SMALL_ANSWER_BYTES_MAX)
             if answer.status != 200:
-                raise EngineError(engine, f"GET {url}: status {answer.status}")
+                what = f"GET {url}: status {answer.status}"
+                raise EngineError(engine, what, status=answer.status)
             return body
 
     async def post(
@@ -125,7 +128,7 @@ class Upstream:
             asyncio.timeout(timeout_s),
             await self._open(engine, url, body, headers) as answer,
         ):
-            return await _read(answer, answer_bytes_max), _content_type(answer)
+            return await read_limited(answer, answer_bytes_max), _content_type(answer)
 
     async def _open(
         self, engine: str, url: str, body: bytes, headers: Mapping[str, str] | None
@@ -136,7 +139,7 @@ class Upstream:
         if answer.status == 200 and "Content-Encoding" not in answer.headers:
             return answer
         async with answer:
-            raw = await _read(answer, SMALL_ANSWER_BYTES_MAX)
+            raw = await read_limited(answer, SMALL_ANSWER_BYTES_MAX)
         if 400 <= answer.status < 500 and answer.status not in _BUSY:
             raise EngineRefusedError(engine, answer.status, raw, _content_type(answer))
         what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
@@ -195,8 +198,8 @@ def _content_type(answer: aiohttp.ClientResponse) -> str:
     return kind if kind.isascii() and kind.isprintable() and ";" not in kind else _UNKNOWN_TYPE
 
 
-async def _read(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
-    """Read the whole body.
+async def read_limited(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    """Read the whole body of an answer.
 
     Raises:
         ValueError: it is too long.

@@ -19,6 +19,8 @@ from typing import Final
 
 import msgspec
 
+from conductor.routing.joining import Gap, RankEvents
+
 _SUSPECT_PROBE_FACTOR: Final = 0.25
 """Factor for the probe interval of a suspect engine, compared with a healthy one."""
 
@@ -40,7 +42,7 @@ class Health(enum.StrEnum):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of an engine; they change only when it registers again.
+    """The properties of an engine; they change when it registers again, or its node tells others.
 
     Attributes:
         id: name in decisions, metrics and events.
@@ -50,8 +52,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         page_tokens: tokens per page of its space, at least 1.
         domain: domain of its pages in the index: the hex digest of its space, or ``model:<model>``
             for an engine without a space.
+        spaces: hex digests of the spaces that it has opened at its node; empty = unknown.
+        shards: hex digests of the shards that it needs of each page on a node; empty = unknown.
+        block_tokens: tokens of one of its own blocks; None = unknown.
         events: endpoint of its KV events, or None.
+        events_bind: endpoint to which it connects, so that its follower listens there, or None.
         events_replay: endpoint for missed batches, or None.
+        ranks: the events of each data-parallel rank, as its node tells; those of the first are
+            ``events``, unless the registration says otherwise.
         node: id of the kvstore node it uses, or None.
         max_running: maximum requests in flight, at least 1.
     """
@@ -62,8 +70,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     page_tokens: int
     domain: str
+    spaces: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    block_tokens: int | None = None
     events: str | None = None
+    events_bind: str | None = None
     events_replay: str | None = None
+    ranks: tuple[RankEvents, ...] = ()
     node: str | None = None
     max_running: int = 8
 
@@ -115,10 +128,11 @@ class EngineHealth:
 
 @dataclass(slots=True)
 class Engine:
-    """One registered engine."""
+    """One registered engine, and why its KV does not count, entirely or in part."""
 
     info: EngineInfo
     health: EngineHealth
+    gaps: tuple[Gap, ...] = ()
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 import urllib.parse
@@ -23,6 +24,7 @@ from engine_adapters.reference.server import ConductorAt, Identity, Server, serv
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
+from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 
 _PROGRAM = "python -m engine_adapters.reference"
@@ -36,7 +38,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--model", choices=sorted(MODELS), default="tiny")
     add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="port on 127.0.0.1; 0 = any free one")  # fmt: skip
-    add("--id", default=f"engine-{uuid.uuid4().hex[:8]}", help="name of this engine")
+    add("--id", type=_name, default=f"engine-{uuid.uuid4().hex[:8]}",
+        help="name of this engine, at the Conductor and at the node")  # fmt: skip
     add("--store", metavar="URL", help="unix:///path of the node's socket; default: no store")
     add("--device-slab", type=_size, default=0, metavar="SIZE",
         help="memory for copies of loaded pages; 0 = none")  # fmt: skip
@@ -76,6 +79,12 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def _name(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
+        raise ArgumentTypeError(f"{text!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+    return text
 
 
 def _size(text: str) -> int:
@@ -130,7 +139,7 @@ async def run(args: argparse.Namespace) -> int:
     store = None
     if args.store:
         with _given_by("--store"):
-            store = _connect(args.store, args.id, args.device_slab)
+            store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
     engine = Engine(options, store)
     events: EngineEvents | None = None
     if args.events:
@@ -164,9 +173,10 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
-def _connect(url: str, name: str, slab_bytes: int) -> KVStore:
+def _connect(url: str, name: str, slab_bytes: int, block_tokens: int) -> KVStore:
     slab = DeviceSlabConfig(capacity_bytes=slab_bytes) if slab_bytes else None
-    return KVStore.connect(url, name=name, device_slab=slab)
+    label = engine_label(name, "", uuid.uuid4().hex, None, EngineSources(), block_tokens)
+    return KVStore.connect(url, name=name, device_slab=slab, engine=label)
 
 
 def _announce(url: str) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm.facts import check_version, read_facts
+from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
@@ -107,6 +108,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # Lookups run in the scheduler's process, where a slab would never be filled.
             device_slab=None if on_scheduler else self._options.device_slab,
             log_level=level,
+            engine=label_of(vllm_config, self._options.engine, self._smallest_block),
         )
         self._opening = Opening(self._store, self._identity, self._shards, monotonic, level, log)
         self._scheduler: SchedulerSide | None = None
@@ -125,12 +127,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "kv_load_failure_policy is %r: if a page cannot be loaded, its request fails;"
                 ' set it to "recompute"', transfer.kv_load_failure_policy,
             )  # fmt: skip
-        smallest = min(group.block_tokens for group in self._facts.groups)
         setup = Setup(
             engine=self._facts.engine,
             groups=self._facts.groups,
             page_tokens=self._page_tokens,
-            hash_tokens=self._kv_cache_config.hash_block_size or smallest,
+            hash_tokens=self._kv_cache_config.hash_block_size or self._smallest_block,
             ranks=self._facts.ranks,
             role=Role(
                 loads=transfer.kv_role in {"kv_both", "kv_consumer"},
@@ -144,6 +145,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._page_tokens, self._shards[0].page_bytes(self._identity), self._facts.ranks,
             self._options.address,
         )  # fmt: skip
+
+    @property
+    def _smallest_block(self) -> int:
+        """Tokens of the smallest block of a KV group."""
+        return min(group.block_tokens for group in self._facts.groups)
 
     @property
     def _deciding(self) -> SchedulerSide:

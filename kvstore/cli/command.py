@@ -18,6 +18,7 @@ from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
+from kvstore.server.client import is_address
 from kvstore.server.environment import cli_defaults
 
 Verb = Callable[[Remote, argparse.Namespace], Any]
@@ -72,7 +73,7 @@ def _carried_out(options: argparse.Namespace) -> int:
     if options.verb == "doctor":
         return doctor.run(
             options.url, options.token, options.directory, options.config, show.console(),
-            as_json=options.json,
+            as_json=options.json, conductor=options.conductor,
         )  # fmt: skip
     if options.verb == "top":
         return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
@@ -141,8 +142,17 @@ def _parser() -> argparse.ArgumentParser:
                      " those of the running node, else the current one")  # fmt: skip
     ill.add_argument("--config", type=Path,
                      help="TOML file of a node: check that this machine can run it")  # fmt: skip
+    ill.add_argument("--conductor", type=_http, metavar="URL",
+                     help="also check which engines and nodes of this Conductor do not count, and"
+                     " why")  # fmt: skip
     parser.verbs = list(verbs.choices)
     return parser
+
+
+def _http(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or not is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT")
+    return text.rstrip("/")
 
 
 _Add = Callable[[str, str, Verb, Show], argparse.ArgumentParser]

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore import mover
+from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
 from kvstore.config.sizes import rounded
@@ -50,7 +51,7 @@ _COARSE_CLOCKS: Final = ("jiffies", "acpi_pm", "hpet", "refined-jiffies")
 
 def run(
     url: str, token: str, directory: Path | None, config: Path | None, console: Console,
-    *, as_json: bool,
+    *, as_json: bool, conductor: str | None = None,
 ) -> int:  # fmt: skip
     """Run all checks and print the results.
 
@@ -63,6 +64,7 @@ def run(
             a running node.
         console: where the results are printed.
         as_json: print them as JSON.
+        conductor: URL of a Conductor, whose engines and nodes are checked too; None = none.
 
     Returns:
         1 if a check failed, else 0.
@@ -81,6 +83,8 @@ def run(
         ssd = stats.get("ssd") if stats is not None else None
         places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
     checks = examine(places or [Path()], stats, wanted)
+    if conductor:
+        checks += conductor_checks(conductor, token)
     if as_json:
         sys.stdout.write(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) + "\n")
     else:
@@ -116,6 +120,7 @@ def examine(
     prefill = max((1 / one for one in reported if one > 0), default=PREFILL_TOKENS_PER_S_ASSUMED)
     return [
         _node(stats),
+        *name_check(stats),
         *_versions(),
         _core(stats),
         _mover(),

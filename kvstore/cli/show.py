@@ -184,6 +184,13 @@ def identity(space: dict[str, Any]) -> str:
     return model + (f" ({', '.join(apart)})" if apart else "")
 
 
+def _engine(session: Any) -> str:
+    """The engine's name of a session, in the statistics or in a listing; empty = none."""
+    engine = session.get("engine")
+    name: str = engine["name"] if isinstance(engine, dict) else engine or ""
+    return name
+
+
 def sessions(answer: Any, console: Console) -> None:
     """Engines."""
     if not answer["sessions"]:
@@ -191,13 +198,15 @@ def sessions(answer: Any, console: Console) -> None:
         return
     rows = (
         [
-            one["name"], one["tenant"],
+            _engine(one) or "-", one["name"], one["tenant"],
             one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
             rounded(one["used_bytes"]), rounded(one["quota_bytes"]),
         ]
         for one in answer["sessions"]
     )  # fmt: skip
-    _table(console, "sessions", ("engine", "tenant", "processes", "holds", "quota"), rows)
+    _table(
+        console, "sessions", ("engine", "session", "tenant", "processes", "holds", "quota"), rows
+    )
 
 
 def pages(answer: Any, console: Console) -> None:

@@ -30,6 +30,7 @@ from kvstore.client.exchange import Connection
 from kvstore.client.mapping import Mapping, Use
 from kvstore.client.reconnecting import Effects, Reconnecting, StoreMove
 from kvstore.errors import (
+    EngineNameTaken,
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
@@ -130,16 +131,19 @@ class Link:
         name: the engine's name in the node's statistics.
         session: the session to join; empty = a new one.
         level: log level of messages that the node is away: one process per engine should warn.
+        engine: the engine of this process; None = unnamed.
     """
 
     def __init__(
-        self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING
-    ) -> None:
+        self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING,
+        engine: wire.EngineLabel | None = None,
+    ) -> None:  # fmt: skip
         """Connect if the node is there; otherwise the background thread keeps trying."""
         self.path = path
         self._level = level
         self.name = name
         self.session = session
+        self.engine = engine
         self.quota_bytes = 0
         self._node_minor = 0
         self.why = "not connected yet"
@@ -263,7 +267,7 @@ class Link:
         try:
             hello = wire.Hello(
                 0, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.name, self.session,
-                self._origin, number,
+                self._origin, number, self.engine,
             )  # fmt: skip
             answer = connection.request(hello, monotonic() + CONNECT_TIMEOUT_S)
             if isinstance(answer, wire.Failure):
@@ -403,7 +407,7 @@ class Link:
             if nobody_listens(error):
                 with self._state:
                     self._note(self._reconnecting.gone())
-            elif isinstance(error, ProtocolError) and str(error) != self._refusal:
+            elif isinstance(error, ProtocolError | EngineNameTaken) and str(error) != self._refusal:
                 self._refusal = str(error)
                 log.log(self._level, "%s: %s; misses until that changes", self.name, error)
         else:

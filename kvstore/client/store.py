@@ -76,6 +76,7 @@ class KVStore:
         timeout_s: float = TIMEOUT_S,
         device_slab: DeviceSlabConfig | None = None,
         log_level: int = logging.WARNING,
+        engine: wire.EngineLabel | None = None,
     ) -> "KVStore":
         """Connect to the node at ``address``.
 
@@ -92,6 +93,9 @@ class KVStore:
                 engine's device; None = no slab.
             log_level: the level at which it logs that the node is away. Lower it in an engine's
                 further processes, so that the engine logs it once.
+            engine: the engine of this process, by which a Conductor finds which spaces it has
+                opened; None = unnamed. While another live engine has the same chosen name, the node
+                refuses (``engine_name_taken``): reads miss, and the connection is retried.
 
         Raises:
             InvalidArgument: the address is malformed, or the device does not exist.
@@ -101,7 +105,7 @@ class KVStore:
         if scheme != "unix" or not path.startswith("/"):
             raise InvalidArgument("address", f"{address!r} is not unix:///absolute/path")
         promotion = Promotion.open(device_slab)
-        return cls(Link(path, name, session, log_level), timeout_s, promotion)
+        return cls(Link(path, name, session, log_level, engine), timeout_s, promotion)
 
     @classmethod
     def open(
@@ -279,7 +283,7 @@ class KVStore:
                 # It joins the session of the main link, which logs for both.
                 if self._closed or not main.session:
                     raise PeerUnreachable(f"{main.path}: {main.why}")
-                link = Link(main.path, main.name, main.session, logging.DEBUG)
+                link = Link(main.path, main.name, main.session, logging.DEBUG, main.engine)
                 self._waiting[purpose] = link
         finally:
             self._lock.release()

@@ -54,7 +54,9 @@ class NodeConfig(Section, frozen=True):
 
     name: Annotated[
         str,
-        msgspec.Meta(pattern="^[A-Za-z0-9._-]{1,64}$", description="1 to 64 of A-Z a-z 0-9 . _ -"),
+        msgspec.Meta(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -"
+        ),
     ] = "local"
 
 

@@ -13,6 +13,12 @@ from kvstore.page import PAGE_TOKENS_MIN_DEFAULT
 
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
 SLAB_BYTES_MIN: Final = 1 << 20
+EngineName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9._-]{1,64})?$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -"
+    ),
+]
 Tenant = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 ADDRESS: Final = "unix:///run/kvstore/kvstore.sock"
 _Section = TypeVar("_Section", bound=msgspec.Struct)
@@ -30,6 +36,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         address: the node's socket.
+        engine: name of this engine, the same as its id at the Conductor; empty = ``host:port`` of
+            its HTTP server, where that is known. Two live engines of a node cannot have one name.
         page_tokens: tokens per page, a multiple of the engine's block; 0 = the smallest multiple
             that is at least 64.
         tenant: isolation domain; memory of one tenant is never mapped by engines of another.
@@ -47,6 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     address: str = ADDRESS
+    engine: EngineName = ""
     page_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     tenant: Tenant = "default"
     revision: str = ""

@@ -7,6 +7,8 @@ The frames are those of vLLM and SGLang, so that followers of engines can also f
     topic | sequence | payload for each kept batch,
              "" | topic | -1 | "" at the end
 
+:mod:`kvstore.events.questions` has the frames of questions, which the node itself answers.
+
 An event is a map whose ``type`` is ``BlockStored``, ``BlockRemoved`` or ``AllBlocksCleared``. A
 block of an engine is a page here, and its hash is the 32-byte prefix key.
 
@@ -33,6 +35,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvstore.errors import InvalidArgument, TransferTimeout
+from kvstore.events.questions import ANSWER_COUNTS, Question, Questions
 from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
 from kvstore.events.server import Bounds, EventServer
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
@@ -72,7 +75,8 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
             require the field.
         lora_name: as ``lora_id``.
         space: hex digest of the space; our extension, not used by engines.
-        shard: index of the shard in its space; our extension.
+        shard: index of the shard in its space, which differs from node to node; our extension.
+        shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -85,6 +89,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     lora_name: str | None = None
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
+    shard_digest: str | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 
@@ -96,7 +101,8 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         medium: ``GPU``, ``CPU`` or ``STORAGE``: the tier they left; other tiers may still have
             them.
         space: hex digest of the space; our extension, not used by engines.
-        shard: index of the shard in its space; our extension.
+        shard: index of the shard in its space, which differs from node to node; our extension.
+        shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -104,6 +110,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     medium: str
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
+    shard_digest: str | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 
@@ -151,6 +158,13 @@ class PublisherStats(msgspec.Struct, frozen=True):
         followers_cut: connections closed because of a fault, or refused.
         replays_served: replay requests answered completely.
         replays_cut: answers aborted because the client does not read, and malformed requests.
+        snapshots_served: snapshots that were sent completely.
+        snapshots_cut: snapshots that were not, because the client left or does not read.
+        snapshots_refused: snapshots refused because of too many others.
+        snapshots_s: seconds that the snapshots that were sent completely took.
+        audits_served: other questions that were answered completely.
+        audits_cut: those that were not.
+        audits_refused: those that were refused, and malformed questions.
     """
 
     sequence_next: int
@@ -162,6 +176,13 @@ class PublisherStats(msgspec.Struct, frozen=True):
     followers_cut: int
     replays_served: int
     replays_cut: int
+    snapshots_served: int
+    snapshots_cut: int
+    snapshots_refused: int
+    snapshots_s: float
+    audits_served: int
+    audits_cut: int
+    audits_refused: int
 
 
 class _Queued(NamedTuple):
@@ -249,6 +270,7 @@ class EventPublisher:
             for listener in listeners:
                 listener.close()
             raise
+        self._questions = Questions(self._wake)
         live, *replay = listeners
         self.bound_endpoint = str(live.endpoint)
         self.bound_replay_endpoint = str(replay[0].endpoint) if replay else None
@@ -259,6 +281,7 @@ class EventPublisher:
             token=access.token,
             waiting_max=queue_max,
             kept=Bounds(replay_max, replay_bytes_max),
+            questions=self._questions,
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._server.watch(self._wake_fd)
@@ -289,8 +312,30 @@ class EventPublisher:
             if len(self._queue) == 1:
                 os.eventfd_write(self._wake_fd, 1)
 
+    def _wake(self) -> None:
+        """Wake the thread: an answer goes on."""
+        with self._lock:
+            if not self._closing:
+                os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def sequence_next(self) -> int:
+        """Number of the next batch."""
+        with self._lock:
+            return self._sequence_next
+
+    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+        """Let questions be answered; before, and after None, they are refused.
+
+        Args:
+            answer: called on the publisher's thread: begins to answer, or raises
+                :class:`~kvstore.events.questions.RefusedError`.
+        """
+        self._questions.answer = answer
+
     def stats(self) -> PublisherStats:
         """One consistent snapshot."""
+        questions = self._questions
         with self._lock:
             return PublisherStats(
                 sequence_next=self._sequence_next,
@@ -302,6 +347,8 @@ class EventPublisher:
                 followers_cut=self._server.faults.counts.total(),
                 replays_served=self._server.counts["served"],
                 replays_cut=self._server.counts["cut"],
+                snapshots_s=questions.snapshot_s,
+                **{name: questions.counts[name] for name in ANSWER_COUNTS},
             )
 
     def close(self, timeout_s: float = 2.0) -> None:

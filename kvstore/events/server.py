@@ -1,4 +1,4 @@
-"""Serves a publisher's batches to followers: live, and as replays of kept batches.
+"""Serves a publisher's batches to followers, live and as replays, and answers their questions.
 
 One thread owns everything and never waits longer than its caller allows. Faults of one follower do
 not affect others: an invalid message closes its connection; a follower that does not read loses
@@ -19,6 +19,16 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from kvstore.events import zmtp
+from kvstore.events.questions import (
+    ASK,
+    END,
+    QUESTION_BYTES_MAX,
+    REFUSED,
+    STALLED_S,
+    Question,
+    Questions,
+    RefusedError,
+)
 from kvstore.process.faults import Faults
 from kvstore.process.listeners import Listener
 
@@ -37,12 +47,8 @@ _ACCEPT_PAUSE_S: Final = 0.1
 _ACCEPTS: Final = 16
 """Connections accepted in one turn."""
 _READ_BYTES: Final = 4 << 10
-_HEARD_MAX: Final = 64 << 10
-"""Bytes that a follower may send in a burst; each message counts as this many more. Followers send
-little; serving one that floods us would take the GIL from the node."""
 _HEARD_PER_MESSAGE: Final = 256
-_HEARD_PER_CHECK: Final = 4 << 10
-"""Bytes that it may send in addition per check of the deadlines."""
+"""Bytes that each message of a follower counts in addition, see :class:`Allowed`."""
 _WRITE_BYTES: Final = 1 << 20
 """Bytes written to one follower before the next one is served."""
 _BUFFERS: Final = 64
@@ -52,12 +58,30 @@ _REPLAY_BYTES: Final = 256 << 10
 """Maximum bytes of replays that wait for one follower; the rest is read later."""
 _REQUESTS_MAX: Final = 8
 """Replays that one follower may request before it has read the first."""
-_LIMITS: Final = zmtp.MessageLimits(message_bytes=1_024, frames=8)
-"""Limits of messages from followers."""
 _TOPICS_MAX: Final = 16
 _FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 _log = logging.getLogger(__name__)
+
+
+class Allowed(NamedTuple):
+    """What a follower may send; serving one that floods us would take the GIL from the node.
+
+    Attributes:
+        message: limits of one message.
+        burst_bytes: bytes in a burst.
+        check_bytes: bytes in addition per check of the deadlines.
+    """
+
+    message: zmtp.MessageLimits
+    burst_bytes: int
+    check_bytes: int
+
+
+_ALLOWED: Final = {
+    zmtp.PUB: Allowed(zmtp.MessageLimits(1_024, 8), 64 << 10, 4 << 10),
+    zmtp.ROUTER: Allowed(zmtp.MessageLimits(QUESTION_BYTES_MAX, 8), 512 << 10, 128 << 10),
+}
 
 
 class Kept(NamedTuple):
@@ -85,16 +109,18 @@ class _Follower:
     def __init__(self, raw: socket.socket, side: zmtp.Side, token: bytes, now: float) -> None:
         self.raw = raw
         self.side = side
-        self.peer = zmtp.ZmtpPeer(side, _LIMITS, token=token, server=True)
+        self.allowed = _ALLOWED[side]
+        self.peer = zmtp.ZmtpPeer(side, self.allowed.message, token=token, server=True)
         self.waiting: deque[bytes] = deque()
         self.waiting_bytes = 0
         self.sent_of_first = 0
         self.topics: set[bytes] = set()
         self.replays: deque[int] = deque()  # next batch of each replay
+        self.question: Question | None = None
         self.came = now
         self.since = now  # time of the last read, or since data waits
         self.mask = 0
-        self.heard = 0  # see _HEARD_MAX
+        self.heard = 0  # see Allowed
 
     def queue(self, data: bytes) -> None:
         if not self.waiting:
@@ -106,6 +132,11 @@ class _Follower:
         """Why its connection must be closed; empty if not."""
         if not self.peer.ready:
             return "handshake" if now - self.came > _HANDSHAKE_S else ""
+        if self.question is not None:
+            if now > self.question.deadline:
+                return "late"
+            if self.waiting and now - self.since > STALLED_S:
+                return "deaf"
         return "deaf" if self.waiting and now - self.since > _DEAF_S else ""
 
     def write(self, now: float) -> None:
@@ -147,6 +178,7 @@ class EventServer:
         token: bytes,
         waiting_max: int,
         kept: Bounds,
+        questions: Questions,
     ) -> None:
         """Take over the listeners.
 
@@ -157,8 +189,10 @@ class EventServer:
             token: token that followers over TCP must send; empty = none.
             waiting_max: maximum batches that wait for one slow follower.
             kept: limits of the batches kept for replay.
+            questions: the questions of followers at ``replay``.
         """
         self.counts: Counter[str] = Counter()
+        self._questions = questions
         self.faults = Faults(_log, "a follower of events was disconnected")
         self._topic = topic
         self._token = token
@@ -226,7 +260,7 @@ class EventServer:
 
     def flush(self) -> bool:
         """Write as much as sockets accept; returns True if live batches still wait."""
-        for follower in [f for f in self._followers.values() if f.waiting]:
+        for follower in [f for f in self._followers.values() if f.waiting or f.question]:
             self._push(follower)
         return any(f.waiting for f in self._followers.values() if f.side is zmtp.PUB)
 
@@ -292,7 +326,7 @@ class EventServer:
         """Check the deadlines."""
         now = self._checked_at = time.monotonic()
         for follower in list(self._followers.values()):
-            follower.heard = max(0, follower.heard - _HEARD_PER_CHECK)
+            follower.heard = max(0, follower.heard - follower.allowed.check_bytes)
             if cause := follower.overdue(now):
                 self._drop(follower, cause, "it sent or read nothing for too long")
         if self._accept_at is not None and now >= self._accept_at:
@@ -317,7 +351,7 @@ class EventServer:
                 return
             self._say(follower)
             follower.heard += len(data) + _HEARD_PER_MESSAGE * len(messages)
-            if follower.heard > _HEARD_MAX:
+            if follower.heard > follower.allowed.burst_bytes:
                 self._drop(follower, "flood", "it sends more than a follower should")
                 return
             for message in messages:
@@ -350,6 +384,9 @@ class EventServer:
                 self._drop(follower, "request", "too many subscriptions")
                 return False
             return True
+        if message[:2] == [b"", ASK]:
+            self._ask(follower, message)
+            return self._bounded(follower)
         wellformed = len(message) == 2 and message[0] == b"" and len(message[1]) == 8
         if not wellformed:
             self.counts["cut"] += 1
@@ -364,6 +401,13 @@ class EventServer:
             follower.replays.append(self._dropped_kept + at)
         return self._bounded(follower)
 
+    def _ask(self, follower: _Follower, message: zmtp.Message) -> None:
+        """Begin to answer a question, or refuse it."""
+        try:
+            follower.question = self._questions.begin(message, follower.question)
+        except RefusedError as error:
+            follower.queue(self._replayed(REFUSED, error.payload))
+
     def _bounded(self, follower: _Follower) -> bool:
         """Whether the waiting bytes of a follower are within the limit; else close it."""
         if follower.waiting_bytes <= _LIVE_BYTES_MAX:
@@ -376,6 +420,8 @@ class EventServer:
         try:
             for data in self._replay(follower):
                 follower.queue(data)
+            for data in self._answer(follower):
+                follower.queue(data)
             follower.write(time.monotonic())
         except OSError:
             self._drop(follower, "")
@@ -383,7 +429,8 @@ class EventServer:
         if not self._bounded(follower):
             return
         mask = selectors.EVENT_READ
-        if follower.waiting or follower.replays:
+        asks = follower.question is not None and follower.question.is_waiting
+        if follower.waiting or follower.replays or asks:
             mask |= selectors.EVENT_WRITE
         if mask != follower.mask:
             self._selector.modify(follower.raw, mask)
@@ -402,6 +449,18 @@ class EventServer:
                 self.counts["served"] += 1
                 yield self._replayed(END_OF_REPLAY, b"")
 
+    def _answer(self, follower: _Follower) -> Iterator[bytes]:
+        """The next messages of the answer to its question, likewise."""
+        while follower.question is not None and follower.waiting_bytes < _REPLAY_BYTES:
+            message = follower.question.take()
+            if message is None:
+                return
+            word, payload = message
+            if word in (END, REFUSED):
+                self._questions.end(follower.question, answered=word == END)
+                follower.question = None
+            yield self._replayed(word, payload)
+
     def _replayed(self, sequence: bytes, payload: bytes) -> bytes:
         return zmtp.encode((b"", self._topic, sequence, payload))
 
@@ -411,6 +470,9 @@ class EventServer:
             self.faults.note(cause, said)
         self.counts["cut"] += len(follower.replays)
         follower.replays.clear()
+        if follower.question is not None:
+            self._questions.end(follower.question, answered=False)
+            follower.question = None
         del self._followers[follower.raw]
         self._selector.unregister(follower.raw)
         follower.raw.close()

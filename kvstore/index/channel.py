@@ -1,4 +1,6 @@
-"""One connection to a publisher of KV events: ZMTP over a stream; every wait has a deadline.
+"""Connections with publishers of KV events: ZMTP over a stream; every wait has a deadline.
+
+A publisher is connected to, or it connects to us: engines bind their socket or connect it.
 
 Data is read only when the caller asks for it. If a publisher sends faster than we read, batches
 wait at the publisher, and are lost there, visibly. So a publisher cannot make us buffer more than
@@ -11,13 +13,13 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
-from kvstore.process.listeners import Unix, parse_endpoint
+from kvstore.process.listeners import Listener, Unix, parse_endpoint
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """Batches of nodes have up to half a MiB; engines that do not limit them send some MiB."""
 _LIMITS: Final = zmtp.MessageLimits(MESSAGE_BYTES_MAX, frames=8)
-_READ_BYTES: Final = 8 << 10
-"""Bytes per read; even if they are messages of two bytes, they take only milliseconds."""
+_READ_BYTES: Final = 64 << 10
+"""Bytes per read: a few messages with tokens, some hundreds without."""
 _BUFFER_BYTES: Final = 64 << 10
 
 
@@ -57,14 +59,17 @@ class EventConnection:
             reader, writer = await _connect(endpoint)
             shown = token.encode() if endpoint.startswith("tcp:") else b""
             channel = cls(reader, writer, zmtp.ZmtpPeer(side, _LIMITS, token=shown))
-            try:
-                channel._answer()
-                while not channel._peer.ready:
-                    channel._early += await channel._read()
-            except BaseException:
-                channel.close()
-                raise
+            await channel._shake_hands()
             return channel
+
+    async def _shake_hands(self) -> None:
+        try:
+            self._answer()
+            while not self._peer.ready:
+                self._early += await self._read()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def beats(self) -> bool:
@@ -122,6 +127,77 @@ class EventConnection:
             self._writer.write(said)
             if self._writer.transport.get_write_buffer_size() > _BUFFER_BYTES:
                 raise ConnectionResetError("the publisher does not read")
+
+
+class EventListener:
+    """An endpoint of ours that a publisher connects to; both engines can do that.
+
+    One publisher is followed at a time. Of several that connect meanwhile, the newest waits: an
+    engine that was restarted takes the place of its former self.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        """Bind the endpoint; :meth:`start` accepts connections.
+
+        Args:
+            endpoint: ``ipc://`` or ``tcp://``; a port ``*`` is any free one.
+
+        Raises:
+            OSError: it cannot be bound; the message says why.
+        """
+        try:
+            self._listener = Listener("events_bind", parse_endpoint("events_bind", endpoint), 0o600)
+        except InvalidArgument as error:
+            raise OSError(str(error)) from error
+        self._server: asyncio.Server | None = None
+        self._waiting: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._came = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """The actual endpoint."""
+        return str(self._listener.endpoint)
+
+    async def start(self) -> None:
+        """Accept connections."""
+        if self._server is None:
+            self._server = await asyncio.start_server(
+                self._accepted, sock=self._listener.socket, limit=_BUFFER_BYTES
+            )
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        before, self._waiting = self._waiting, (reader, writer)
+        if before is not None:
+            before[1].transport.abort()
+        self._came.set()
+
+    async def accept(self, timeout_s: float) -> EventConnection:
+        """Wait until a publisher connects, without a limit, then shake hands.
+
+        Args:
+            timeout_s: maximum time for the handshake.
+
+        Raises:
+            OSError: the connection broke, or the handshake took too long.
+            PeerError: it is not a publisher.
+        """
+        await self._came.wait()
+        self._came.clear()
+        assert self._waiting is not None
+        (reader, writer), self._waiting = self._waiting, None
+        channel = EventConnection(reader, writer, zmtp.ZmtpPeer(zmtp.SUB, _LIMITS, server=True))
+        async with asyncio.timeout(timeout_s):
+            await channel._shake_hands()
+        return channel
+
+    def close(self) -> None:
+        """Stop listening, and close a connection that waits."""
+        if self._waiting is not None:
+            self._waiting[1].transport.abort()
+            self._waiting = None
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
 
 
 async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

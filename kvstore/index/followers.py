@@ -1,9 +1,10 @@
 """Follows KV events: one subscription per engine or node, with replay and restart detection.
 
-Each follower is a task with one connection for live batches and another one for each replay. The
-pages of a worker count only while its connection is up (``is_current``), so a dead or stopped
-worker (detected by heartbeats) attracts no requests. Long bursts and long batches yield to the
-event loop every few milliseconds.
+Each follower is a task with one connection for live batches and another one for each replay. It
+connects to the publisher, or the publisher to it. The pages of a worker count only while its
+connection is up, so a dead or stopped worker (detected by heartbeats) attracts no requests. What a
+replay cannot fill is read from a node's snapshot; of an engine, everything is dropped. Long bursts
+and long batches yield to the event loop every few milliseconds.
 
 Faults of a publisher (an unreadable batch, an invalid message, an endless replay) cost at most the
 index entries of that worker. They are counted by cause.
@@ -11,18 +12,25 @@ index entries of that worker. They are counted by cause.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, wall_clock
-from kvstore.index.channel import EventConnection
-from kvstore.index.foreign import ForeignBlocks
-from kvstore.index.holders import PrefixIndex
-from kvstore.index.ingest import WorkerIngest
+from kvstore.index.channel import EventConnection, EventListener
+from kvstore.index.control import Source, SourceBounds
+from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.sequence import BatchVerdict, Sequence
+from kvstore.index.told import ToldPages
+from kvstore.index.snapshot import (
+    SnapshotEnd,
+    SnapshotError,
+    SnapshotHead,
+    SnapshotPages,
+    read_snapshot,
+)
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -33,45 +41,13 @@ _TURN_S: Final = 0.002
 _CONNECT_S: Final = 5.0
 _BEAT_S: Final = 1.0
 _BEATS_MISSED_MAX: Final = 3
+_RESYNCS_MAX: Final = 3
+"""Times that everything is read again before the connection is given up."""
 _REPLAY_S_MAX: Final = 60.0
 """Maximum duration of a replay; the publisher keeps a live connection for that long."""
 _AGAIN_S_MIN: Final = 0.1
 _AGAIN_S_MAX: Final = 1.0
 """Pause before reconnecting; it grows from the first value to the second."""
-
-
-class Source(NamedTuple):
-    """The source of a worker's events.
-
-    Attributes:
-        worker: name of the worker in the index.
-        domain: domain of its pages in the index, for events without a space.
-        page_tokens: tokens per page of that domain, at least 1.
-        endpoint: endpoint of its publisher; ``ipc://`` or ``tcp://``.
-        replay_endpoint: endpoint for missed batches; None = no replay.
-        token: token for its publisher over TCP; empty = none.
-    """
-
-    worker: str
-    domain: str
-    page_tokens: int
-    endpoint: str
-    replay_endpoint: str | None = None
-    token: str = ""
-
-
-class SourceBounds(NamedTuple):
-    """Limits of one source.
-
-    Attributes:
-        replay_s: maximum silence during a replay.
-        verify_s: after this time without a live message, the last batch is requested again.
-        foreign_blocks: maximum blocks with the source's own hashes that are remembered.
-    """
-
-    replay_s: float
-    verify_s: float
-    foreign_blocks: int
 
 
 class _NoReplayError(Exception):
@@ -82,50 +58,96 @@ class _NoReplayError(Exception):
         self.cause = cause
 
 
+class _ResyncNeededError(Exception):
+    """What is known of a node has a gap: its snapshot must be read again."""
+
+
 class Follower:
     """Follows one worker.
 
     Attributes:
         connected: the connection is up.
-        current: connected, and all earlier batches are applied.
+        current: connected, and all earlier batches are applied: its pages count.
+        why: why they do not count; empty if they do.
+        lag_s: time from the publication of the newest batch to its application.
+        snapshots: snapshots that were read.
+        resyncs: times that everything was read again because of a gap or an audit.
+        told: some pages that the events of a node told of.
         faults: faults of its publisher, by cause.
     """
 
     def __init__(
         self,
         source: Source,
-        ingest: WorkerIngest,
+        feed: WorkerFeed,
         bounds: SourceBounds,
-        changed: Callable[[], None],
     ) -> None:
+        """Connect to nothing yet; see :meth:`run`.
+
+        Args:
+            source: what to follow.
+            feed: applies the events.
+            bounds: limits.
+        """
         self.source = source
         self.connected = False
         self.current = False
-        self.batches = 0
+        self.why = "not connected yet"
         self.lag_s = 0.0
+        self.snapshots = 0
+        self.resyncs = 0
         self.sequence = Sequence()
-        self.ingest = ingest
+        self.feed = feed
+        self.told = ToldPages()
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
-        self._changed = changed
         self._turn_ends = 0.0
+        self._has_snapshots = source.is_node and source.replay_endpoint is not None
+        self._counts_from = 0  # number of the batch after those that a snapshot needs
+        self._drifted = False
 
     async def run(self) -> None:
         """Follow until cancelled."""
         pause_s = _AGAIN_S_MIN
-        while True:
-            try:
-                await self._follow()
-            except OSError as error:
-                self.faults.note("connection", f"{self.source.endpoint}: {_said(error)}")
-            except zmtp.PeerError as error:
-                self.faults.note(error.cause, f"{self.source.endpoint}: {error}")
-            finally:
-                was_current, self.connected, self.current = self.current, False, False
-            pause_s = _AGAIN_S_MIN if was_current else min(2 * pause_s, _AGAIN_S_MAX)
-            await asyncio.sleep(pause_s)
+        listener: EventListener | None = None
+        try:
+            while True:
+                try:
+                    if self.source.bind and listener is None:
+                        listener = EventListener(self.source.endpoint)
+                        await listener.start()
+                    await self._follow(listener)
+                except OSError as error:
+                    self._broke("connection", _said(error))
+                except zmtp.PeerError as error:
+                    self._broke(error.cause, str(error))
+                finally:
+                    was_current = self.current
+                    self._is_current(now=False)
+                    self.connected = False
+                pause_s = _AGAIN_S_MIN if was_current else min(2 * pause_s, _AGAIN_S_MAX)
+                await asyncio.sleep(pause_s)
+        finally:
+            if listener is not None:
+                listener.close()
 
-    async def _follow(self) -> None:
+    def _broke(self, cause: str, what: str) -> None:
+        self.why = f"{self.source.endpoint}: {what}"
+        self.faults.note(cause, self.why)
+
+    def _is_current(self, *, now: bool) -> None:
+        self.current = now
+        self.feed.live(counts=now)
+        if now:
+            self.why = ""
+
+    def drifted(self) -> None:
+        """An audit found that what is known of a node is wrong: read everything again."""
+        self._drifted = True
+        self._is_current(now=False)
+        self.why = "an audit found wrong entries: its snapshot is read again"
+
+    async def _follow(self, listener: EventListener | None) -> None:
         """Follow over one connection until it breaks.
 
         Raises:
@@ -133,13 +155,17 @@ class Follower:
             PeerError: the peer is not a publisher.
         """
         source = self.source
-        channel = await EventConnection.open(source.endpoint, zmtp.SUB, source.token, _CONNECT_S)
+        if listener is not None:
+            channel = await listener.accept(_CONNECT_S)
+        else:
+            channel = await EventConnection.open(
+                source.endpoint, zmtp.SUB, source.token, _CONNECT_S
+            )
         try:
             await channel.send([b"\x01"])
             self.connected = True
-            await self._replay()
-            self.current = True
-            self._changed()
+            self.why = "its earlier batches are being read"
+            await self._catch_up()
             await self._listen(channel)
         finally:
             channel.close()
@@ -148,6 +174,10 @@ class Follower:
         loop = asyncio.get_running_loop()
         heard_at, missed = loop.time(), 0
         while True:
+            if self._drifted:
+                await self._resync()
+            elif not self.current and self.sequence.next >= self._counts_from:
+                self._is_current(now=True)
             try:
                 wait_s = min(_BEAT_S, self._bounds.verify_s)
                 async with asyncio.timeout(wait_s):
@@ -167,9 +197,13 @@ class Follower:
             await self._let_others()
             if messages:
                 heard_at = loop.time()
-                self._changed()
             elif loop.time() - heard_at >= self._bounds.verify_s:
-                await self._replay()
+                try:
+                    await self._replay()
+                except _ResyncNeededError:
+                    await self._resync()
+                if self.sequence.next < self._counts_from:
+                    raise OSError("batches that its snapshot needs do not come")
                 heard_at = loop.time()
 
     async def _live(self, message: zmtp.Message) -> None:
@@ -179,10 +213,75 @@ class Follower:
         topic, number_frame, payload = message
         number = int.from_bytes(number_frame, "big")
         if self.sequence.met_live(topic, number):
-            await self._clear()
-        if self.sequence.needs_replay(number):
-            await self._replay()
-        await self._take(number, payload)
+            self._clear()
+        try:
+            if self.sequence.needs_replay(number):
+                if self._has_snapshots and not self.sequence.known:
+                    raise _ResyncNeededError
+                await self._replay()
+            await self._take(number, payload)
+        except _ResyncNeededError:
+            await self._resync()
+            await self._take(number, payload)
+
+    async def _catch_up(self) -> None:
+        """Get everything that was published before: from a snapshot if nothing is known.
+
+        Raises:
+            OSError: that fails again and again, or the publisher does not answer.
+            PeerError: the peer is not a publisher.
+        """
+        for _ in range(_RESYNCS_MAX):
+            try:
+                if self._has_snapshots and not self.sequence.known:
+                    await self._read_snapshot()
+                await self._replay()
+            except _ResyncNeededError:
+                self.sequence.forget()
+            else:
+                return
+        raise OSError("its batches have gaps again and again")
+
+    async def _resync(self) -> None:
+        """Read everything again; raises the same as :meth:`_catch_up`."""
+        self._is_current(now=False)
+        self._drifted = False
+        self.why = self.why or "its snapshot is read again, after a gap"
+        self.resyncs += 1
+        self.sequence.forget()
+        await self._catch_up()
+
+    async def _read_snapshot(self) -> None:
+        """Read all pages of the node, in place of what is known of it.
+
+        Raises:
+            OSError: it does not answer as it should, or the connection broke.
+            PeerError: the peer is not a publisher.
+        """
+        endpoint = self.source.replay_endpoint
+        assert endpoint is not None
+        try:
+            async with aclosing(read_snapshot(endpoint, self.source.token)) as parts:
+                async for part in parts:
+                    match part:
+                        case SnapshotHead(boot, first):
+                            self._clear()
+                            self.sequence.begin(boot.encode(), first)
+                        case SnapshotPages(space, shard, medium, keys):
+                            self.feed.add(space, shard, medium, keys)
+                        case SnapshotEnd(sequence_end):
+                            self._counts_from = sequence_end
+                    await self._let_others()
+        except SnapshotError as error:
+            self.sequence.forget()
+            if error.cause != "unsupported":
+                raise OSError(f"its snapshot: {error}") from error
+            self._has_snapshots = False  # an older node
+        except BaseException:
+            self.sequence.forget()
+            raise
+        else:
+            self.snapshots += 1
 
     async def _take(self, number: int, payload: bytes) -> bool:
         """Apply a batch according to the sequence; returns True if the publisher has restarted."""
@@ -190,25 +289,30 @@ class Follower:
         if verdict is BatchVerdict.SKIP:
             return False
         if verdict is not BatchVerdict.APPLY:
-            await self._clear()
+            if self._has_snapshots:
+                raise _ResyncNeededError
+            self._clear()
         if verdict is BatchVerdict.RESTARTED:
             return True
         try:
-            for _ in self.ingest.apply(payload):
+            for _ in self.feed.apply(payload):
                 await self._let_others()
+            if self._has_snapshots:
+                self.told.note(payload)
         except UnreadableError as error:
             # It may contain removals: everything known of the worker is invalid.
             self.faults.note("batch", f"batch {number} cannot be read: {error}")
-            await self._clear()
+            self._clear()
+            if self._has_snapshots:
+                raise _ResyncNeededError from error
         else:
-            self.lag_s = max(0.0, wall_clock() - self.ingest.published)
-        self.batches += 1
+            self.lag_s = max(0.0, wall_clock() - self.feed.published)
         return False
 
-    async def _clear(self) -> None:
-        """Delete all index entries of the worker."""
-        for _ in self.ingest.clear():
-            await self._let_others()
+    def _clear(self) -> None:
+        """Drop all index entries of the worker."""
+        self._counts_from = 0
+        self.feed.clear()
 
     async def _let_others(self) -> None:
         """Yield to the event loop if this turn was long."""
@@ -228,18 +332,20 @@ class Follower:
                 if await self._replay_once(endpoint):
                     await self._replay_once(endpoint)
         except TimeoutError:
-            await self._not_replayed("replay", "it did not end in time")
+            self._not_replayed("replay", "it did not end in time")
         except OSError as error:
-            await self._not_replayed("connection", f"replay: {_said(error)}")
+            self._not_replayed("connection", f"replay: {_said(error)}")
         except zmtp.PeerError as error:
-            await self._not_replayed(error.cause, f"replay: {error}")
+            self._not_replayed(error.cause, f"replay: {error}")
         except _NoReplayError as error:
-            await self._not_replayed(error.cause, str(error))
+            self._not_replayed(error.cause, str(error))
 
-    async def _not_replayed(self, cause: str, what: str) -> None:
+    def _not_replayed(self, cause: str, what: str) -> None:
         self.faults.note(cause, what)
-        await self._clear()
+        self._clear()
         self.sequence.forget()
+        if self._has_snapshots:
+            raise OSError(what)
 
     async def _replay_once(self, endpoint: str) -> bool:
         """Run one replay; returns True if it shows a restart, so that a full replay is needed.
@@ -254,14 +360,14 @@ class Follower:
         async with aclosing(self._replayed(endpoint)) as messages:
             async for topic, number, payload in messages:
                 if self.sequence.met(topic):
-                    await self._clear()
+                    self._clear()
                     return True
                 if number is not None:
                     found = True
                     if await self._take(number, payload):
                         return True
         if not found and self.sequence.replay_was_empty():
-            await self._clear()
+            self._clear()
         return False
 
     async def _replayed(
@@ -300,46 +406,43 @@ def _said(error: OSError) -> str:
 class Followers:
     """One follower for each source."""
 
-    def __init__(
-        self, index: PrefixIndex, bounds: SourceBounds, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, pages: PageFeeds, bounds: SourceBounds) -> None:
         """Start without sources.
 
         Args:
-            index: the index to update.
+            pages: the table to update.
             bounds: limits of each source.
-            changed: called after batches were applied and after a connection was made.
         """
-        self._index = index
+        self._pages = pages
         self._bounds = bounds
-        self._changed = changed
         self._followers: dict[str, Follower] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._followers.values())
+
     def follow(self, source: Source) -> None:
         """Follow a source, if it is not followed yet.
 
-        Entries of the same worker from another source are deleted.
+        Entries of the same worker from another source are dropped.
         """
         known = self._followers.get(source.worker)
         if known is not None and known.source == source:
             return
         self.drop(source.worker)
-        foreign = ForeignBlocks(source.page_tokens, self._bounds.foreign_blocks)
-        ingest = WorkerIngest(self._index, source.worker, source.domain, foreign)
-        self._followers[source.worker] = Follower(source, ingest, self._bounds, self._changed)
+        feed = self._pages.feed(source, self._bounds.foreign_blocks)
+        self._followers[source.worker] = Follower(source, feed, self._bounds)
         self._wake.set()
 
     def drop(self, worker: str) -> None:
-        """Stop following a worker and delete its entries, if it is followed."""
+        """Stop following a worker and drop its entries, if it is followed."""
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
         follower = self._followers.pop(worker, None)
         if follower is not None:
-            for _ in follower.ingest.clear():  # its task is cancelled at its await
-                pass
+            follower.feed.end()
 
     def is_current(self, worker: str) -> bool:
         """Whether the entries of a worker are up to date."""
@@ -359,29 +462,3 @@ class Followers:
                     if worker not in self._tasks:
                         self._tasks[worker] = tasks.create_task(follower.run(), name=worker)
                 await self._wake.wait()
-
-    def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """State of the index and of all followers, for metrics."""
-        gauges: dict[str, dict[tuple[str, ...], float]] = {
-            "index_entries": {(): float(len(self._index))},
-            "index_dropped": {(): float(self._index.dropped)},
-            "index_worker_pages": {
-                holder: float(pages) for holder, pages in self._index.pages().items()
-            },
-        }
-        each = list(self._followers.items())
-        gauges["events_connected"] = {(w,): float(f.connected) for w, f in each}
-        gauges["events_batches"] = {(w,): float(f.batches) for w, f in each}
-        gauges["events_restarts"] = {(w,): float(f.sequence.restarts) for w, f in each}
-        gauges["events_skipped"] = {(w,): float(f.ingest.skipped) for w, f in each}
-        gauges["events_unmapped"] = {(w,): float(f.ingest.unmapped) for w, f in each}
-        gauges["events_faults"] = {
-            (w, cause): float(count) for w, f in each for cause, count in f.faults.counts.items()
-        }
-        gauges["events_lag_seconds"] = {(w,): f.lag_s for w, f in each}
-        gauges["events_gaps"] = {
-            (worker, outcome): float(count)
-            for worker, f in each
-            for outcome, count in (("seen", f.sequence.gaps), ("lost", f.sequence.gaps_lost))
-        }
-        return gauges

@@ -23,7 +23,8 @@ import numpy.typing as npt
 from kvstore.errors import InvalidArgument
 from kvstore.mover.fallback import Fallback
 from kvstore.mover.jobs import Addresses, Buffer, Digests, Mode, MoverJob, Pieces, Word, Words
-from kvstore.mover.native import LIBRARY, Native, load
+from kvstore.mover.library import LIBRARY, load
+from kvstore.mover.native import Native
 from kvstore.page import DIGEST_BYTES
 
 __all__ = [

@@ -1,4 +1,4 @@
-/* XXH3 with 128 bits and a 64-bit seed, little-endian, with stores on the side.
+/* XXH3 with 128 or 64 bits and a 64-bit seed, little-endian, with stores on the side.
  *
  * Written from the algorithm's published description (xxHash repository, doc/xxhash_spec.md, "XXH3
  * algorithm"); the tests compare it with the xxhash package at every length. Long inputs can be
@@ -90,7 +90,7 @@ INLINE uint64_t avalanche_old(uint64_t x) {
     return x ^ (x >> 32);
 }
 
-static struct digest digest_to_16(const uint8_t *in, size_t length, uint64_t seed) {
+static inline struct digest digest_to_16(const uint8_t *in, size_t length, uint64_t seed) {
     if (length > 8) {
         uint64_t first = read64(in), last = read64(in + length - 8);
         uint64_t a = ((secret64(32) ^ secret64(40)) - seed) ^ first ^ last;
@@ -138,7 +138,7 @@ INLINE void mix32(struct digest *sum, const uint8_t *a, const uint8_t *b, size_t
     sum->high = (sum->high + mixed16(b, secret + 16, seed)) ^ (read64(a) + read64(a + 8));
 }
 
-static struct digest digest_short(const uint8_t *in, size_t length, uint64_t seed) {
+static inline struct digest digest_short(const uint8_t *in, size_t length, uint64_t seed) {
     if (length <= 16) return digest_to_16(in, length, seed);
     struct digest sum = {length * P64_1, 0};
     if (length <= 128) {
@@ -319,8 +319,9 @@ static const struct isa {
     {consume_sse2, 16}, {consume_avx2, 32}, {consume_avx512, 64},
 #endif
 };
+enum { BASE_ISA = sizeof ISAS / sizeof *ISAS > 1 }; /* every machine of this kind has it */
 
-static void hash_start(struct hash *hash, uint64_t seed) {
+static inline void hash_start(struct hash *hash, uint64_t seed) {
     const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     uint64_t secret[SECRET_BYTES / 8];
     for (int i = 0; i < SECRET_BYTES / 8; i++) secret[i] = SECRET[i] + (i & 1 ? 0 - seed : seed);
@@ -329,7 +330,7 @@ static void hash_start(struct hash *hash, uint64_t seed) {
     hash->stripe = 0;
 }
 
-static uint64_t merged(const uint64_t *acc, const uint8_t *secret, uint64_t sum) {
+static inline uint64_t merged(const uint64_t *acc, const uint8_t *secret, uint64_t sum) {
     for (int i = 0; i < 8; i += 2)
         sum += folded_product(acc[i] ^ read64(secret + 8 * i),
                               acc[i + 1] ^ read64(secret + 8 * i + 8));
@@ -337,7 +338,7 @@ static uint64_t merged(const uint64_t *acc, const uint8_t *secret, uint64_t sum)
 }
 
 /* `last`: the input's last 64 bytes, of which some may have been consumed before. */
-static struct digest hash_end(const struct hash *hash, const uint8_t *last, uint64_t length) {
+static inline struct digest hash_end(const struct hash *hash, const uint8_t *last, uint64_t length) {
     const uint8_t *end = hash->secret + SECRET_BYTES - STRIPE;
     uint64_t acc[8];
     memcpy(acc, hash->acc, sizeof acc);
@@ -346,9 +347,55 @@ static struct digest hash_end(const struct hash *hash, const uint8_t *last, uint
                            merged(acc, end - 11, ~(length * P64_2))};
 }
 
-static void write_digest(struct digest digest, uint8_t *out) {
+static inline void write_digest(struct digest digest, uint8_t *out) {
     const uint64_t words[2] = {__builtin_bswap64(digest.high), __builtin_bswap64(digest.low)};
     memcpy(out, words, sizeof words);
+}
+
+/* ---- 64 bits ----------------------------------------------------------------------------------- */
+
+INLINE uint64_t rotated(uint64_t x, int bits) {
+    return (x << bits) | (x >> (64 - bits));
+}
+
+static inline uint64_t hash64_to_16(const uint8_t *in, size_t length, uint64_t seed) {
+    if (length > 8) {
+        uint64_t low = read64(in) ^ ((secret64(24) ^ secret64(32)) + seed);
+        uint64_t high = read64(in + length - 8) ^ ((secret64(40) ^ secret64(48)) - seed);
+        return avalanche(length + __builtin_bswap64(low) + high + folded_product(low, high));
+    }
+    if (length > 3) {
+        uint64_t mixed_seed = seed ^ ((uint64_t)__builtin_bswap32((uint32_t)seed) << 32);
+        uint64_t input = read32(in + length - 4) + ((uint64_t)read32(in) << 32);
+        uint64_t x = input ^ ((secret64(8) ^ secret64(16)) - mixed_seed);
+        x = (x ^ rotated(x, 49) ^ rotated(x, 24)) * MX2;
+        x = (x ^ ((x >> 35) + length)) * MX2;
+        return x ^ (x >> 28);
+    }
+    return length ? digest_to_16(in, length, seed).low
+                  : avalanche_old(seed ^ secret64(56) ^ secret64(64));
+}
+
+static inline uint64_t hash64(const uint8_t *in, size_t length, uint64_t seed) {
+    if (length <= 16) return hash64_to_16(in, length, seed);
+    uint64_t sum = length * P64_1;
+    if (length <= 128) {
+        for (size_t i = 0; i <= (length - 1) >> 5; i++)
+            sum += mixed16(in + 16 * i, 32 * i, seed) +
+                   mixed16(in + length - 16 * i - 16, 32 * i + 16, seed);
+        return avalanche(sum);
+    }
+    if (length <= SHORT_MAX) {
+        for (size_t i = 0; i < 8; i++) sum += mixed16(in + 16 * i, 16 * i, seed);
+        sum = avalanche(sum) + mixed16(in + length - 16, 119, seed);
+        for (size_t i = 8; i < length >> 4; i++)
+            sum += mixed16(in + 16 * i, 16 * (i - 8) + 3, seed);
+        return avalanche(sum);
+    }
+    struct hash hash;
+    hash_start(&hash, seed);
+    ISAS[BASE_ISA].consume(&hash, in, NULL, (length - 1) / STRIPE, in, NO_STORES);
+    return hash_end(&hash, in + length - STRIPE, length).low;
 }
 
 #endif

@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import sysconfig
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -12,14 +10,11 @@ import numpy.typing as npt
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.mover.jobs import MoverJob, Word, Words
 
-# As in ``_mover.c``: the version of its interface (others are not used), its instruction sets in
-# order, and its return values for jobs that it cannot start.
-VERSION: Final = 2
+# As in ``_mover.c``: its instruction sets in order, and its return values for jobs that it cannot
+# start.
 ISAS: Final = ("scalar", "sse2", "avx2", "avx512")
 NO_MEMORY: Final = -(1 << 63)
 NO_JOB: Final = NO_MEMORY + 1
-LIBRARY: Final = Path(__file__).with_name(f"_mover{sysconfig.get_config_var('EXT_SUFFIX')}")
-"""Path of the library that ``pip install`` builds if there is a compiler."""
 
 
 class Native:
@@ -99,15 +94,6 @@ class Native:
         error = self._populate(address, length, write)
         if error:
             raise TierUnavailable(f"{length} bytes of memory: {os.strerror(error)}")
-
-
-def load(path: Path) -> ctypes.CDLL | None:
-    """The built library; None if there is none of this version."""
-    try:
-        library = ctypes.CDLL(str(path))
-        return library if library.kv_version() == VERSION else None
-    except (OSError, AttributeError):
-        return None
 
 
 def _first_byte(array: npt.NDArray[np.uint8] | npt.NDArray[np.bool_]) -> object:

@@ -18,7 +18,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.errors import (
+    CapacityError,
+    EngineNameTaken,
+    InvalidArgument,
+    KVStoreError,
+    ProtocolError,
+)
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom
 from kvstore.page import KEY_BYTES
@@ -229,6 +235,7 @@ class Node:
             )
         peer = self._peers[connection]
         self._refuse_forgetful(peer)
+        engine = self._free_label(request.engine)
         session = self.sessions.get(request.session)
         if session is None:
             # The token survives a restart of the node, so that an engine's processes meet again.
@@ -244,6 +251,7 @@ class Node:
                 self._stop_waiting(older)
                 self._lose(older, self.pages.now_ns)
                 self.closing.append(older.connection)
+        session.engine = session.engine or engine
         process = Process(connection, peer, session, request.origin, request.number)
         session.processes[connection] = process
         self.processes[connection] = process
@@ -262,6 +270,30 @@ class Node:
         lost = sum(one.lost for one in mine)
         if lost >= LOST_MAX:
             raise CapacityError(f"{lost} earlier connections of this process still hold pages")
+
+    def _free_label(self, label: wire.EngineLabel | None) -> wire.EngineLabel | None:
+        """The label of an engine that says Hello; None if another live engine has its name.
+
+        Raises:
+            EngineNameTaken: and an operator chose that name.
+        """
+        if label is None:
+            return None
+        for session in self.sessions.values():
+            other = session.engine
+            if other is None or other.name != label.name or other.instance == label.instance:
+                continue
+            if not session.live:
+                continue
+            if not label.chosen:
+                self.pages.counts["unnamed_duplicates"] += 1
+                return None
+            pids = sorted({one.peer.pid for one in session.processes.values() if not one.lost})
+            raise EngineNameTaken(
+                f"an engine named {label.name!r} is connected already (processes {pids}): give each"
+                " engine a name of its own (the option `engine` of its adapter), or end that one"
+            )
+        return label
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:

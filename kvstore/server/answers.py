@@ -161,10 +161,42 @@ class ProcessRow(Answer, frozen=True):
     puts: int
 
 
-class SessionRow(Answer, frozen=True):
-    """One engine, and the resources it holds."""
+class EngineRow(Answer, frozen=True):
+    """The engine of a session, as its adapter says; see ``kvstore.wire.EngineLabel``.
+
+    ``events`` and ``events_replay``: where followers connect; ``events_bind``: where they must
+    listen, because the engine connects. ``block_tokens``: tokens of one of its blocks. None =
+    unknown.
+    """
 
     name: str
+    events: str | None
+    events_bind: str | None
+    events_replay: str | None
+    block_tokens: int | None
+
+
+class OpenedSpaceRow(Answer, frozen=True):
+    """A space that a session has opened; ``shards``: hex digests of the shards it opened."""
+
+    space: str
+    model: str
+    page_tokens: int
+    scope: str
+    shards: list[str]
+
+
+class SessionRow(Answer, frozen=True):
+    """One process group of an engine, and the resources it holds.
+
+    ``engine`` is None if the session has no engine's name. ``spaces`` has the first ones, in the
+    order in which they were opened; ``spaces_total`` is how many there are.
+    """
+
+    name: str
+    engine: EngineRow | None
+    spaces: list[OpenedSpaceRow]
+    spaces_total: int
     tenant: str
     used_bytes: int
     quota_bytes: int
@@ -178,6 +210,23 @@ class SessionList(Answer, frozen=True):
     sessions: list[SessionRow]
     next: int | None
     total: int
+
+
+class EventSource(Answer, frozen=True):
+    """Where the node publishes its KV events.
+
+    ``boot`` and ``topic`` change at every start. ``endpoint`` and ``replay_endpoint`` are None if
+    they are off. ``follow_token``: followers over TCP must send ``events.follow_token``.
+    ``tokens``: events have the token ids of pages.
+    """
+
+    node: str
+    boot: str
+    topic: str
+    endpoint: str | None
+    replay_endpoint: str | None
+    follow_token: bool
+    tokens: bool
 
 
 # Explanations

@@ -38,9 +38,10 @@ class SpaceCounts(Answer, frozen=True):
 
 
 class SessionCounts(Answer, frozen=True):
-    """Summary of one engine."""
+    """Summary of one session; ``engine``: its engine's name, None = it has none."""
 
     name: str
+    engine: str | None
     tenant: str
     processes: int
     lost_processes: int
@@ -121,6 +122,13 @@ class EventCounts(Answer, frozen=True):
     followers_cut: int = 0
     replays_served: int = 0
     replays_cut: int = 0
+    snapshots_served: int = 0
+    snapshots_cut: int = 0
+    snapshots_refused: int = 0
+    snapshots_s: float = 0.0
+    audits_served: int = 0
+    audits_cut: int = 0
+    audits_refused: int = 0
 
 
 class Latency(Answer, frozen=True):

@@ -36,6 +36,7 @@ from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
 from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
+from kvstore.server.questions import FollowerQuestions
 from kvstore.server.socket import SocketServer
 from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
@@ -120,7 +121,9 @@ class Daemon:
             soon=lambda call: asyncio.get_running_loop().call_soon(call),
             check_every_step=config.debug.check_every_step,
         )  # fmt: skip
-        self.status = NodeStatus(self.desk, self.memory, host.policy, self._started_s)
+        self.status = NodeStatus(
+            self.desk, self.memory, host.policy, self._started_s, self.publication
+        )
         self.status.add(self._counts)
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
         self.status.add(self.socket.stats)
@@ -152,6 +155,8 @@ class Daemon:
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
+        questions = FollowerQuestions(self.desk, self.publication)
+        self._undo.callback(questions.close)
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()

@@ -94,6 +94,21 @@ _EVENTS: Final = {
     "event_replays_cut": (
         "replays_cut", "Requests for earlier batches that were not answered completely.",
     ),
+    "event_snapshots": ("snapshots_served", "Snapshots of all pages that followers got."),
+    "event_snapshots_cut": (
+        "snapshots_cut", "Snapshots that followers did not get completely.",
+    ),
+    "event_snapshots_refused": (
+        "snapshots_refused", "Snapshots refused because of too many others.",
+    ),
+    "event_snapshot_seconds": (
+        "snapshots_s", "Seconds that the snapshots that followers got took.",
+    ),
+    "event_audits": ("audits_served", "Audits and samples of pages that followers got."),
+    "event_audits_cut": ("audits_cut", "Audits and samples that followers did not get."),
+    "event_audits_refused": (
+        "audits_refused", "Audits and samples refused, and questions that are malformed.",
+    ),
 }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class ListPages(Operation, frozen=True):
     age_max_s: Age | None = None
     hits_min: Number | None = None
     hits_max: Number | None = None
-    cursor: Annotated[str, Meta(pattern=r"^([0-9]{1,18}|[0-9a-f]{64})$")] = "0"
+    cursor: Annotated[str, Meta(pattern=r"^([0-9]{1,18}|[0-9a-f]{64})$(?!\n)")] = "0"
     limit: Limit = 100
 
 
@@ -103,6 +103,10 @@ class ListSessions(Operation, frozen=True):
 
     cursor: Number = 0
     limit: Limit = STRETCH_MAX
+
+
+class ShowEvents(Operation, frozen=True):
+    """Show where the node publishes its KV events, and whether followers need a token."""
 
 
 class ListTiers(Operation, frozen=True):

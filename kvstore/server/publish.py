@@ -1,6 +1,6 @@
 """Publishes the node's actions as KV events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
+from kvstore.events.questions import Question
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.page import PrefixKey
 from kvstore.state.tree.actions import (
@@ -39,7 +40,12 @@ _TOKEN_CHARACTERS: Final = range(16, TOKEN_BYTES_MAX + 1)
 
 
 class Publication:
-    """Converts the node's actions to events; does nothing if events are off."""
+    """Converts the node's actions to events; does nothing if events are off.
+
+    Attributes:
+        topic: first frame of every batch.
+        needs_token: whether followers over TCP must send a token.
+    """
 
     def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
         """Bind the sockets.
@@ -55,19 +61,24 @@ class Publication:
             ConfigError: an endpoint cannot be bound, or a token is missing or invalid; names its
                 key.
         """
+        self.boot = boot.hex()
         self._publisher: EventPublisher | None = None
         self._tokens = config.tokens
+        self.topic = f"kvstore@{node}@{boot.hex()}"
+        self.needs_token = False
         if not config.endpoint:
             return
         # Events cover all tenants, so a group with separate tenants must not read them.
         mode = 0o660 if socket.group_access and not socket.tenants else 0o600
         replay = config.replay_endpoint
+        token = _follow_token(config)
+        self.needs_token = bool(token)
         try:
             self._publisher = EventPublisher(
                 _resolved(config.endpoint, socket, "events"),
                 _resolved(replay, socket, "replay") if replay else None,
-                topic=f"kvstore@{node}@{boot.hex()}".encode(),
-                access=FollowerAccess(_follow_token(config), mode),
+                topic=self.topic.encode(),
+                access=FollowerAccess(token, mode),
                 queue_max=config.queue_max,
                 replay_max=config.replay_max,
             )
@@ -95,6 +106,16 @@ class Publication:
         """Queue one batch; never blocks."""
         if self._publisher is not None:
             self._publisher.publish(events_of(actions, tokens=self._tokens))
+
+    @property
+    def sequence_next(self) -> int:
+        """Number of the next batch; 0 if events are off."""
+        return self._publisher.sequence_next if self._publisher else 0
+
+    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+        """See :meth:`EventPublisher.answer_with`."""
+        if self._publisher is not None:
+            self._publisher.answer_with(answer)
 
     def stats(self) -> dict[str, object]:
         """Counters of the publisher; empty if events are off."""
@@ -184,6 +205,7 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
         medium=MEDIA["host"],
         space=action.space.label,
         shard=action.shard,
+        shard_digest=action.space.shards[action.shard].event_label,
     )
 
 
@@ -208,6 +230,7 @@ def _stored(
             medium=MEDIA[tier],
             space=run[0].space.label,
             shard=run[0].shard,
+            shard_digest=run[0].space.shards[run[0].shard].event_label,
         )
         for run in runs
     ]
@@ -222,5 +245,9 @@ def _ids(tokens: Sequence[bytes]) -> list[int]:
 
 def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> RemovedEvent:
     return RemovedEvent(
-        block_hashes=keys, medium=MEDIA[tier], space=first.space.label, shard=first.shard
+        block_hashes=keys,
+        medium=MEDIA[tier],
+        space=first.space.label,
+        shard=first.shard,
+        shard_digest=first.space.shards[first.shard].event_label,
     )

@@ -8,6 +8,8 @@ from typing import Any, Final
 from kvstore import mover
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
+from kvstore.server import answers
+from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
 
@@ -22,16 +24,19 @@ class NodeStatus:
         memory: the bytes of the host tier.
         configured_policy: the configured eviction policy.
         started_s: time of the start, monotonic seconds.
+        publication: the node's events.
     """
 
     def __init__(
-        self, desk: Desk, memory: HostMemory, configured_policy: str, started_s: float
-    ) -> None:
+        self, desk: Desk, memory: HostMemory, configured_policy: str, started_s: float,
+        publication: Publication,
+    ) -> None:  # fmt: skip
         self._desk = desk
         self._table = desk.node.pages
         self._memory = memory
         self._configured_policy = configured_policy
         self._started_s = started_s
+        self._publication = publication
         self._version = version_of()
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 
@@ -63,6 +68,16 @@ class NodeStatus:
         for source in self._sources:
             stats |= source()
         return stats
+
+    def events(self) -> answers.EventSource:
+        """Where the node publishes its events."""
+        node, publication = self._desk.node, self._publication
+        return answers.EventSource(
+            node=node.name, boot=node.boot.hex(), topic=publication.topic,
+            endpoint=publication.endpoint or None,
+            replay_endpoint=publication.replay_endpoint or None,
+            follow_token=publication.needs_token, tokens=publication.tells_tokens,
+        )  # fmt: skip
 
     def tiers(self) -> list[dict[str, Any]]:
         """Each tier's name, sizes and state: those of :class:`kvstore.server.counts.TierList`."""

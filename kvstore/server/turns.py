@@ -1,8 +1,9 @@
-"""Runs operators' work on the loop that owns the state, in turns of about a millisecond.
+"""Runs work for operators and followers on the loop that owns the state, in short turns.
 
-Work is a generator. It runs on the loop, so it may read and change the state. When it yields, the
-state may change, and everything it holds must be checked again. All work together gets one turn at
-a time, followed by a pause of the same length for other work of the loop.
+A turn takes about a millisecond. Work is a generator. It runs on the loop, so it may read and
+change the state. When it yields, the state may change, and everything it holds must be checked
+again. All work together gets one turn at a time, followed by a pause of the same length for other
+work of the loop.
 """
 
 import asyncio
@@ -42,10 +43,12 @@ class Turns:
 
     Args:
         desk: carries out the decisions made in a turn, at its end.
+        name: what its turns are called when they are long.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, name: str = "an operator's request") -> None:
         self._desk = desk
+        self._name = name
         self._tasks: set[Task] = set()
         self._ready: deque[Task] = deque()
         #: Ends the pause after a turn.
@@ -92,7 +95,7 @@ class Turns:
             now = perf_counter()
         self._desk.flush()
         took = perf_counter() - begun
-        self._desk.note_turn(round(took * 1e9), "an operator's request")
+        self._desk.note_turn(round(took * 1e9), self._name)
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
     def _rested(self) -> None:

@@ -25,6 +25,7 @@ class FakeEngine:
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
         status: answer completions with this status instead.
+        describes: whether it has ``GET /v1/engine``; vLLM has not.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -43,6 +44,7 @@ class FakeEngine:
             "max_running": 8,
             **described,
         }
+        self.describes = True
         self.role = role
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
@@ -70,6 +72,7 @@ class FakeEngine:
             [
                 web.get("/health", self._health),
                 web.get("/v1/engine", self._describe),
+                web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._completions),
             ]
@@ -89,7 +92,12 @@ class FakeEngine:
         return web.json_response({}, status=200 if self.healthy else 500)
 
     async def _describe(self, _: web.Request) -> web.Response:
-        return web.json_response(self.described)
+        return web.json_response(self.described, status=200 if self.describes else 404)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        adapter = {"id": "adapter", "parent": self.described["model"]}
+        models = [adapter, {"id": self.described["model"], "parent": None}]
+        return web.json_response({"object": "list", "data": models})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self.tokenized += 1
@@ -175,6 +183,88 @@ class FakeEngine:
         return response
 
 
+class FakeNode:
+    """The admin API of a node, without the node.
+
+    Attributes:
+        told: the answer of ``GET /v1/events``.
+        sessions: the rows of ``GET /v1/sessions``.
+        token: bearer token that requests need; empty = none.
+        status: answer with this status instead.
+        gate: cleared, requests wait before they are answered.
+        reads: how often the sessions were read.
+    """
+
+    def __init__(self, node_id: str, **told: object) -> None:
+        self.told: dict[str, object] = {
+            "node": node_id, "boot": "b1", "topic": f"kvstore@{node_id}@b1", "endpoint": None,
+            "replay_endpoint": None, "follow_token": False, "tokens": False, **told,
+        }  # fmt: skip
+        self.sessions: list[dict[str, object]] = []
+        self.token = ""
+        self.status = 200
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.reads = 0
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, path: str = "") -> "FakeNode":
+        """Listen on a free port, or at a Unix socket."""
+        app = web.Application()
+        app.add_routes(
+            [web.get("/v1/events", self._events), web.get("/v1/sessions", self._sessions)]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        if path:
+            await web.UnixSite(self._runner, path).start()
+            self.url = f"unix://{path}"
+        else:
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _refusal(self, http: web.Request) -> web.Response | None:
+        await self.gate.wait()
+        if self.status != 200:
+            return web.json_response({}, status=self.status)
+        if self.token and http.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({}, status=401)
+        return None
+
+    async def _events(self, http: web.Request) -> web.Response:
+        return await self._refusal(http) or web.json_response(self.told)
+
+    async def _sessions(self, http: web.Request) -> web.Response:
+        refusal = await self._refusal(http)
+        if refusal is not None:
+            return refusal
+        cursor, limit = int(http.query["cursor"]), int(http.query["limit"])
+        self.reads += not cursor
+        end = cursor + limit
+        more = end if end < len(self.sessions) else None
+        return web.json_response({"sessions": self.sessions[cursor:end], "next": more})
+
+
+def session_of(
+    name: str | None, space: str = "ab" * 32, page_tokens: int = 4, shards: Iterable[str] = (),
+    **engine: object,
+) -> dict[str, object]:  # fmt: skip
+    """A row of ``GET /v1/sessions``, with what nobody reads left out."""
+    opened = {"space": space, "model": "m", "page_tokens": page_tokens, "scope": "",
+              "shards": list(shards)}  # fmt: skip
+    told = {"name": name, "events": None, "events_bind": None, "events_replay": None,
+            "block_tokens": None, **engine}  # fmt: skip
+    return {"name": "vllm", "engine": told if name else None, "spaces": [opened],
+            "spaces_total": 1}  # fmt: skip
+
+
 def bearer(token: str) -> dict[str, str]:
     """The header that shows a token; none for an empty one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
@@ -251,7 +341,7 @@ def configured(**sections: Any) -> ConductorConfig:
         "policy": {"name": "round-robin"},
         "queue": {"wait_s": 5.0},
         "deadline": {"connect_s": 2.0, "first_byte_s": 5.0, "idle_s": 5.0, "prefill_s": 5.0},
-        "health": {"probe_s": 0.05, "probe_timeout_s": 2.0},
+        "health": {"probe_s": 0.05, "probe_timeout_s": 2.0, "node_s": 0.02},
         "index": {"entries_max": 4096},
     }
     for name, values in sections.items():

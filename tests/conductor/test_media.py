@@ -9,10 +9,10 @@ from kvstore.events.publisher import END_OF_REPLAY, EventBatch
 from kvstore.index.foreign import ForeignBlocks
 from kvstore.index.holders import PrefixIndex, prefix_length
 from kvstore.index.ingest import WorkerIngest
-from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import events_of
 from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from tests.client.conftest import (
     READY,
     TIMEOUT_S,
@@ -24,7 +24,11 @@ from tests.client.conftest import (
     open_space,
 )
 
-SPACE = PrefixTree(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
+SPACE = PrefixTree(
+    0,
+    SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2),
+    [Shard(ShardSpec(layout=CanonicalLayout(4), layers=(0, 1), heads=(0, 1)), 16, 4096)],
+)
 KEYS = [PrefixKey(bytes([number]) * 32) for number in range(1, 4)]
 ROOT = PrefixKey(b"")
 

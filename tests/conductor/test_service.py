@@ -85,7 +85,8 @@ async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None
                 "events_replay": publisher.bound_replay_endpoint,
             }
             assert (await client.operate("/v1/nodes", node))[0] == 201
-            assert (await client.get("/v1/nodes"))[1] == {"nodes": [node]}
+            [shown] = (await client.get("/v1/nodes"))[1]["nodes"]
+            assert {**shown, **node, "why_not": None} == shown
             publisher.publish([stored(keys_of(PROMPT)[:2], "CPU")])
             await eventually(lambda: len(client.conductor.index) == 2)
             await eventually(lambda: client.conductor.followers.is_current("node/n1"))

@@ -16,16 +16,20 @@ import pytest
 from kvstore.config import EventsConfig, ServerConfig, SocketConfig, load, show
 from kvstore.errors import ConfigError
 from kvstore.events import zmtp
-from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import Publication
 from kvstore.state.tree.actions import Stored
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.events.test_event_followers import Follower
 
 NOBODY = 65_534
 TOKEN = "a token of sixteen or more"
-SPACE = PrefixTree(0, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2))
+SPACE = PrefixTree(
+    0,
+    SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2),
+    [Shard(ShardSpec(layout=CanonicalLayout(4), layers=(0, 1), heads=(0, 1)), 16, 4096)],
+)
 STORED = Stored(
     SPACE, 0, [PrefixKey(bytes(32))], PrefixKey(b""), np.array([7, 8], dtype="<u4").tobytes()
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,8 +12,11 @@ import zmq
 import zmq.asyncio
 
 from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
-from kvstore.index.followers import Follower, Followers, Source, SourceBounds
-from kvstore.index.holders import PrefixIndex, prefix_length
+from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
+from kvstore.index.process import LocalIndex
+from kvstore.index.runs import PartNeed, PrefixNeeds
+from kvstore.index.scope import key_chains, scope_seed
+from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys, page_keys
 from tests.loops import eventually
 
@@ -103,37 +107,62 @@ class FakePublisher:
 def node(
     endpoint: str, replay_endpoint: str | None = None, *, name: str = "n", token: str = ""
 ) -> Source:
-    worker = f"node/{name}"
-    return Source(worker, worker, 64, endpoint, replay_endpoint, token)
+    """A source of prefix keys; the publishers here answer no questions."""
+    return Source(
+        worker=f"node/{name}", domain=f"node/{name}", endpoint=endpoint,
+        replay_endpoint=replay_endpoint, token=token,
+    )  # fmt: skip
+
+
+def usable(table: IndexReader, worker: str, chains: np.ndarray) -> int:
+    """Leading blocks of which the worker has every part that it has of any."""
+    directory = table.holders()
+    parts: dict[tuple[str, int], list] = {}
+    for holder in directory.of(worker):
+        parts.setdefault((holder.shard, holder.group), []).append(holder)
+    needs = PrefixNeeds([[PartNeed(holders) for holders in parts.values()]])
+    return int(table.match([chains], needs)[0, 0])
 
 
 class Following:
-    """Followers over an index of their own."""
+    """An index in this loop, and what it knows."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(4096)
+        bounds = SourceBounds(replay_s=10.0, verify_s=0.05, foreign_blocks=200_000)
+        self.index = LocalIndex(IndexSettings(4096, bounds))
         self.context = zmq.asyncio.Context()
         self.running: asyncio.Task[None]
         self.expected = False  # that it ends by itself
-        bounds = SourceBounds(replay_s=10.0, verify_s=0.05, foreign_blocks=200_000)
-        self.followers = Followers(self.index, bounds, lambda: None)
 
     @property
-    def node(self) -> Follower:
-        follower = self.followers.get("node/n")
-        assert follower is not None
-        return follower
+    def table(self) -> IndexReader:
+        table = self.index.table()
+        assert table is not None
+        return table
+
+    def worker(self, name: str = "node/n") -> WorkerReport:
+        [found] = [one for one in self.index.report.workers if one.worker == name]
+        return found
+
+    @property
+    def node(self) -> WorkerReport:
+        return self.worker()
+
+    @property
+    def faults(self) -> Counter[str]:
+        return Counter(self.node.faults)
 
     def malformed(self) -> int:
         """Faults of what was sent, not of the connection."""
-        return sum(n for cause, n in self.node.faults.counts.items() if cause != "connection")
+        return sum(n for cause, n in self.node.faults.items() if cause != "connection")
 
     def prefix(self, keys: PrefixKeys = KEYS, worker: str = "node/n", domain: str = SPACE) -> int:
-        return prefix_length(self.index.match(domain, keys.packed).present(worker))
+        seed = scope_seed(self.table.secret, "keys", domain)
+        return usable(self.table, worker, key_chains(keys.packed, seed))
 
     async def follow(self, endpoint: str | None, replay_endpoint: str | None) -> None:
         assert endpoint is not None
-        self.followers.follow(node(endpoint, replay_endpoint))
+        self.index.follow(node(endpoint, replay_endpoint))
         await eventually(lambda: self.node.current, "connected")
 
 
@@ -141,7 +170,7 @@ class Following:
 async def following() -> AsyncIterator[Following]:
     it = Following()
     async with asyncio.timeout(30):
-        it.running = asyncio.create_task(it.followers.run())
+        it.running = asyncio.create_task(it.index.run())
         try:
             yield it
         finally:

@@ -319,8 +319,9 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
         paths = [str(tmp_path / name) for name in ("live", "replay")]
         listeners = [Listener("endpoint", Unix(path), 0o600) for path in paths]
         server = EventServer(
-            *listeners, topic=TOPICS[2], token=b"", waiting_max=100, kept=Bounds(50, 1 << 20)
-        )
+            *listeners, topic=TOPICS[2], token=b"", waiting_max=100, kept=Bounds(50, 1 << 20),
+            questions=Questions(lambda: None),
+        )  # fmt: skip
         stack.callback(server.close)
         honest = zmtp.ZmtpPeer(zmtp.SUB, zmtp.MessageLimits(1 << 20, 8))
         raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

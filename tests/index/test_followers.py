@@ -3,12 +3,13 @@
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvstore.events.publisher import ClearedEvent, EventPublisher
-from kvstore.index.followers import Source, SourceBounds
-from kvstore.page import page_keys
-from tests.index.publishers import KEYS, following, node, removed, stored, with_fake
+from kvstore.index.control import Source, SourceBounds
+from kvstore.index.scope import scope_seed, token_chains
+from tests.index.publishers import KEYS, following, node, removed, stored, usable, with_fake
 from tests.loops import eventually, in_loop
 
 
@@ -24,8 +25,8 @@ async def test_a_real_publisher_is_followed_from_its_first_batch_on() -> None:
             publisher.publish([stored(KEYS[4:9]), removed(KEYS[6:9])])
             await eventually(lambda: it.prefix() == 6)
             publisher.publish([ClearedEvent()])
-            await eventually(lambda: it.prefix() == 0 and len(it.index) == 0)
-            assert it.node.sequence.gaps_lost == 0
+            await eventually(lambda: it.prefix() == 0 and it.index.report.entries == 0)
+            assert it.node.gaps_lost == 0
             await eventually(lambda: it.node.batches == 3)  # counted when it is applied whole
 
 
@@ -40,11 +41,11 @@ async def test_a_publisher_that_is_gone_counts_for_nothing_until_it_is_back_and_
             await eventually(lambda: it.prefix() == 4)
         finally:
             await asyncio.to_thread(first.close)
-        await eventually(lambda: not it.followers.is_current("node/n"), "seen to be gone")
+        await eventually(lambda: not it.node.current, "seen to be gone")
         with EventPublisher(*ends, topic=b"kvstore@n@bb") as second:
-            await eventually(lambda: it.followers.is_current("node/n"), "connected again")
+            await eventually(lambda: it.node.current, "connected again")
             assert it.prefix() == 0  # although the new one has published nothing at all
-            assert it.node.sequence.restarts == 1
+            assert it.node.restarts == 1
             second.publish([stored(KEYS[:2])])
             await eventually(lambda: it.prefix() == 2)
 
@@ -59,7 +60,7 @@ async def test_a_gap_is_filled_by_replay_and_nothing_is_dropped() -> None:
         await publisher.send(2, removed(KEYS[3:4]), live=False)
         await publisher.send(3, stored(KEYS[3:6]))
         await eventually(lambda: it.prefix() == 6)
-        assert it.node.sequence.gaps_lost == 0
+        assert it.node.gaps_lost == 0
         await eventually(lambda: it.node.batches == 4)
 
 
@@ -72,7 +73,7 @@ async def test_a_gap_that_cannot_be_filled_drops_what_the_worker_had() -> None:
         assert it.prefix() == 2
         await publisher.send(2, stored(KEYS[:1]))
         await eventually(lambda: it.prefix() == 1, "only what came after the gap is believed")
-        assert it.node.sequence.gaps_lost == 1
+        assert it.node.gaps_lost == 1
 
 
 @in_loop
@@ -97,7 +98,7 @@ async def test_another_boot_id_drops_the_old_life_and_replays_the_new_one() -> N
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await publisher.send(1, stored(KEYS[2:3]))
         await eventually(lambda: it.prefix() == 3)
-        assert it.node.sequence.restarts == 1
+        assert it.node.restarts == 1
 
 
 @in_loop
@@ -124,8 +125,8 @@ async def test_without_boot_ids_a_silent_restart_is_seen_by_its_last_batch() -> 
         for number in range(3, -1, -1):  # the new life is as long as the old one, and different
             await publisher.send(number, stored(KEYS[number : number + 1], "GPU"), live=False)
         publisher.kept[2] = msgspec.msgpack.encode([2.0, [removed(KEYS[:1], "GPU")], None])
-        await eventually(lambda: it.node.sequence.restarts == 1)
-        await eventually(lambda: it.index.pages() == {("node/n", "GPU"): 2})
+        await eventually(lambda: it.node.restarts == 1)
+        await eventually(lambda: it.node.pages == {"GPU": 2})
 
 
 @in_loop
@@ -152,13 +153,13 @@ async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() ->
         await publisher.send(2, {"type": "BlockStored", "block_hashes": "no"})
         await eventually(lambda: it.malformed() == 4)
         await publisher.send(3, {"type": "SomethingNew", "x": 1}, stored(KEYS[:3]))
-        await eventually(lambda: it.prefix() == 3 and it.node.ingest.skipped == 1)
+        await eventually(lambda: it.prefix() == 3 and it.node.skipped == 1)
 
 
 @in_loop
 async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follower() -> None:
     async with with_fake() as (it, publisher):
-        it.followers._bounds = SourceBounds(replay_s=0.05, verify_s=0.05, foreign_blocks=100)
+        it.index._service._followers._bounds = SourceBounds(replay_s=0.05, verify_s=0.05, foreign_blocks=100)
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
         await publisher.subscribed()
@@ -173,11 +174,13 @@ async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follo
 @in_loop
 async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: int) -> None:
     tokens = list(range(1000, 1256))
-    keys = page_keys(tokens, 64)
+    blocks = len(tokens) // size
     hashes = [2**63 + n for n in range(256 // size)]
     async with with_fake(topic=b"kv-events") as (it, publisher):
-        it.followers.follow(Source("engine/v", "model:m", 64, publisher.endpoint))
-        await eventually(lambda: it.followers.is_current("engine/v"))
+        it.index.follow(
+            Source(worker="engine/v", domain="model:m", endpoint=publisher.endpoint, block_tokens=0)
+        )
+        await eventually(lambda: it.worker("engine/v").current)
         await publisher.subscribed()
         event = {
             "type": "BlockStored",
@@ -193,14 +196,22 @@ async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: i
             "kv_cache_spec_kind": "full_attention",
         }
         await publisher.send(0, event)
-        await eventually(lambda: it.prefix(keys, "engine/v", "model:m") == 4)
+
+        def prefix(lora: str = "") -> int:
+            seed = scope_seed(it.table.secret, "tokens", "model:m", size, lora)
+            chains = token_chains(np.array(tokens, dtype=np.uint32), size, seed)
+            return usable(it.table, "engine/v", chains)
+
+        await eventually(lambda: prefix() == blocks)
         with_lora = {**event, "block_hashes": [h + 100 for h in hashes], "lora_id": 1}
         gone = {"type": "BlockRemoved", "block_hashes": hashes[-1:], "medium": "GPU"}
         await publisher.send(1, with_lora, gone)
-        await eventually(lambda: it.prefix(keys, "engine/v", "model:m") == 3)
-        it.followers.drop("engine/v")
-        assert len(it.index) == 0
-        assert not it.followers.is_current("engine/v")
+        await eventually(lambda: prefix() == blocks - 1)
+        assert prefix("1") == blocks, "with this LoRA it is another prefix"
+        it.index.unfollow("engine/v")
+        assert prefix() == 0
+        await eventually(lambda: it.index.report.entries == 0)
+        assert it.index.report.workers == []
 
 
 @in_loop
@@ -208,11 +219,8 @@ async def test_a_source_that_is_named_again_is_followed_on_and_another_place_beg
     async with with_fake() as (it, publisher):
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
-        first = it.node
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
-        assert it.node is first
         assert it.prefix() == 2
-        it.followers.follow(node(publisher.endpoint))
-        assert it.node is not first
+        it.index.follow(node(publisher.endpoint))
         assert it.prefix() == 0, "what the first place said may not be true of the second"
         await eventually(lambda: it.node.current)

@@ -9,12 +9,16 @@ import pytest
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import EventPublisher, FollowerAccess
-from kvstore.index import followers, ingest
+from kvstore.index import followers
+from kvstore.index.batch import HASHES_MAX
+from kvstore.index.blocks import TOKENS_MAX
 from kvstore.index.channel import MESSAGE_BYTES_MAX
-from kvstore.index.holders import HOLDERS_MAX
+from kvstore.index.payload import EVENTS_MAX
 from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake
 from tests.loops import eventually, in_loop
 
+WITH_NOBODY = 5
+"""Tasks: the test, the publisher's replays, the index, its followers, its audits."""
 UNREADABLE = {
     "no UTF-8 in a type": b"\x81\xa4type\xa2\xff\xfe",
     "no UTF-8 in a medium": msgspec.msgpack.encode(
@@ -22,14 +26,6 @@ UNREADABLE = {
     ).replace(b"\xa2xx", b"\xa2\xff\xfe"),
     "nested without end": b"\x91" * 100_000,
     "a map that is cut off": b"\x8f",
-    "too many hashes": msgspec.msgpack.encode(
-        {"type": "BlockRemoved", "block_hashes": [1] * (ingest.HASHES_MAX + 1)}
-    ),
-    "too many tokens": msgspec.msgpack.encode(
-        {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 1,
-         "token_ids": [1] * (ingest.TOKENS_MAX + 1)}
-    ),
-    "a long hash": msgspec.msgpack.encode({"type": "BlockRemoved", "block_hashes": [bytes(65)]}),
     "a long space": msgspec.msgpack.encode(
         {"type": "BlockRemoved", "block_hashes": [], "space": "x" * 65}
     ),
@@ -55,7 +51,7 @@ async def test_an_event_that_cannot_be_read_costs_that_source_what_was_known_of_
         publisher.kept[1] = b"\x93\xcb" + bytes(8) + b"\x91" + UNREADABLE[kind] + b"\xc0"
         await publisher.send_raw([publisher.topic, (1).to_bytes(8, "big"), publisher.kept[1]])
         await eventually(lambda: it.prefix() == 0)
-        assert it.node.faults.counts == {"batch": 1}
+        assert it.node.faults == {"batch": 1}
         await publisher.send(2, stored(KEYS[:3]))
         await eventually(lambda: it.prefix() == 3, "it is followed on")
 
@@ -65,10 +61,10 @@ async def test_a_batch_of_too_many_events_is_not_taken_apart() -> None:
     async with with_fake() as (it, publisher):
         await it.follow(publisher.endpoint, None)
         await publisher.subscribed()
-        many = [{"type": "x"}] * (ingest.EVENTS_MAX + 1)
+        many = [{"type": "x"}] * (EVENTS_MAX + 1)
         await publisher.send(0, *many)
-        await eventually(lambda: it.node.faults.counts == {"batch": 1})
-        assert it.node.ingest.skipped == 0
+        await eventually(lambda: it.node.faults == {"batch": 1})
+        assert it.node.skipped == 0
 
 
 @in_loop
@@ -80,7 +76,7 @@ async def test_a_topic_that_is_too_long_is_no_topic() -> None:
             publisher.topic = b"t" * size
             await publisher.send(0, stored(KEYS[:2]))
         await eventually(lambda: it.prefix() == 2)
-        assert it.node.faults.counts == {"frames": 1}
+        assert it.node.faults == {"frames": 1}
         await eventually(lambda: it.node.batches == 1)
 
 
@@ -90,7 +86,7 @@ async def test_a_message_that_is_too_long_ends_its_connection_which_is_made_agai
         await it.follow(publisher.endpoint, None)
         await publisher.subscribed()
         await publisher.send_raw([publisher.topic, bytes(8), bytes(MESSAGE_BYTES_MAX)])
-        await eventually(lambda: it.node.faults.counts["too_long"] == 1)
+        await eventually(lambda: it.faults["too_long"] == 1)
         await publisher.subscribed()
         await publisher.send(0, stored(KEYS[:2]))
         await eventually(lambda: it.prefix() == 2)
@@ -105,7 +101,7 @@ async def test_a_failed_assertion_of_ours_is_no_fault_of_a_source() -> None:
         def broken(*_: object) -> None:
             raise AssertionError("a bug")
 
-        it.index.store = broken  # type: ignore[method-assign, assignment]
+        it.index._service._pages.flush = broken  # type: ignore[method-assign]
         await publisher.send(0, stored(KEYS[:2]))
         await eventually(lambda: it.running.done())
         assert isinstance(it.running.exception(), BaseExceptionGroup)
@@ -117,8 +113,8 @@ async def test_a_replay_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(followers, "_REPLAY_S_MAX", 0.1)
     async with with_fake() as (it, publisher):
         publisher.endless = True
-        it.followers.follow(node(publisher.endpoint, publisher.replay_endpoint))
-        await eventually(lambda: it.node.faults.counts["replay"] >= 1)
+        it.index.follow(node(publisher.endpoint, publisher.replay_endpoint))
+        await eventually(lambda: it.faults["replay"] >= 1)
         assert it.node.batches > 10
         publisher.endless = False
         await eventually(lambda: it.node.current)
@@ -130,7 +126,7 @@ async def test_a_replay_whose_numbers_do_not_grow_is_none() -> None:
         publisher.stuck = True
         await publisher.send(3, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
-        assert it.node.faults.counts["replay"] >= 1
+        assert it.faults["replay"] >= 1
         assert it.prefix() == 0
 
 
@@ -158,7 +154,7 @@ async def test_a_publisher_that_gives_no_sign_of_life_counts_for_nothing(
         await it.follow(f"ipc://{tmp_path}/s", None)
         alive.clear()
         await eventually(lambda: not it.node.current, "seen to be stopped")
-        assert it.node.faults.counts["connection"] == 1
+        assert it.faults["connection"] == 1
         alive.set()
         await eventually(lambda: it.node.current, "and back")
     server.close()
@@ -173,12 +169,12 @@ async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None
         with EventPublisher(where, where, topic=b"kvstore@n@aa", access=access) as publisher:
             publisher.publish([stored(KEYS[:4])])
             ends = (publisher.bound_endpoint, publisher.bound_replay_endpoint)
-            it.followers.follow(node(*ends, token=token or ""))
+            it.index.follow(node(*ends, token=token or ""))
             if token == "the token of this node":
                 await eventually(lambda: it.prefix() == 4)
             else:
                 cause = "refused" if token else "mechanism"
-                await eventually(lambda: it.node.faults.counts[cause] >= 2)
+                await eventually(lambda: it.faults[cause] >= 2)
                 assert not it.node.connected
                 assert it.prefix() == 0
 
@@ -186,11 +182,11 @@ async def test_a_node_over_tcp_is_followed_with_its_token_only(token: str | None
 @in_loop
 async def test_who_is_followed_no_longer_holds_nothing_any_more() -> None:
     async with with_fake() as (it, publisher):
-        before = len(asyncio.all_tasks())
+        await eventually(lambda: len(asyncio.all_tasks()) == WITH_NOBODY)
         for _ in range(20):
             await it.follow(publisher.endpoint, publisher.replay_endpoint)
             await publisher.subscribed()
-            it.followers.drop("node/n")
-        await eventually(lambda: len(asyncio.all_tasks()) == before)
-        assert it.followers.gauges()["events_faults"] == {}
-        assert len(it.index._free_bits) == HOLDERS_MAX
+            it.index.unfollow("node/n")
+        await eventually(lambda: len(asyncio.all_tasks()) == WITH_NOBODY)
+        assert it.index.report.workers == []
+        assert len(it.table.holders().holders) == 0

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore import mover
-from kvstore.mover import Fallback, Native, native
+from kvstore.mover import Fallback, Native
+from kvstore.mover.library import LIBRARY, load
 
 
 def implementations() -> Iterator[Native | Fallback]:
     yield Fallback()
-    library = native.load(native.LIBRARY)
+    library = load(LIBRARY)
     if library is not None:
         for isa in range(library.kv_best_isa() + 1):
             yield Native(library, isa)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import ServerConfig, load
+from kvstore.config import EventsConfig, ServerConfig, SocketConfig, load
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
@@ -20,6 +20,7 @@ from kvstore.node.requests import NodeLimits
 from kvstore.server import client, http
 from kvstore.server.admin.connections import TCP_MAX
 from kvstore.server.http import HttpServer
+from kvstore.server.publish import Publication
 from kvstore.server.status import NodeStatus
 from kvstore.state.tree.slots import SlotTable
 from tests.client.conftest import READY, Daemon, arguments
@@ -142,7 +143,8 @@ def parts(tmp_path) -> tuple[Any, ...]:
     memory = SimpleNamespace()
     desk = Desk(node, memory, lambda _actions: None)
     loaded = load(ServerConfig, None, {}, sets)
-    return loaded, desk, memory, NodeStatus(desk, memory, "lru", started_s=0.0)
+    off = Publication(EventsConfig(endpoint=""), SocketConfig(), "n", bytes(16))
+    return loaded, desk, memory, NodeStatus(desk, memory, "lru", 0.0, off)
 
 
 @pytest.fixture

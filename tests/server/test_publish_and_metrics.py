@@ -6,18 +6,23 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import EventsConfig, SocketConfig
-from kvstore.events.publisher import RemovedEvent, StoredEvent
+from kvstore.events.publisher import ClearedEvent, RemovedEvent, StoredEvent
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
 from kvstore.state.tree.actions import Abandoned, Removed, Stored, TierRemoved, TierStored
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import SlotTable
 
+SHARDS = [
+    Shard(ShardSpec(layout=CanonicalLayout(4), layers=(at, at + 1), heads=(0, 1)), 16, 4096)
+    for at in range(4)
+]
 SPACES = [
-    PrefixTree(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2)) for at in (0, 1)
+    PrefixTree(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2), list(SHARDS))
+    for at in (0, 1)
 ]
 
 
@@ -38,6 +43,7 @@ def test_a_stored_run_carries_its_parent_tokens_space_and_shard():
         medium="CPU",
         space=SPACES[1].label,
         shard=3,
+        shard_digest=SHARDS[3].spec.digest.hex()[:16],
     )
 
 
@@ -79,6 +85,17 @@ def test_removals_of_one_shard_that_follow_each_other_are_one_event():
         (keys(1), SPACES[1].label, 1),
     ]
     assert isinstance(events[2], StoredEvent), "the order of what happened is kept"
+
+
+def test_every_event_names_its_shard_by_its_digest_too():
+    page = (SPACES[0], 2, keys(1), PrefixKey(b""))
+    actions = [Stored(*page, b""), TierStored(*page, "ssd"), TierRemoved(*page, "host"),
+               Removed(SPACES[0], 2, keys(1), "evicted", ("host", "ssd"))]  # fmt: skip
+
+    events = [event for event in events_of(actions) if not isinstance(event, ClearedEvent)]
+
+    assert len(events) == 6
+    assert {(event.shard, event.shard_digest) for event in events} == {(2, SHARDS[2].label)}
 
 
 def test_pages_that_were_never_ready_are_not_told_of():

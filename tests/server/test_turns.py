@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.config import EventsConfig, SocketConfig
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
@@ -27,6 +28,7 @@ from kvstore.server.channel import (
     Refused,
 )
 from kvstore.server.dispatch import Dispatcher
+from kvstore.server.publish import Publication
 from kvstore.server.refusal import Refusal
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import TURN_S, Turns, Work
@@ -210,7 +212,8 @@ class Operators:
         self.sent: list[Answered | Refused] = []
         desk = at(node)
         memory = SimpleNamespace()
-        status = NodeStatus(desk, memory, "lru", started_s=0.0)
+        off = Publication(EventsConfig(endpoint=""), SocketConfig(), "n", bytes(16))
+        status = NodeStatus(desk, memory, "lru", 0.0, off)
         self.turns = Turns(desk)
         self.dispatcher = Dispatcher(node, memory, status, self.turns, self.sent.append)
         self._number = 0

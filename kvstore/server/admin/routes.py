@@ -86,6 +86,7 @@ ROUTES: Final = (
     ),
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
+    Route("GET", "/v1/events", operations.ShowEvents, answers.EventSource),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),
     Route("GET", "/v1/config", ShowConfiguration, answers.Configuration),
     Route("GET", "/v1/policy", operations.ShowPolicy, answers.Policy),

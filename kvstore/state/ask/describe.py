@@ -41,6 +41,7 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
         "sessions": [
             {
                 "name": session.name,
+                "engine": session.engine.name if session.engine is not None else None,
                 "tenant": session.domain,
                 "processes": len(session.processes),
                 "lost_processes": sum(p.lost for p in session.processes.values()),

@@ -41,6 +41,8 @@ class Retention(NamedTuple):
     memory_only: bool = False
 
 
+SHARD_LABEL_DIGITS: Final = 16
+
 CHILDREN_MAX = 512
 """Children of a node that one stretch of :meth:`PrefixTree.checks` looks at together."""
 STRETCH_WORK = 160
@@ -285,6 +287,8 @@ class Shard:
 
     Attributes:
         record_bytes: what a page of it takes on disk.
+        label: hex digest of its ``spec``: the shard's name, equal on every node.
+        event_label: the first digits of ``label``, its name in events.
     """
 
     spec: ShardSpec
@@ -292,9 +296,13 @@ class Shard:
     slot_bytes: int
     window_pages: int = field(init=False)
     record_bytes: int = field(init=False)
+    label: str = field(init=False)
+    event_label: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.window_pages = self.spec.window_pages
+        self.label = self.spec.digest.hex()
+        self.event_label = self.label[:SHARD_LABEL_DIGITS]
         self.record_bytes = record_bytes(self.page_bytes)
 
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
 from kvstore.state.tree.slots import Slot
+from kvstore.wire import EngineLabel
 
 STRETCH_HELD: Final = 512
 """Leases, puts and fetches that one stretch of :meth:`Session.checks` looks at."""
@@ -155,7 +156,9 @@ class Session:
     Attributes:
         token: what its processes show to belong to it; also its right to map extents.
         domain: its tenant; empty until it opened its first space.
+        engine: the engine that its processes belong to, as they say; None = unnamed.
         spaces: the spaces that it has opened, by number.
+        shards: number of a space → a bit for each of its shards that the session has opened.
         used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
         changes: how often these bytes changed.
         quota_bytes: the most that ``used_bytes`` may reach.
@@ -166,11 +169,18 @@ class Session:
     name: str
     quota_bytes: int
     domain: str = ""
+    engine: EngineLabel | None = None
     spaces: dict[int, PrefixTree] = field(default_factory=dict)
+    shards: dict[int, int] = field(default_factory=dict)
     used_bytes: int = 0
     changes: int = 0
     prefill_s_per_token: float = 0.0
     processes: dict[int, Process] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """Whether a process of it is connected."""
+        return any(not one.lost for one in self.processes.values())
 
     @property
     def free_bytes(self) -> int:

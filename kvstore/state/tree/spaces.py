@@ -61,6 +61,10 @@ class Spaces:
         if space.number not in session.spaces:
             session.spaces[space.number] = space
             space.sessions += 1
+        opened = session.shards.get(space.number, 0)
+        for number in numbers:
+            opened |= 1 << number
+        session.shards[space.number] = opened
         return space, numbers
 
     def adopt(
@@ -86,6 +90,7 @@ class Spaces:
             assert space.sessions > 0
             space.sessions -= 1
         session.spaces.clear()
+        session.shards.clear()
 
     def close_idle(self, needed: Callable[[PrefixTree], bool]) -> int:
         """Once there are as many spaces as may be, close the idle ones; how many those were.

@@ -1,0 +1,211 @@
+"""What the index process and the process that started it tell each other.
+
+Messages are msgpack with a length of four bytes before them, over a socket pair. The process that
+started the index sends :class:`Begin` first. The socket's end is the end of the index process.
+"""
+
+import asyncio
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.index.reading import read
+
+MESSAGE_BYTES_MAX: Final = 64 << 20
+"""A report about 1,024 workers has less than one MiB; an expected prompt 8 bytes a block."""
+_LENGTH_BYTES: Final = 4
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The source of one worker's events.
+
+    Attributes:
+        worker: name of the worker in the index.
+        domain: what decides besides tokens whether an engine's blocks may be shared: its model or
+            space. Events of nodes name their space themselves.
+        block_tokens: tokens in a block of an engine; 0 = whatever its first event says.
+        endpoint: endpoint of the publisher, ``ipc://`` or ``tcp://``.
+        bind: ``endpoint`` is ours: the publisher connects to it.
+        replay_endpoint: endpoint for missed batches; None = no replay.
+        token: token for a publisher over TCP; empty = none.
+        is_node: a node: it serves snapshots and audits at its replay endpoint.
+    """
+
+    worker: str
+    domain: str
+    endpoint: str
+    block_tokens: int = 0
+    bind: bool = False
+    replay_endpoint: str | None = None
+    token: str = ""
+    is_node: bool = False
+
+
+class SourceBounds(msgspec.Struct, frozen=True):
+    """Limits of one source.
+
+    Attributes:
+        replay_s: maximum silence during a replay.
+        verify_s: after this time without a live message, the last batch is requested again.
+        foreign_blocks: maximum blocks of one engine with its own hashes that are remembered.
+    """
+
+    replay_s: float
+    verify_s: float
+    foreign_blocks: int
+
+
+class IndexSettings(msgspec.Struct, frozen=True):
+    """Settings of one index.
+
+    Attributes:
+        entries_max: maximum pages and blocks, all workers together.
+        bounds: limits of each source.
+    """
+
+    entries_max: int
+    bounds: SourceBounds
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first message to an index process."""
+
+    settings: IndexSettings
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Follow a source, in place of what was followed for its worker."""
+
+    source: Source
+
+
+class Unfollow(msgspec.Struct, frozen=True, tag="unfollow"):
+    """Forget a worker."""
+
+    worker: str
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """A worker will probably have these pages.
+
+    Attributes:
+        worker: its name.
+        chains: uint64 chain values, little-endian, heads first.
+        from_ns: from when on they count, on the monotonic clock.
+        until_ns: until when.
+    """
+
+    worker: str
+    chains: bytes
+    from_ns: int
+    until_ns: int
+
+
+Command = Begin | Follow | Unfollow | Expect
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One followed worker.
+
+    Attributes:
+        worker: its name.
+        connected: a connection to its publisher is up.
+        current: all earlier batches are applied, so its pages count.
+        why: why its pages do not count; empty if they do.
+        kind: kind of an engine's chain values, ``keys`` or ``tokens``; empty until an event has
+            shown it.
+        block_tokens: tokens in a block of an engine; 0 until an event has shown it.
+        groups: KV groups of an engine: how many blocks at the end of a prefix each needs; 0 = all.
+        pages: pages by medium; of several shards, the maximum.
+        batches: batches applied.
+        lag_s: time from publication to application, of the newest batch.
+        restarts: restarts of the publisher that were seen.
+        gaps: gaps in the sequence; ``gaps_lost`` are those that a replay could not fill.
+        skipped: events that were not applied.
+        unmapped: blocks that could not be mapped to tokens.
+        waiting: blocks whose parent is not known yet.
+        snapshots: snapshots read.
+        audited: pages of the last audit of a node; 0 = none yet.
+        missing: those that the node had and the index had not.
+        stale: those that the events told of, and on which both differed.
+        resyncs: times that everything was read again, because of a gap or an audit.
+        faults: faults of its publisher, by cause.
+    """
+
+    worker: str
+    connected: bool = False
+    current: bool = False
+    why: str = ""
+    kind: str = ""
+    block_tokens: int = 0
+    groups: dict[int, int] = {}
+    pages: dict[str, int] = {}
+    batches: int = 0
+    lag_s: float = 0.0
+    restarts: int = 0
+    gaps: int = 0
+    gaps_lost: int = 0
+    skipped: int = 0
+    unmapped: int = 0
+    waiting: int = 0
+    snapshots: int = 0
+    audited: int = 0
+    missing: int = 0
+    stale: int = 0
+    resyncs: int = 0
+    faults: dict[str, int] = {}
+
+
+class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+    """State of an index, from time to time.
+
+    Attributes:
+        entries: pages and blocks in the table.
+        entries_max: their maximum.
+        dropped: stores that were left out because something was full.
+        expected: expected pages.
+        resident_bytes: resident memory of the index process.
+        workers: every followed worker.
+    """
+
+    entries: int = 0
+    entries_max: int = 0
+    dropped: int = 0
+    expected: int = 0
+    resident_bytes: int = 0
+    workers: list[WorkerReport] = []
+
+
+_COMMANDS: Final = msgspec.msgpack.Decoder(Annotated[Command, Meta()])
+_REPORTS: Final = msgspec.msgpack.Decoder(IndexReport)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def framed(message: Command | IndexReport) -> bytes:
+    """One message with its length."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+async def next_command(reader: asyncio.StreamReader) -> Command:
+    """Wait for the next command.
+
+    Raises:
+        EOFError: the other process has ended.
+        UnreadableError: this is no command.
+    """
+    return read(_COMMANDS.decode, await _body(reader))
+
+
+async def next_report(reader: asyncio.StreamReader) -> IndexReport:
+    """Wait for the next report; raises the same as :func:`next_command`."""
+    return read(_REPORTS.decode, await _body(reader))
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(_LENGTH_BYTES)
+    size = int.from_bytes(head, "little")
+    if size > MESSAGE_BYTES_MAX:
+        raise EOFError(f"a message of {size} bytes")
+    return await reader.readexactly(size)

@@ -1,0 +1,66 @@
+"""The holder directory: which bit of a holder set belongs to whom. Pure."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvstore.index.layout import DIRECTORY_BYTES, HOLDER_BITS_MAX
+
+HOLDER_BYTES_MAX: Final = DIRECTORY_BYTES // HOLDER_BITS_MAX - 1
+
+
+class PageHolder(NamedTuple):
+    """Who holds pages: one bit of a holder set.
+
+    Attributes:
+        worker: name of an engine or a node.
+        medium: ``GPU``, ``CPU`` or ``STORAGE``.
+        shard: digest of the shard; empty for engines.
+        group: KV group of an engine; 0 for nodes.
+    """
+
+    worker: str
+    medium: str
+    shard: str
+    group: int
+
+
+class HolderDirectory:
+    """The holders at one moment."""
+
+    def __init__(self, version: int, holders: Mapping[PageHolder, int]) -> None:
+        """Describe the holders.
+
+        Args:
+            version: moves with every change; -1 for a directory that could not be read.
+            holders: those that count now, each with its bit.
+        """
+        self.version = version
+        self.holders: Final = holders
+
+    def of(self, worker: str) -> list[PageHolder]:
+        """The holders of one worker that count now."""
+        return [holder for holder in self.holders if holder.worker == worker]
+
+
+_ENCODED = list[tuple[int, PageHolder]]
+_decoder: Final = msgspec.msgpack.Decoder(_ENCODED)
+
+
+def packable(holder: PageHolder) -> bool:
+    """Whether it has a place in a directory: not too long, and without lone surrogates."""
+    try:
+        return len(msgspec.msgpack.encode((0xFFFF, holder))) <= HOLDER_BYTES_MAX
+    except UnicodeEncodeError:
+        return False
+
+
+def pack_holders(holders: Mapping[PageHolder, int]) -> bytes:
+    """Encode a directory of packable holders."""
+    return msgspec.msgpack.encode([(bit, holder) for holder, bit in holders.items()])
+
+
+def unpack_holders(packed: bytes) -> dict[PageHolder, int]:
+    """Decode a directory."""
+    return {holder: bit for bit, holder in _decoder.decode(packed)}

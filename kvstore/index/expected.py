@@ -1,0 +1,106 @@
+"""Pages that a worker will probably have: a prefill in flight, an engine without events. Pure.
+
+An expectation counts from one time until another. Where several of one worker have the same page,
+it counts until the last of them ends.
+"""
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+EXPECTED_MAX: Final = 262_144
+"""Maximum expected pages, those that do not count yet included."""
+
+Chains = npt.NDArray[np.uint64]
+
+
+class ExpectedChange(NamedTuple):
+    """Pages that begin or cease to be expected of a worker."""
+
+    worker: str
+    chains: Chains
+    begin: bool
+
+
+class Expectations:
+    """Every expectation that has not ended.
+
+    Attributes:
+        refused: pages that were left out because there were too many.
+    """
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._pages = 0
+        self._numbers = count()
+        #: (when, number, worker, chains, begin, until): what happens next is first.
+        self._events: list[tuple[int, int, str, Chains, bool, int]] = []
+        #: worker → page → until when it is expected
+        self._until: dict[str, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return self._pages
+
+    def add(self, worker: str, chains: Chains, from_ns: int, until_ns: int) -> None:
+        """Expect pages of a worker.
+
+        Args:
+            worker: its name.
+            chains: chain values, heads first; of too many the last are left out.
+            from_ns: from when on they count.
+            until_ns: until when; not after ``from_ns`` = they never count.
+        """
+        left = max(0, EXPECTED_MAX - self._pages)
+        self.refused += max(0, len(chains) - left)
+        chains = chains[:left]
+        if len(chains) and until_ns > from_ns:
+            self._pages += len(chains)
+            self._push(from_ns, worker, chains, until_ns, begin=True)
+
+    def due(self, now_ns: int) -> Iterator[ExpectedChange]:
+        """What has begun or ended by now, in order of time."""
+        while self._events and self._events[0][0] <= now_ns:
+            _, _, worker, chains, begin, until_ns = heapq.heappop(self._events)
+            until = self._until.setdefault(worker, {})
+            if begin:
+                for page in chains.tolist():
+                    until[page] = max(until_ns, until.get(page, 0))
+                self._push(until_ns, worker, chains, until_ns, begin=False)
+                yield ExpectedChange(worker, chains, begin=True)
+                continue
+            self._pages -= len(chains)
+            ended = [page for page in chains.tolist() if until.get(page, now_ns + 1) <= now_ns]
+            for page in ended:
+                del until[page]
+            if not until:
+                del self._until[worker]
+            if ended:
+                yield ExpectedChange(worker, np.array(ended, dtype=np.uint64), begin=False)
+
+    def forget(self, worker: str) -> None:
+        """Expect nothing of a worker any more; the caller drops its entries."""
+        self._until.pop(worker, None)
+        gone = [event for event in self._events if event[2] == worker]
+        self._pages -= sum(len(event[3]) for event in gone)
+        self._events = [event for event in self._events if event[2] != worker]
+        heapq.heapify(self._events)
+
+    def _push(
+        self, when_ns: int, worker: str, chains: Chains, until_ns: int, *, begin: bool
+    ) -> None:
+        event = (when_ns, next(self._numbers), worker, chains, begin, until_ns)
+        heapq.heappush(self._events, event)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._pages == sum(len(event[3]) for event in self._events) <= EXPECTED_MAX
+        assert all(self._until.values())
+        ending = {
+            (event[2], page) for event in self._events if not event[4] for page in event[3].tolist()
+        }
+        held = {(worker, page) for worker, until in self._until.items() for page in until}
+        assert held <= ending

@@ -1,0 +1,167 @@
+"""Decodes the payload of one batch of KV events. Pure.
+
+Hashes, tokens and extra keys stay msgpack, for :mod:`kvstore.mover.chains`. The format is that of
+vLLM and SGLang (an array of time, events and data-parallel rank; an event is a map with its kind in
+``type``), with the fields ``space``, ``shard`` and ``shard_digest`` of our nodes.
+"""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.index.reading import UnreadableError, read
+from kvstore.mover.chains import HASH_BYTES_MAX
+
+EVENTS_MAX: Final = 65_536
+"""Maximum events in one batch; engines with one token per page publish one event per page."""
+_NIL: Final = b"\xc0"
+_SHARD_MAX: Final = 1023
+
+_Word = Annotated[str, Meta(max_length=64)]
+_Shard = Annotated[int, Meta(ge=0, le=_SHARD_MAX)]
+
+
+class BlocksStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    """Blocks were stored in a medium; the fields are those of the engines."""
+
+    block_hashes: msgspec.Raw
+    parent_block_hash: Annotated[bytes, Meta(max_length=HASH_BYTES_MAX)] | int | None
+    token_ids: msgspec.Raw
+    block_size: Annotated[int, Meta(ge=1)]
+    medium: _Word | None = None
+    lora_id: int | str | None = None
+    lora_name: str | None = None
+    extra_keys: msgspec.Raw = msgspec.Raw(_NIL)
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    space: _Word | None = None
+    shard: _Shard = 0
+    shard_digest: _Word | None = None
+
+
+class BlocksRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    """Blocks were removed from a medium."""
+
+    block_hashes: msgspec.Raw
+    medium: _Word | None = None
+    group_idx: int | None = None
+    space: _Word | None = None
+    shard: _Shard = 0
+    shard_digest: _Word | None = None
+
+
+class AllCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    """The worker has no block any more."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | AllCleared
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: Annotated[list[BlocksStored | BlocksRemoved | AllCleared], Meta(max_length=EVENTS_MAX)]
+    data_parallel_rank: int | None = None
+
+
+class _AnyBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=EVENTS_MAX)]
+    data_parallel_rank: int | None = None
+
+
+class _Kind(msgspec.Struct):
+    type: str
+
+
+_KNOWN: Final = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+_BATCH: Final = msgspec.msgpack.Decoder(_Batch)
+_ANY_BATCH: Final = msgspec.msgpack.Decoder(_AnyBatch)
+_EVENT: Final = msgspec.msgpack.Decoder(BlocksStored | BlocksRemoved | AllCleared)
+_KIND: Final = msgspec.msgpack.Decoder(_Kind)
+_EXTRAS: Final = msgspec.msgpack.Decoder(list[list[Any] | None])
+_HASHES: Final = msgspec.msgpack.Decoder(list[bytes | int])
+
+
+def read_payload(payload: bytes) -> tuple[float, list[KvEvent], int]:
+    """Decode one batch.
+
+    Returns:
+        When it was published, seconds since the epoch; its events, in order; and the number of
+        further events that are of unknown kinds.
+
+    Raises:
+        UnreadableError: the payload, or an event of a known kind, is invalid.
+    """
+    try:
+        batch = _BATCH.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+        return _read_each(payload)
+    return batch.ts, batch.events, 0
+
+
+def _read_each(payload: bytes) -> tuple[float, list[KvEvent], int]:
+    """Decode event by event."""
+    batch = read(_ANY_BATCH.decode, payload)
+    events: list[KvEvent] = []
+    for raw in batch.events:
+        try:
+            events.append(read(_EVENT.decode, raw))
+        except UnreadableError:
+            if read(_KIND.decode, raw).type in _KNOWN:
+                raise
+    return batch.ts, events, len(batch.events) - len(events)
+
+
+def first_hash(hashes: bytes) -> bytes | int | None:
+    """The first of the block hashes; None if there is none.
+
+    Raises:
+        UnreadableError: these are not block hashes.
+    """
+    found = read(_HASHES.decode, hashes)
+    return found[0] if found else None
+
+
+def read_extras(raw: bytes, lora: str | None, *, is_root: bool) -> tuple[str, list[bytes] | None]:
+    """What distinguishes the blocks of an event besides their tokens and their LoRA.
+
+    vLLM publishes for each block a list of the name of the LoRA, (image, offset) pairs, the cache
+    salt in the first block of a chain, and digests of embeddings.
+
+    Args:
+        raw: msgpack of a list with None or a list for each block; or of None.
+        lora: name of the event's LoRA.
+        is_root: whether its first block is the first of a chain.
+
+    Returns:
+        The cache salt, empty if there is none, and the msgpack of what else each block has, empty
+        for nothing; None instead of a list if no block has anything else.
+
+    Raises:
+        UnreadableError: ``raw`` is something else.
+    """
+    if is_nothing(raw):
+        return "", None
+    each = [list(one) if one else [] for one in read(_EXTRAS.decode, raw)]
+    for one in each:
+        if lora is not None and lora in one:
+            one.remove(lora)
+    salt = ""
+    if is_root and each:
+        words = [one for one in each[0] if isinstance(one, str)]
+        if len(words) == 1:
+            salt = words[0]
+            each[0].remove(salt)
+    if not any(each):
+        return salt, None
+    return salt, [msgspec.msgpack.encode(one) if one else b"" for one in each]
+
+
+def is_nothing(raw: bytes) -> bool:
+    """Whether this is the msgpack of None, or of a list of None."""
+    if raw == _NIL:
+        return True
+    head = {0xDC: 3, 0xDD: 5}.get(raw[0], 1 if 0x90 <= raw[0] <= 0x9F else 0)
+    return bool(head) and raw.count(_NIL, head) == len(raw) - head

@@ -1,0 +1,283 @@
+"""The index in a process of its own: how it is started, watched and restarted.
+
+The process that needs an index makes the memory of its table and a socket pair, and starts
+``python -m kvstore.index.child`` with both. It reads the table itself, without asking. The index
+process ends when the socket pair does, so it never outlives whoever started it; its memory has no
+name, so nothing stays behind.
+
+If the process ends, or shows no sign of life for :data:`HUNG_S`, another one is started with an
+empty table and follows the same sources. The old table is read for :data:`STALE_S` more, or until
+the new one has caught up; then nothing is known until it has.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from kvstore.index.control import (
+    Begin,
+    Command,
+    Expect,
+    Follow,
+    IndexReport,
+    IndexSettings,
+    Source,
+    Unfollow,
+    framed,
+    next_report,
+)
+from kvstore.index.layout import TableLayout
+from kvstore.index.memory import TableMemory
+from kvstore.index.reading import UnreadableError
+from kvstore.index.service import IndexService
+from kvstore.index.table import IndexReader
+from kvstore.index.writer import SETS_MAX
+from kvstore.process.faults import Faults
+
+_log = logging.getLogger(__name__)
+
+STALE_S: Final = 5.0
+"""For how long a table is read whose writer shows no sign of life."""
+HUNG_S: Final = 10.0
+"""Without a sign of life for so long, the process is killed and another one started."""
+_START_S: Final = 30.0
+"""Maximum time from the start of the process to its first report."""
+_WATCH_S: Final = 0.5
+_END_S: Final = 2.0
+"""Maximum time for the process to end after its socket was closed; then it is killed."""
+_PAUSE_S_MIN: Final = 0.1
+_PAUSE_S_MAX: Final = 5.0
+_BACKLOG_BYTES: Final = 16 << 20
+"""Commands that the process has not read; further expectations are left out and counted."""
+
+
+class LocalIndex:
+    """The same index in this process and its event loop, for tests and single nodes."""
+
+    def __init__(self, settings: IndexSettings) -> None:
+        """Make an empty table.
+
+        Args:
+            settings: its settings.
+        """
+        memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
+        memory.close()  # the mapping stays
+        self._service = IndexService(memory, settings, secrets.randbits(64))
+        self._table = IndexReader(memory.buffer)
+        self.restarts = 0
+
+    def table(self) -> IndexReader | None:
+        """The table; None never."""
+        return self._table
+
+    @property
+    def report(self) -> IndexReport:
+        """The present state."""
+        return self._service.report()
+
+    def follow(self, source: Source) -> None:
+        """Follow a source, in place of what was followed for its worker."""
+        self._service.obey(Follow(source))
+
+    def unfollow(self, worker: str) -> None:
+        """Forget a worker, if it is known."""
+        self._service.obey(Unfollow(worker))
+
+    def expect(self, expected: Expect) -> None:
+        """A worker will probably have some pages."""
+        self._service.obey(expected)
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        await self._service.run()
+
+
+class IndexProcess:
+    """An index in a process of its own, and its table.
+
+    Attributes:
+        restarts: how often the process was started again.
+        report: its last report.
+    """
+
+    def __init__(self, settings: IndexSettings) -> None:
+        """Start nothing yet; see :meth:`run`.
+
+        Args:
+            settings: settings of the index.
+        """
+        self.restarts = 0
+        self.report = IndexReport(entries_max=settings.entries_max)
+        self.faults = Faults(_log, "the index process")
+        self._settings = settings
+        self._sources: dict[str, Source] = {}
+        self._life: _Life | None = None
+        self._former: IndexReader | None = None
+        self._former_until_ns = 0
+        self._to_catch_up: set[str] = set()
+
+    def table(self) -> IndexReader | None:
+        """The table to read now; None while nothing is known."""
+        now_ns = time.monotonic_ns()
+        if self._former is not None:
+            if now_ns < self._former_until_ns and self._to_catch_up:
+                return self._former
+            self._forget_former()
+        life = self._life
+        if life is None or not life.begun or life.table.age_ns(now_ns) > STALE_S * 1e9:
+            return None
+        return life.table
+
+    def follow(self, source: Source) -> None:
+        """Follow a source, in place of what was followed for its worker."""
+        if self._sources.get(source.worker) != source:
+            self._sources[source.worker] = source
+            self._send(Follow(source))
+
+    def unfollow(self, worker: str) -> None:
+        """Forget a worker, if it is known."""
+        if self._sources.pop(worker, None) is not None:
+            self._to_catch_up.discard(worker)
+            self._send(Unfollow(worker))
+
+    def expect(self, expected: Expect) -> None:
+        """A worker will probably have some pages; left out while the process does not read."""
+        life = self._life
+        if life is None or life.backlog > _BACKLOG_BYTES:
+            self.faults.note("backlog", "it does not read: expected pages are left out")
+        else:
+            life.send(expected)
+
+    def _send(self, command: Command) -> None:
+        if self._life is not None:
+            self._life.send(command)
+
+    async def run(self) -> None:
+        """Keep one process running until cancelled."""
+        pause_s = _PAUSE_S_MIN
+        while True:
+            started = time.monotonic()
+            try:
+                await self._live()
+            except (OSError, EOFError, UnreadableError) as error:
+                self.faults.note("ended", f"{error or type(error).__name__}; it is started again")
+            if time.monotonic() - started > _START_S:
+                pause_s = _PAUSE_S_MIN
+            self.restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    async def _live(self) -> None:
+        """Start a process and listen to it until it ends.
+
+        Raises:
+            OSError: it cannot be started, or shows no sign of life.
+            EOFError: it has ended.
+            UnreadableError: it said something else than a report.
+        """
+        life = await _Life.start(self._settings, self._sources.values())
+        self._life = life
+        try:
+            while True:
+                async with asyncio.timeout(HUNG_S if life.begun else _START_S):
+                    self.report = await life.next_report()
+                life.begun = True
+                self._to_catch_up -= {one.worker for one in self.report.workers if one.current}
+        except TimeoutError:
+            raise OSError("no sign of life") from None
+        finally:
+            self._life = None
+            if life.begun:
+                self._remember(life.table)
+            await life.end()
+
+    def _remember(self, table: IndexReader) -> None:
+        """Read the table of a process that has ended for some time more."""
+        self._forget_former()
+        self._former = table
+        self._former_until_ns = time.monotonic_ns() + int(STALE_S * 1e9)
+        known = {one.worker for one in self.report.workers if one.current}
+        self._to_catch_up = known & self._sources.keys()
+
+    def _forget_former(self) -> None:
+        self._former = None
+        self._to_catch_up = set()
+
+
+class _Life:
+    """One run of the process.
+
+    Attributes:
+        table: its table.
+        begun: its first report came.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        table: IndexReader,
+    ) -> None:
+        self.table = table
+        self.begun = False
+        self._process = process
+        self._reader, self._writer = streams
+
+    @classmethod
+    async def start(cls, settings: IndexSettings, sources: Iterable[Source]) -> "_Life":
+        """Start a process that follows these sources.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvstore.index.child", str(memory.fd), str(theirs.fileno()),
+                pass_fds=(memory.fd, theirs.fileno()), stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            ours.setblocking(False)  # noqa: FBT003
+            streams = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            memory.close()
+        life = cls(process, streams, IndexReader(memory.buffer))
+        life.send(Begin(settings))
+        for source in sources:
+            life.send(Follow(source))
+        return life
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the process has not read."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def send(self, command: Command) -> None:
+        """Send a command; nothing if the process has ended."""
+        self._writer.write(framed(command))
+
+    async def next_report(self) -> IndexReport:
+        """Wait for the next report."""
+        return await next_report(self._reader)
+
+    async def end(self) -> None:
+        """End the process."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()

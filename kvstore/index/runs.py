@@ -1,0 +1,158 @@
+"""How far prefixes are usable, for many workers at once. Pure.
+
+:class:`HolderRuns` says who holds the blocks of one prompt. :class:`PrefixNeeds` says what is asked
+of them: for each candidate some **parts** (shards, KV groups), each with the holders that can
+provide it. A prefix of n blocks is usable if every part has what it needs of it from these holders:
+all n blocks, or, for a KV group with a window of w blocks, the last min(w, n) of them.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore.index.directory import HolderDirectory, PageHolder
+from kvstore.index.layout import ROW_WORDS, Bytes, Flags, Numbers, Words
+
+_RUNS_AT_ONCE: Final = 256
+
+
+class PartNeed(NamedTuple):
+    """One part of the blocks that a candidate needs.
+
+    Attributes:
+        holders: who can provide it, each block any of them; those that do not count now do not.
+        window: how many of the last blocks suffice, at least 1; None: all are needed.
+    """
+
+    holders: Sequence[PageHolder]
+    window: int | None = None
+
+
+class HolderRuns:
+    """The holders of one prompt's blocks: runs of blocks that have the same holders."""
+
+    def __init__(self, ends: Numbers, rows: Words, version: int, undecided: int = 0) -> None:
+        """Made by the reader.
+
+        Args:
+            ends: int64 [k], number of blocks up to the end of each run.
+            rows: uint64 [k, 16], a bit for each holder of the run's blocks.
+            version: of the holder directory that these bits belong to.
+            undecided: blocks that count as absent because the table changed again and again.
+        """
+        self.ends = ends
+        self.rows = rows
+        self.version = version
+        self.undecided = undecided
+
+
+class PrefixNeeds:
+    """What some candidates need; prepared once for each version of the holder directory."""
+
+    def __init__(self, candidates: Sequence[Sequence[PartNeed]]) -> None:
+        """Say what is asked.
+
+        Args:
+            candidates: the parts of each; a candidate without parts has no prefix.
+        """
+        self._needs = [tuple(parts) for parts in candidates]
+        self._version: int | None = None
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self._needs)
+
+    def prepare(self, directory: HolderDirectory) -> None:
+        """Use the bits of this directory."""
+        if self._version == directory.version:
+            return
+        self._version = directory.version
+        parts = [
+            (number, need.window or 0, sorted(_byte_masks(need.holders, directory).items()))
+            for number, needs in enumerate(self._needs)
+            for need in needs
+        ]
+        # The parts with the most bytes first: the layers are slices then.
+        parts.sort(key=lambda part: -len(part[2]))
+        owners = np.array([number for number, _, _ in parts], dtype=np.int64)
+        self._layers: list[int] = []
+        pairs: list[tuple[int, int]] = []
+        for layer in range(len(parts[0][2]) if parts else 0):
+            there = [those[layer] for _, _, those in parts if len(those) > layer]
+            pairs += there
+            self._layers.append(len(there))
+        columns = np.array([byte for byte, _ in pairs], dtype=np.int64)
+        self._bytes, self._columns = np.unique(columns, return_inverse=True)
+        masks = np.array([mask for _, mask in pairs], dtype=np.uint8)
+        self._masks: Bytes = masks[:, None]
+        # Parts in the order of their candidates, for one reduction over each.
+        self._order = np.argsort(owners, kind="stable")
+        self._owners, self._starts = np.unique(owners[self._order], return_index=True)
+        windows = np.array([window for _, window, _ in parts], dtype=np.int64)
+        self._windows: Numbers | None = windows if windows.any() else None
+
+    def prefixes(self, found: HolderRuns) -> Numbers:
+        """Number of leading blocks that are usable by each candidate: int64 [candidates].
+
+        All are 0 if ``found`` belongs to another version of the directory than the prepared one.
+        """
+        result = np.zeros(len(self._needs), dtype=np.int64)
+        if found.version != self._version or not len(self._owners) or not len(found.ends):
+            return result
+        ends = np.concatenate(([0], found.ends))
+        if self._windows is None:
+            runs = self._leading_runs(found.rows)
+            usable = np.minimum.reduceat(runs[self._order], self._starts)
+        else:
+            usable = self._windowed(self._windows, found.rows, ends)
+        result[self._owners] = ends[usable]
+        return result
+
+    def _present(self, rows: Words) -> Bytes:
+        """Whether each part is there in each run: uint8 [parts, runs + 1], 0 if not; last all 0."""
+        packed = rows.view(np.uint8).reshape(-1, 8 * ROW_WORDS)
+        by_byte = packed.take(self._bytes, axis=1).T
+        columns = np.zeros((len(self._bytes), len(rows) + 1), dtype=np.uint8)
+        columns[:, :-1] = by_byte
+        bits = columns.take(self._columns, axis=0)
+        bits &= self._masks
+        result = np.zeros((len(self._order), len(rows) + 1), dtype=np.uint8)
+        start = 0
+        for count in self._layers:
+            result[:count] |= bits[start : start + count]
+            start += count
+        return result
+
+    def _leading_runs(self, rows: Words) -> Numbers:
+        """Number of leading runs in which each part is there: int64 [parts]."""
+        result = np.zeros(len(self._order), dtype=np.int64)
+        for start in range(0, len(rows), _RUNS_AT_ONCE):
+            some = self._present(rows[start : start + _RUNS_AT_ONCE])
+            leading = some.argmin(axis=1)
+            result = np.where(result == start, start + leading, result)
+            if (result < start + some.shape[1] - 1).all():
+                break
+        return result
+
+    def _windowed(self, windows: Numbers, rows: Words, ends: Numbers) -> Numbers:
+        """The last run of each candidate up to whose end every part has what it needs."""
+        present = self._present(rows)[:, :-1] != 0
+        # Where the blocks begin that are there without a gap up to the end of each run.
+        since = np.maximum.accumulate(np.where(present, 0, ends[1:]), axis=1)
+        enough = (windows[:, None] > 0) & (ends[1:] - since >= windows[:, None])
+        met: Flags = present & ((since == 0) | enough)
+        every = np.logical_and.reduceat(met[self._order], self._starts, axis=0)
+        last = every.shape[1] - every[:, ::-1].argmax(axis=1)
+        usable: Numbers = np.where(every.any(axis=1), last, 0)
+        return usable
+
+
+def _byte_masks(holders: Sequence[PageHolder], directory: HolderDirectory) -> dict[int, int]:
+    """Byte of a row → the bits of these holders in it."""
+    masks: dict[int, int] = {}
+    for holder in holders:
+        bit = directory.holders.get(holder)
+        if bit is not None:
+            masks[bit // 8] = masks.get(bit // 8, 0) | 1 << bit % 8
+    return masks

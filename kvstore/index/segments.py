@@ -1,0 +1,177 @@
+"""The segments of the index's table, as their writer sees them. Pure.
+
+A segment lives in one of two regions. It is rebuilt into the other one, without its dead slots and
+with as many pages as it needs, and switched; the pages of the first one are given back.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.index.layout import (
+    LOAD_MAX,
+    LOAD_REBUILT,
+    OVERRUN_SLOTS,
+    PAGE_BYTES,
+    PAGE_SLOTS,
+    SET_BITS,
+    SET_MASK,
+    Located,
+    Numbers,
+    Switch,
+    TableView,
+    Words,
+    first_slots,
+)
+
+_LOAD_SPREAD = 0.1
+"""Segments are rebuilt at different loads, so that not all of them grow at the same time."""
+_LOAD_LARGEST = 0.9
+"""Of a segment that cannot grow."""
+
+
+class WritableMemory(Protocol):
+    """Zeroed memory that readers can see."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """All of it."""
+        ...
+
+    def release(self, start: int, size: int) -> None:
+        """Give whole pages back; they are zero afterwards."""
+        ...
+
+
+class Segments:
+    """The slots of a table."""
+
+    def __init__(
+        self, table: TableView, memory: WritableMemory, at_step: Callable[[str], None]
+    ) -> None:
+        """Take over an empty table.
+
+        Args:
+            table: its arrays.
+            memory: its memory.
+            at_step: called between steps.
+        """
+        self._table = table
+        self._memory = memory
+        self._at_step = at_step
+        segments = table.layout.segments
+        self._load_max = LOAD_MAX - _LOAD_SPREAD * (np.arange(segments) * 0.618034 % 1)
+        self._used: Numbers = np.zeros(segments, dtype=np.int64)  # slots with a tag, live or dead
+        first = int(first_slots(np.uint64(1)))
+        self._limits: Numbers = (self._load_max * first).astype(np.int64)  # of used slots
+        self.rebuilds = 0
+
+    def locate(self, segments: Numbers, tags: Words) -> Located:
+        """Find the slots of entries."""
+        return self._table.locate(segments, tags, self._table.states[segments])
+
+    def slots(self, segment: int) -> Words:
+        """All slots of one segment, in the table itself."""
+        start, slots = self._region(segment, Switch.read(self._table.states[segment]))
+        return self._table.slots[start : start + slots]
+
+    def _region(self, segment: int, state: Switch) -> tuple[int, int]:
+        """First slot, and number of slots."""
+        return (2 * segment + state.half) * self._table.region, state.size * PAGE_SLOTS
+
+    def place(self, segments: Numbers, tags: Words, found: Located) -> tuple[Numbers, Numbers]:
+        """Give slots to distinct entries that are absent or dead; they are dead afterwards.
+
+        Args:
+            segments: their segments.
+            tags: their tags.
+            found: what :meth:`locate` has found.
+
+        Returns:
+            The slot of each, -1 if its segment is full; and the rebuilt segments, where the slots
+            of other entries have moved, and those of dead ones are gone.
+        """
+        at, absent = found.positions, found.words == 0
+        going = np.arange(len(at))
+        entering = self._counted(segments[absent])
+        crowded = np.flatnonzero(self._used + entering > self._limits)
+        overrun = segments[at < 0]
+        if len(overrun):
+            crowded = np.union1d(crowded, overrun)
+        if len(crowded):
+            entering = self._counted(segments)
+            for segment in crowded.tolist():
+                self._rebuild(segment, int(entering[segment]))
+            full = (self._used + entering > self._limits)[segments]
+            found = self.locate(segments, tags)
+            at, absent = np.where(full, -1, found.positions), found.words == 0
+        words = tags << SET_BITS
+        while len(going):
+            going = going[at[going] >= 0]
+            places = at[going]
+            self._table.slots[places] = words[going]  # of several for one slot, the last wins
+            going = going[self._table.slots[places] != words[going]]
+            at[going] = self.locate(segments[going], tags[going]).positions
+        self._used += self._counted(segments[absent & (at >= 0)])
+        self._at_step("slots placed")
+        return at, crowded
+
+    def _counted(self, segments: Numbers) -> Numbers:
+        """How often each segment occurs."""
+        return np.bincount(segments, minlength=len(self._used))
+
+    def _rebuild(self, segment: int, entering: int) -> None:
+        """Copy the live entries of a segment to its other half, with room for some more."""
+        state = Switch.read(self._table.states[segment])
+        start, slots = self._region(segment, state)
+        every = self._table.slots[start : start + slots]
+        live = every[(every & SET_MASK) != 0]
+        live.sort()  # by tag, and so by the first slot to probe
+        firsts = int((len(live) + entering) / LOAD_REBUILT)
+        pages = min(-(-(firsts + OVERRUN_SLOTS) // PAGE_SLOTS), self._table.layout.region_pages)
+        steps = np.arange(len(live))
+        while True:
+            first = first_slots(np.uint64(pages))
+            home = (((live >> SET_BITS) * first) >> np.uint64(40)).view(np.int64)
+            offsets = np.maximum.accumulate(home - steps) + steps
+            if not len(live) or offsets[-1] < pages * PAGE_SLOTS:
+                break
+            if pages == self._table.layout.region_pages:
+                return  # as it is: what has no place here is left out
+            pages += 1
+        after = state.switched(pages)
+        new_start, _ = self._region(segment, after)
+        self._table.slots[new_start + offsets] = live
+        self._at_step("segment copied")
+        self._table.states[segment] = after.word()
+        self._at_step("segment switched")
+        self._memory.release(self._table.layout.slots_at + 8 * start, state.size * PAGE_BYTES)
+        self._used[segment] = len(live)
+        largest = pages == self._table.layout.region_pages
+        load = _LOAD_LARGEST if largest else self._load_max[segment]
+        self._limits[segment] = int(load * int(first))
+        self.rebuilds += 1
+
+    def live(self) -> Words:
+        """The content of all live slots."""
+        every = [self.slots(segment) for segment in range(len(self._used))]
+        return np.concatenate([slots[(slots & SET_MASK) != 0] for slots in every])
+
+    def check(self) -> None:
+        """Assert every invariant; slow."""
+        for segment in range(len(self._used)):
+            state = Switch.read(self._table.states[segment])
+            start, count = self._region(segment, state)
+            slots = self._table.slots[start : start + count]
+            used = np.flatnonzero(slots)
+            assert len(used) == self._used[segment] <= self._limits[segment]
+            tags = slots[used] >> SET_BITS
+            assert len(np.unique(tags)) == len(tags)
+            found = self.locate(np.full(len(tags), segment), tags)
+            assert np.array_equal(found.positions, start + used)
+            assert 1 <= state.size <= self._table.layout.region_pages
+            other, _ = self._region(segment, state.switched(0))
+            assert not self._table.slots[other : other + self._table.region].any()
+            beyond = slice(start + count, start + self._table.region)
+            assert not self._table.slots[beyond].any()

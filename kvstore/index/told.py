@@ -1,0 +1,41 @@
+"""Some of the pages that a node's events told of, for audits. Pure."""
+
+from collections import deque
+from typing import Final
+
+from kvstore.index.payload import BlocksStored, read_payload
+from kvstore.index.snapshot import SnapshotPages, packed_keys
+from kvstore.page import KEY_BYTES
+
+EVERY: Final = 16
+"""Of so many batches, one is looked at."""
+_EVENTS: Final = 8
+"""Events of a batch that are looked at."""
+_KEYS_MAX: Final = 256
+"""Keys of one space, shard and medium; the newest are kept."""
+_KINDS_MAX: Final = 16
+
+
+class ToldPages:
+    """Keys of pages that were stored, some of them evicted again."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._batches = 0
+        self._keys: dict[tuple[str, str, str], deque[bytes]] = {}
+
+    def note(self, payload: bytes) -> None:
+        """Look at a batch that was applied, sometimes."""
+        self._batches += 1
+        if self._batches % EVERY:
+            return
+        stored = [event for event in read_payload(payload)[1] if type(event) is BlocksStored]
+        for event in stored[:_EVENTS]:
+            kind = (event.space or "", event.shard_digest or "", event.medium or "")
+            if all(kind) and (kind in self._keys or len(self._keys) < _KINDS_MAX):
+                keys = self._keys.setdefault(kind, deque(maxlen=_KEYS_MAX))
+                keys.append(packed_keys(event.block_hashes)[:KEY_BYTES])
+
+    def pages(self) -> list[SnapshotPages]:
+        """These pages."""
+        return [SnapshotPages(*kind, b"".join(keys)) for kind, keys in self._keys.items()]

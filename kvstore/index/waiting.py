@@ -1,0 +1,128 @@
+"""Blocks of an engine whose parent is unknown, until an event shows what it is. Pure."""
+
+from dataclasses import dataclass
+from typing import Final
+
+_NAME_BYTES: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class WaitingBlocks:
+    """The blocks of one event.
+
+    Attributes:
+        hashes: msgpack array of their hashes.
+        parent: name of the block before the first.
+        names: their names, in chain order.
+        bit: the holder that has them.
+        tokens: msgpack array of their tokens.
+        extras: what else distinguishes each block; None if nothing does.
+        there: those of the names that were not removed since.
+    """
+
+    hashes: bytes
+    parent: int
+    names: list[int]
+    bit: int
+    tokens: bytes
+    extras: list[bytes] | None
+    there: set[int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of hashes, tokens and extras, and 8 for each block."""
+        extras = sum(map(len, self.extras)) if self.extras is not None else 0
+        return len(self.hashes) + len(self.tokens) + extras + _NAME_BYTES * len(self.names)
+
+
+class WaitingRoom:
+    """The waiting blocks of one engine; the oldest events make room for new ones.
+
+    Attributes:
+        blocks: number of blocks.
+        size: their size in bytes, see :attr:`WaitingBlocks.size`.
+    """
+
+    __slots__ = ("_blocks_max", "_by_name", "_by_parent", "_events", "_size_max", "blocks", "size")
+
+    def __init__(self, blocks_max: int, size_max: int) -> None:
+        """Start empty; with the maximum number of blocks and of bytes."""
+        self._blocks_max = blocks_max
+        self._size_max = size_max
+        self.clear()
+
+    def __len__(self) -> int:
+        """Number of events."""
+        return len(self._events)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._events: dict[WaitingBlocks, None] = {}  # oldest first
+        self._by_parent: dict[int, list[WaitingBlocks]] = {}
+        self._by_name: dict[int, list[WaitingBlocks]] = {}
+        self.blocks = 0
+        self.size = 0
+
+    def add(self, event: WaitingBlocks) -> int:
+        """Let an event wait; returns the number of blocks that were dropped for it."""
+        dropped = 0
+        self._events[event] = None
+        self.blocks += len(event.names)
+        self.size += event.size
+        self._by_parent.setdefault(event.parent, []).append(event)
+        for name in event.there:
+            self._by_name.setdefault(name, []).append(event)
+        while self.blocks > self._blocks_max or self.size > self._size_max:
+            oldest = next(iter(self._events))
+            dropped += len(oldest.there)
+            self._forget(oldest)
+        return dropped
+
+    def take_all(self) -> list[WaitingBlocks]:
+        """Remove and return all events, oldest first."""
+        events = list(self._events)
+        self.clear()
+        return events
+
+    def take(self, parent: int) -> list[WaitingBlocks]:
+        """Remove and return the events that wait for this block, oldest first."""
+        events = list(self._by_parent.get(parent, ()))
+        for event in events:
+            self._forget(event)
+        return events
+
+    def remove(self, names: list[int], bit: int) -> None:
+        """Blocks were removed from a holder: they wait no more."""
+        for name in names:
+            for event in [one for one in self._by_name.get(name, ()) if one.bit == bit]:
+                event.there.discard(name)
+                _take_out(self._by_name, name, event)
+                if not event.there:
+                    self._forget(event)
+
+    def _forget(self, event: WaitingBlocks) -> None:
+        del self._events[event]
+        self.blocks -= len(event.names)
+        self.size -= event.size
+        _take_out(self._by_parent, event.parent, event)
+        for name in event.there:
+            _take_out(self._by_name, name, event)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.blocks == sum(len(event.names) for event in self._events)
+        assert self.size == sum(event.size for event in self._events)
+        assert self.blocks <= self._blocks_max
+        assert self.size <= self._size_max
+        assert all(event.there for event in self._events)
+        assert {id(e) for each in self._by_parent.values() for e in each} == set(
+            map(id, self._events)
+        )
+        assert sum(map(len, self._by_name.values())) == sum(len(e.there) for e in self._events)
+
+
+def _take_out(by: dict[int, list[WaitingBlocks]], name: int, event: WaitingBlocks) -> None:
+    """Remove an event from a list, and the list with its last event."""
+    by[name].remove(event)
+    if not by[name]:
+        del by[name]

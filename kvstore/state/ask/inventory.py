@@ -1,0 +1,124 @@
+"""What a node has: all pages, some chosen at random, or where some keys are. Pure.
+
+A walk over all pages is **fuzzy**: pages come and go between two of its steps. With the events it
+is exact nevertheless. A follower forgets what it knows, adds what the walk shows, and then applies,
+in order, every batch of events that was published after the walk had begun:
+
+* The last of these events of a page says what became of it, whatever the walk has shown.
+* A page without such an event is where it was when the walk began, and stays. Its node stands in
+  the order of creation from the beginning to the end of the walk, which shows it once; and nothing
+  is shown that is not there.
+
+So the follower is exact once it has applied all batches that were published before the walk ended.
+Until then it may have pages that left, and miss pages that came.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+
+HOST: Final = 1
+SSD: Final = 2
+_STEP_SHARDS: Final = 16
+"""Shards of one step; it looks at 256 nodes, some 30 microseconds a shard."""
+_STEP_KEYS: Final = 256
+_SAMPLED_MIN: Final = 1 / 16
+"""Of the nodes that lie together, at least so many are in a sample if one is."""
+
+
+class HeldPages(NamedTuple):
+    """Pages of one shard in one tier, ``host`` or ``ssd``; heads mostly before tails."""
+
+    space: PrefixTree
+    shard: int
+    tier: str
+    keys: list[PrefixKey]
+
+
+def walk(table: PageTable) -> Iterator[list[HeldPages]]:
+    """Every page that stays, once for each of its tiers; one list a step, which may be empty."""
+    for space in list(table.spaces):
+        for number in space.by_creation.numbers(0):
+            nodes = space.by_creation.nodes(number)
+            for first in range(0, len(space.shards), _STEP_SHARDS):
+                yield _held(space, nodes, range(first, first + _STEP_SHARDS))
+
+
+def sample(
+    table: PageTable, pages: int, below: Callable[[int], int], chance: Callable[[], float]
+) -> Iterator[list[HeldPages]]:
+    """Pages of about so many keys, each key as likely as any other; one list a step.
+
+    Args:
+        table: whose pages.
+        pages: wanted keys, 1 or more; fewer if the node has fewer.
+        below: a random whole number from 0 to its argument, which itself is excluded.
+        chance: a random number from 0 to 1.
+    """
+    spaces = [space for space in table.spaces if space.nodes]
+    keys = sum(len(space.nodes) for space in spaces)
+    for space in spaces:
+        wanted = int(pages * len(space.nodes) / keys + chance())
+        rate = max(_SAMPLED_MIN, min(1.0, 2 * wanted / len(space.nodes)))
+        numbers = space.by_creation.numbers(0) if wanted else []
+        while wanted > 0 and numbers:
+            at = below(len(numbers))
+            numbers[at], numbers[-1] = numbers[-1], numbers[at]
+            nodes = space.by_creation.nodes(numbers.pop())
+            chosen = [node for node in nodes if chance() < rate][:wanted]
+            wanted -= len(chosen)
+            for first in range(0, len(space.shards), _STEP_SHARDS):
+                yield _held(space, chosen, range(first, first + _STEP_SHARDS))
+
+
+def tiers_of(space: PrefixTree, shard: int, packed: bytes) -> Iterator[bytes]:
+    """Where the pages of some keys are READY, one byte a key: :data:`HOST` + :data:`SSD`.
+
+    Args:
+        space: where.
+        shard: number of the shard.
+        packed: the keys, one after the other; a step takes some of them.
+    """
+    bit = 1 << shard
+    for start in range(0, len(packed), _STEP_KEYS * KEY_BYTES):
+        some = packed[start : start + _STEP_KEYS * KEY_BYTES]
+        nodes = [
+            space.nodes.get(PrefixKey(some[at : at + KEY_BYTES]))
+            for at in range(0, len(some), KEY_BYTES)
+        ]
+        yield bytes(
+            0
+            if node is None or not node.ready & bit
+            else HOST * bool(node.memory & bit) + SSD * (shard in node.disk)
+            for node in nodes
+        )
+
+
+def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[PrefixTree, int] | None:
+    """The space and the number of a shard by their names in events; None if there is none."""
+    for space in table.spaces:
+        if space.label == space_label:
+            for number, shard in enumerate(space.shards):
+                if shard.event_label == shard_label:
+                    return space, number
+    return None
+
+
+def _held(
+    space: PrefixTree, nodes: Sequence[PrefixNode], shards: Sequence[int]
+) -> list[HeldPages]:
+    """The READY pages of some nodes and shards; a node that left its tree has none."""
+    found: list[HeldPages] = []
+    on_disk = [node for node in nodes if node.disk]
+    for shard in shards[: len(space.shards) - shards[0]]:
+        bit = 1 << shard
+        keys = [node.key for node in nodes if node.ready & node.memory & bit]
+        if keys:
+            found.append(HeldPages(space, shard, "host", keys))
+        keys = [node.key for node in on_disk if shard in node.disk and node.ready & bit]
+        if keys:
+            found.append(HeldPages(space, shard, "ssd", keys))
+    return found

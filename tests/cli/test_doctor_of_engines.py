@@ -1,0 +1,112 @@
+"""``doctor`` says which engines a Conductor cannot count, and what to do about each."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.cli.engines import conductor_checks, name_check
+
+GAP = {"gap": "no_space", "means": "its space is unknown", "do": "set the option `engine`"}
+
+
+class FakeConductor(HTTPServer):
+    """Answers with what a test puts into ``answers``: path → JSON, None = 401."""
+
+    answers: dict[str, object]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    def do_GET(self) -> None:
+        answer = self.server.answers.get(self.path)
+        body = json.dumps(answer).encode()
+        self.send_response(401 if answer is None else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def conductor() -> Iterator[FakeConductor]:
+    server = FakeConductor(("127.0.0.1", 0), Handler)
+    server.answers = {"/v1/engines": {"engines": []}, "/v1/nodes": {"nodes": []}}
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def node(name: str, why: str | None = None) -> dict[str, object]:
+    return {"id": name, "why_not": why, "do": "set events.endpoint" if why else None}
+
+
+def test_each_gap_of_an_engine_or_node_is_a_line_with_its_advice(conductor) -> None:
+    conductor.answers = {
+        "/v1/engines": {"engines": [{"id": "good", "gaps": []}, {"id": "e", "gaps": [GAP, GAP]}]},
+        "/v1/nodes": {"nodes": [node("m"), node("n", "its events are off")]},
+    }
+    first, engine, of_node = conductor_checks(conductor.url, "")
+
+    assert (first.status, "2 engines, 2 nodes" in first.found) == ("warn", True)
+    assert (engine.name, engine.status) == ("engine e", "warn")
+    assert engine.advice == "set the option `engine`", "once, though two gaps say so"
+    assert (of_node.name, of_node.found, of_node.advice) == (
+        "node n", "its events are off", "set events.endpoint",
+    )  # fmt: skip
+
+
+def test_a_conductor_that_lacks_nothing_is_well_and_an_empty_one_is_not(conductor) -> None:
+    [empty] = conductor_checks(conductor.url, "")
+    assert (empty.status, empty.advice) == ("warn", "register engines: POST /v1/engines")
+
+    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": []}]}
+    [well] = conductor_checks(conductor.url, "")
+    assert well.status == "ok"
+
+
+@pytest.mark.parametrize("answer", [None, [], {"other": 1}])
+def test_what_is_no_conductor_or_refuses_fails_and_says_what_to_check(conductor, answer) -> None:
+    conductor.answers = {"/v1/engines": answer}
+    [found] = conductor_checks(conductor.url, "")
+
+    assert found.status == "fail"
+    assert "--conductor" in found.advice
+
+
+def test_sessions_without_an_engines_name_are_warned_of() -> None:
+    def stats(*sessions: dict[str, object]) -> dict[str, object]:
+        return {"sessions": list(sessions)}
+
+    assert name_check(None) == name_check(stats()) == []
+    named = {"name": "a", "engine": "p1"}
+    assert name_check(stats(named))[0].status == "ok"
+    [found] = name_check(stats(named, {"name": "vllm-1", "engine": None}, {"name": "old"}))
+    assert (found.status, found.found) == ("warn", "2 of 3 sessions have none: old, vllm-1")
+    assert "option `engine`" in found.advice
+
+
+def test_the_command_asks_the_conductor_that_is_named(conductor, capsys, tmp_path) -> None:
+    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": [GAP]}]}
+    words = ["doctor", "--url", "http://127.0.0.1:1", "--directory", str(tmp_path), "--json"]
+    main([*words, "--conductor", conductor.url])
+
+    checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["engine e"]["found"] == "its space is unknown"
+    assert checks["conductor"]["status"] == "warn"
+    with pytest.raises(SystemExit):
+        main([*words, "--conductor", "here"])
+    assert "'here' is not http://HOST:PORT" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""The name of an engine: the one in the options, else the address of its server."""
+
+import pytest
+
+from kvstore.engine.label import EngineSources, engine_label, served_at
+from kvstore.engine.options import Options, read_section
+from kvstore.errors import ConfigError
+
+SERVER = "/venv/lib/vllm/entrypoints/openai/api_server.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [
+        ([SERVER, "--model", "m"], "*:8000"),
+        ([SERVER, "--host", "10.0.0.1", "--port", "81"], "10.0.0.1:81"),
+        ([SERVER, "--host=::1", "--port=81"], "[::1]:81"),
+        ([SERVER, "--host", "0.0.0.0", "--port", "81"], "*:81"),
+        ([SERVER, "--host", "::"], "*:8000"),
+        (["/bin/vllm", "serve", "m", "--port", "81"], "*:81"),
+        (["/bin/vllm", "bench", "m", "--port", "81"], ""),
+        ([SERVER, "--port", "0"], ""),
+        ([SERVER, "--port", "x"], ""),
+        ([SERVER, "--port"], ""),
+        ([SERVER, "--config", "serve.yaml"], ""),
+        ([SERVER, "--uds=/run/vllm.sock"], ""),
+        (["offline.py", "--port", "81"], ""),
+        ([], ""),
+    ],
+)
+def test_the_address_is_that_of_the_command_line_or_unknown(command, address) -> None:
+    assert served_at(command) == address
+
+
+def test_a_chosen_name_is_preferred_and_a_rank_is_part_of_the_name() -> None:
+    sources = EngineSources("tcp://*:5557", "", "tcp://*:5558")
+    label = engine_label("p1", "*:8000", "start", 1, sources, 16)
+
+    assert label is not None
+    assert (label.name, label.chosen, label.block_tokens) == ("p1/dp1", True, 16)
+    assert (label.events, label.events_replay) == ("tcp://*:5557", "tcp://*:5558")
+    derived = engine_label("", "*:8000", "start", None, sources, 16)
+    assert derived is not None
+    assert (derived.name, derived.chosen, derived.instance) == ("*:8000", False, label.instance)
+    other = engine_label("", "*:8000", "another start", None, sources, 16)
+    assert other is not None
+    assert other.instance != label.instance
+    assert engine_label("", "", "start", 1, sources, 16) is None
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b", "a:1", "a" * 65, "a\n"])
+def test_a_name_that_the_conductor_would_refuse_is_refused_by_the_adapter(name) -> None:
+    assert read_section({"engine": "p-1.a"}, Options, "where").engine == "p-1.a"
+    with pytest.raises(ConfigError, match="where: engine: "):
+        read_section({"engine": name}, Options, "where")

@@ -1,0 +1,121 @@
+"""A real vLLM server, its node and a Conductor find each other as the documents say."""
+
+import json
+import socket
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, wait_for
+from tests.vllm.conftest import Node, prompt
+from tests.vllm.engines import ENGINE, ENVIRONMENT, START_WAIT_S, transfer_config
+
+OPERATE, READ = "operate-token-of-tests", "read-token-of-the-node"
+PAGE_TOKENS = 64
+BLOCK_TOKENS = ENGINE["block_size"]
+SERVER = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def ask(url, body=None, token=""):
+    """The answer to one request."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+    call = urllib.request.Request(url, data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(call, timeout=60) as answer:
+            return json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{url}: {error.code} {error.read().decode()}")
+
+
+def answers(url):
+    """Whether a server at ``url`` is ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def serve(spawn, python, model, address, folder):
+    """A server of vLLM with the connector and with events; its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    events = {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+    }  # fmt: skip
+    process = spawn(
+        [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
+            "--dtype", ENGINE["dtype"], "--max-model-len", str(ENGINE["max_model_len"]),
+            "--max-num-seqs", "4", "--enforce-eager", "--block-size", str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override", "320", "--enable-prompt-tokens-details",
+            "--kv-transfer-config", json.dumps(transfer_config(address)),
+            "--kv-events-config", json.dumps(events),
+        ],
+        env=SERVER,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    ready = wait_for(lambda: answers(url) or process.returncode is not None, START_WAIT_S)
+    assert ready, process.report()
+    assert process.returncode is None, process.report()
+    return url
+
+
+def test_the_second_decision_predicts_the_hit_that_vllm_reports(
+    spawn, python, model, tmp_path, wait_until
+):
+    node = Node(
+        spawn, tmp_path / "kv.sock", **{
+            "events.endpoint": "ipc", "events.replay_endpoint": "ipc", "http.read_token": READ,
+        }
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        server = serve(spawn, python, model, node.address, Path(folder))
+        conductor = spawn(
+            [sys.executable, "-m", "conductor.service", "--port", "0",
+             "--set", f"http.operate_token={OPERATE}", "--set", "health.node_s=0.1"],
+            ready=r"listening on (\S+)", env={"PYTHONPATH": str(ROOT)},
+        ).ready.group(1)  # fmt: skip
+        engine = {"id": "P", "role": "mixed", "url": server}
+        registered = {"url": node.process.ready.group(2), "read_token": READ}
+        ask(f"{conductor}/v1/engines", engine, OPERATE)
+        ask(f"{conductor}/v1/nodes", registered, OPERATE)
+
+        wait_until(lambda: not ask(f"{conductor}/v1/engines/P")["gaps"], what="nothing is missing")
+        shown = ask(f"{conductor}/v1/engines/P")
+        assert (shown["model"], shown["node"]) == ("tiny", "local")
+        assert (shown["page_tokens"], shown["block_tokens"]) == (PAGE_TOKENS, BLOCK_TOKENS)
+        assert (len(shown["spaces"]), len(shown["shards"])) == (1, 1)
+        first = prompt(300, 7)
+        for tokens in (first, first + prompt(100, 8)):
+            body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0.0}
+            ask(f"{conductor}/v1/completions", body)
+            wait_until(lambda: known_pages(conductor) >= {"engine/P": 4, "node/local": 4}.items())
+
+        [second, before] = ask(f"{conductor}/v1/decisions?limit=2")["decisions"]
+        assert before["attempts"][-1]["predicted_hit_tokens"] == 0
+        attempt = second["attempts"][-1]
+        reported = attempt["served"]["cached_tokens"]
+        assert reported >= 300 // BLOCK_TOKENS * BLOCK_TOKENS
+        assert abs(attempt["predicted_hit_tokens"] - reported) <= PAGE_TOKENS
+        [candidate] = attempt["candidates"]
+        assert candidate["local_tokens"] == candidate["node_tokens"] == 300 // 64 * 64
+
+
+def known_pages(conductor):
+    """Pages of each worker in the Conductor's index, at most four."""
+    with urllib.request.urlopen(f"{conductor}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("kvstore_conductor_index_worker_pages{")]
+    return {
+        (line.split('worker="')[1].split('"')[0], min(4, int(float(line.rpartition(" ")[2]))))
+        for line in found
+    }
