@@ -98,7 +98,8 @@ class Fleet(NamedTuple):
     def prompts(self, worker: Worker) -> Iterator[Prompt]:
         """What a worker has, in the order in which it announces it; ``worker.pages`` in all."""
         random = np.random.default_rng((self.seed, worker.place))
-        left = worker.pages
+        last = self.last(worker)
+        left = worker.pages - last.pages
         if self.shared:
             first = _DOCUMENT + self.seed * DOCUMENTS
             chosen = random.choice(np.arange(1, DOCUMENTS), DOCUMENTS_A_WORKER - 1, replace=False)
@@ -109,8 +110,8 @@ class Fleet(NamedTuple):
                     yield Prompt(first + document, pages)
                     left -= pages
         number = (self.seed * 1_024 + worker.place) << 20
-        yield from _own_prompts(number + 1, left - self.last(worker).pages, random)
-        yield self.last(worker)
+        yield from _own_prompts(number + 1, left, random)
+        yield last
 
     def last(self, worker: Worker) -> Prompt:
         """The prompt that a worker announces at the end, a short one."""
