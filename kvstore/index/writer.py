@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.index.operations import Operations, Repetitions, first_ranks
 from kvstore.index.directory import PageHolder, pack_holders, packable, unpack_holders
 from kvstore.index.layout import (
     HOLDER_BITS_MAX,
@@ -27,6 +26,7 @@ from kvstore.index.layout import (
     Words,
     start_table,
 )
+from kvstore.index.operations import Operations, Repetitions, first_ranks
 from kvstore.index.segments import Segments, WritableMemory
 from kvstore.index.sets import HolderSets
 
