@@ -4,8 +4,8 @@ How to follow a node from a snapshot on, exactly:
 
 1. Subscribe to its live events and keep what comes.
 2. Forget what is known of the node, and add the pages of :func:`read_snapshot`.
-3. Apply, in order, every batch whose number is ``sequence_first`` or more: those that came live,
-   and before them those that a replay from ``sequence_first`` has. A gap means: begin again.
+3. Apply, in order, every batch whose number is ``sequence_first`` or more: first those of a replay
+   from ``sequence_first`` on, then those that came live. A gap means: begin again.
 4. Once every batch whose number is less than ``sequence_end`` is applied, exactly the node's pages
    are known, and stay known with each further batch. Before that the pages should not count.
 

@@ -23,6 +23,7 @@ from kvstore.index.ingest import WorkerIngest
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.questions import Questions
 from kvstore.events.server import PEERS_MAX, Bounds, EventServer
 from kvstore.index import followers as following
 from kvstore.index.followers import Followers, SourceBounds
