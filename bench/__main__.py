@@ -26,6 +26,7 @@ GROUPS: Final = {
     "reclaim": "bench.reclaim",
     "replay": "bench.replay",
     "slab": "bench.slab",
+    "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",
     "structure": "bench.structure",
     "vllm": "bench.vllm",

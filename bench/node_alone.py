@@ -164,6 +164,7 @@ class LoneNode:
         pages_max: small pages that its memory holds.
         extent_bytes: of that memory's pieces.
         turn: takes a turn.
+        publish: where events go; to nobody, at first.
     """
 
     def __init__(
@@ -189,11 +190,13 @@ class LoneNode:
         self.extent_bytes = extent_bytes
         self.turn = turn
         self.desk = Desk(
-            node, NoBytes(), _to_nobody, clock, None if at_once else self._later.append
-        )
+            node, NoBytes(), lambda actions: self.publish(actions), clock,
+            None if at_once else self._later.append,
+        )  # fmt: skip
         if ssd_pages is not None:
             room_bytes = ssd_pages * (PAGE_BYTES + 4096)
             self.desk.disk = TakesAll(node, room_bytes, at_once=at_once)
+        self.publish: Callable[[list[Action]], None] = _to_nobody
         self._random = random.Random(1)
 
     def tick(self) -> None:

@@ -129,6 +129,13 @@ class WatchedLoop(asyncio.SelectorEventLoop):
         """See :class:`asyncio.loop`."""
         return super().call_soon(partial(self._watch, self.name, callback, *args), context=context)
 
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See :class:`asyncio.loop`."""
+        turn = partial(self._watch, self.name, callback, *args)
+        return super().call_soon_threadsafe(turn, context=context)
+
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts,
         context: Context | None = None,

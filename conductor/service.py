@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 import resource
-import secrets
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from conductor.front.admin import Admin, errors_as_json
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.front.membership import Membership
-from conductor.front.metrics import Metrics
+from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Parts, Proxy
 from conductor.front.upstream import Upstream
@@ -33,8 +32,9 @@ from conductor.routing.queue import QueueRules
 from kvstore.config import show
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
-from kvstore.index.followers import Followers, SourceBounds
-from kvstore.index.holders import PrefixIndex
+from kvstore.index.control import IndexSettings, SourceBounds
+from kvstore.index.face import PrefixIndex
+from kvstore.index.process import IndexProcess
 from kvstore.process.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
@@ -43,8 +43,6 @@ _LAG_WINDOW: Final = 20
 _CUT_GRACE_S: Final = 1.0
 """Seconds for cancelled handlers to end after the drain."""
 
-_PUMP_S: Final = 0.01
-"""Events within this time trigger one scheduling run."""
 _DESCRIPTORS_PER_CONNECTION: Final = 3
 """One for the client, one for the engine, and one in reserve."""
 LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -60,39 +58,35 @@ class Conductor:
         token_path: file with the token generated at the start; None if a token is configured.
     """
 
-    def __init__(self, config: ConductorConfig, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        config: ConductorConfig,
+        clock: Callable[[], float] = time.monotonic,
+        index: PrefixIndex | None = None,
+    ) -> None:
         """Create the parts; nothing listens or connects yet.
 
         Args:
             config: all settings; each part gets its section.
             clock: seconds, monotonic; also used for health and deadlines of the queue.
+            index: the prefix index; None = one in a process of its own.
         """
         self.config = config
         self.failed = False
         self.token_path: Path | None = None
         self._stop: asyncio.Event | None = None
-        self._pumping: asyncio.TimerHandle | None = None
         self.faults = Faults(_log, "HTTP")
         self._auth = Auth(config.http, self.faults)
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
-        self.index = PrefixIndex(config.index.entries_max, secrets.randbits(64))
-        of_each = SourceBounds(
-            config.events.replay_s, config.events.verify_s, config.index.foreign_blocks_max
-        )
-        self.followers = Followers(self.index, of_each, self._pump_soon)
+        self.index: PrefixIndex = index or IndexProcess(index_settings(config))
         self._upstream = Upstream(config.deadline)
         scheduler = Scheduler(config.policy.name)
-        prefixes = PrefixView(
-            self.index,
-            self.registry,
-            self.followers.is_current,
-            needed=scheduler.policy.needs_prefixes,
-        )
+        prefixes = PrefixView(self.index, self.registry, needed=scheduler.policy.needs_prefixes)
         rules = QueueRules(self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max)
         self.queue = RequestQueue(rules, clock)
         self.membership = Membership(
-            config, self.registry, self._upstream, self.followers, self._pump, clock
+            config, self.registry, self._upstream, self.index, self._pump, clock
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
@@ -101,6 +95,7 @@ class Conductor:
         )
         parts = Parts(
             self.registry,
+            self.index,
             self.queue,
             rules,
             prefixes,
@@ -118,14 +113,6 @@ class Conductor:
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
         self._app.add_routes(Admin(parts, self.proxy, self._auth).routes())
-
-    def _pump_soon(self) -> None:
-        if len(self.queue) and self._pumping is None:
-            self._pumping = asyncio.get_running_loop().call_later(_PUMP_S, self._pump_now)
-
-    def _pump_now(self) -> None:
-        self._pumping = None
-        self._pump()
 
     def _broken(self, error: BaseException | None) -> None:
         """An assertion failed: log it and stop, because the state cannot be trusted."""
@@ -152,7 +139,7 @@ class Conductor:
                 (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
                 for engine in self.registry
             },
-            **self.followers.gauges(),
+            **index_gauges(self.index),
         }
 
     async def serve(self, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
@@ -186,7 +173,7 @@ class Conductor:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self.membership.run(), name="membership"),
-                    tasks.create_task(self.followers.run(), name="events"),
+                    tasks.create_task(self.index.run(), name="index"),
                     tasks.create_task(self._front.run(), name="front"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                 ]
@@ -202,8 +189,6 @@ class Conductor:
                 server.close()
             if token is not None:
                 token.remove()
-            if self._pumping is not None:
-                self._pumping.cancel()
             await runner.cleanup()
             await self._upstream.close()
 
@@ -241,6 +226,14 @@ class Conductor:
                 await asyncio.sleep(_LAG_PERIOD_S)
                 worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
             self.metrics.loop_lag(max(0.0, worst))
+
+
+def index_settings(config: ConductorConfig) -> IndexSettings:
+    """Settings of the Conductor's index."""
+    bounds = SourceBounds(
+        config.events.replay_s, config.events.verify_s, config.index.foreign_blocks_max
+    )
+    return IndexSettings(config.index.entries_max, bounds)
 
 
 async def run(config: ConductorConfig) -> int:

@@ -67,6 +67,7 @@ class Admin:
             web.get("/v1/engines", reads(self._engines)),
             web.get("/v1/engines/{id}", reads(self._engine)),
             web.get("/v1/nodes", reads(self._nodes)),
+            web.get("/v1/index", reads(self._index)),
             web.get("/v1/decisions", reads(self._decisions)),
             web.get("/v1/decisions/{id}", reads(self._decision)),
             web.post("/v1/engines", operates(self._register)),
@@ -166,6 +167,12 @@ class Admin:
             return _unknown("node")
         _log.info("node %s was removed by %s", node_id, http.remote)
         return web.Response(status=204)
+
+    async def _index(self, _: web.Request) -> web.Response:
+        index = self._parts.prefix_index
+        report = index.report
+        up = index.table() is not None
+        return _json({"up": up, "restarts": index.restarts, **msgspec.structs.asdict(report)})
 
     async def _decisions(self, http: web.Request) -> web.Response:
         text = http.query.get("limit", str(_DECISIONS_LIMIT))

@@ -32,9 +32,10 @@ from conductor.front.nodes import Nodes
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
-from conductor.routing.joining import ADVICE, FoundSessions, Gap, Sessions
-from conductor.routing.prefixes import engine_worker, node_worker
-from kvstore.index.followers import Followers, Source
+from conductor.routing.joining import ADVICE, FoundSessions, Gap, RankEvents, Sessions
+from conductor.routing.prefixes import engine_worker, node_worker, own_domain
+from kvstore.index.control import Source
+from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError, read
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Membership:
         config: ConductorConfig,
         registry: EngineRegistry,
         upstream: Upstream,
-        followers: Followers,
+        index: PrefixIndex,
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -114,18 +115,19 @@ class Membership:
             config: :meth:`run` registers its ``engines`` and ``nodes``.
             registry: the engines; updated here.
             upstream: client for engines.
-            followers: followers of events.
+            index: the prefix index; told here whom to follow.
             changed: called after each change that may affect waiting requests.
             clock: seconds, monotonic.
         """
         self._config = config
         self._registry = registry
         self._upstream = upstream
-        self._followers = followers
+        self._index = index
         self._changed = changed
         self._clock = clock
-        self.nodes = Nodes(config, followers, self._rejoin)
+        self.nodes = Nodes(config, index, self._rejoin)
         self._registrations: dict[str, _Registration] = {}
+        self._followed: dict[str, set[str]] = {}  # engine → workers in the index
         self._wake = asyncio.Event()
 
     async def register(self, entry: EngineEntry) -> EngineInfo:
@@ -202,13 +204,22 @@ class Membership:
         self._changed()
 
     def _follow(self, info: EngineInfo) -> None:
-        """Follow the engine's events, if it is not followed there already."""
-        worker = engine_worker(info.id)
-        if info.events is None:
-            self._followers.drop(worker)
-        else:
-            source = Source(worker, info.domain, info.page_tokens, info.events, info.events_replay)
-            self._followers.follow(source)
+        """Follow the events of all ranks of an engine, where they are not followed already."""
+        before = self._followed.get(info.id, set())
+        sources = _sources(info)
+        self._followed[info.id] = {source.worker for source in sources}
+        for worker in before - self._followed[info.id]:
+            self._index.unfollow(worker)
+        for source in sources:
+            self._index.follow(source)
+
+    def _unfollow(self, engine_id: str) -> None:
+        for worker in self._followed.pop(engine_id, set()) | {engine_worker(engine_id)}:
+            self._index.unfollow(worker)
+
+    def _is_current(self, worker: str) -> bool:
+        known = self._index.worker(worker)
+        return known is not None and known.current
 
     def _note_gaps(self, info: EngineInfo, searched: Gap | None) -> None:
         """Update the gaps of an engine; log what has changed."""
@@ -235,10 +246,10 @@ class Membership:
     def gaps(self, engine: Engine) -> list[Gap]:
         """Why an engine's KV does not count now."""
         gaps, info = list(engine.gaps), engine.info
-        if Gap.NO_EVENTS not in gaps and not self._followers.is_current(engine_worker(info.id)):
+        if Gap.NO_EVENTS not in gaps and not self._is_current(engine_worker(info.id)):
             gaps.append(Gap.EVENTS_DOWN)
         followed = info.node if info.node in self.nodes else None
-        if followed is not None and not self._followers.is_current(node_worker(followed)):
+        if followed is not None and not self._is_current(node_worker(followed)):
             gaps.append(Gap.NODE_EVENTS_DOWN)
         return gaps
 
@@ -247,7 +258,7 @@ class Membership:
         if self._registry.remove(engine_id) is None:
             return False
         self._registrations.pop(engine_id, None)
-        self._followers.drop(engine_worker(engine_id))
+        self._unfollow(engine_id)
         self._changed()
         return True
 
@@ -332,6 +343,23 @@ class Membership:
             for engine in self._registry
             for state in Health
         }
+
+
+def _sources(info: EngineInfo) -> list[Source]:
+    """Where the ranks of an engine publish their events."""
+    first = info.ranks[0].rank if info.ranks else 0
+    ranks = [RankEvents(first, info.events, info.events_bind, info.events_replay), *info.ranks[1:]]
+    sources = []
+    for rank in ranks:
+        endpoint = rank.events or rank.events_bind
+        if endpoint is not None:
+            source = Source(
+                worker=engine_worker(info.id, rank.rank), domain=own_domain(info),
+                endpoint=endpoint, bind=rank.events is None, replay_endpoint=rank.events_replay,
+                block_tokens=info.block_tokens or 0,
+            )  # fmt: skip
+            sources.append(source)
+    return sources
 
 
 def _combine(registration: _Registration, page_tokens_default: int) -> EngineInfo:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from conductor.routing.decisions import Decision
 from kvstore.config.machine import version_of
+from kvstore.index.face import PrefixIndex
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -43,7 +44,23 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
+    "index_expected": ("Pages that a worker is expected to have soon.", ()),
+    "index_resident_bytes": ("Largest resident memory of the index process.", ()),
+    "index_drift": (
+        "Pages on which a node and the index differed in the last audit: missing in the index, or"
+        " stale in it.",
+        ("worker", "kind"),
+    ),
+    "events_current": (
+        "1 while all batches of a worker are applied, so that its pages count, else 0.",
+        ("worker",),
+    ),
+    "events_waiting": (
+        "Blocks of a worker whose parent is not known yet, so that they do not count.",
+        ("worker",),
+    ),
     "index_worker_pages": (
         "Pages of each worker in the prefix index, by medium.", ("worker", "medium"),
     ),
@@ -54,6 +71,11 @@ _GAUGES: Final = {
 }  # fmt: skip
 _COUNTS: Final = {
     "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),
+    "index_restarts": ("Times that the index process was started again.", ()),
+    "events_resyncs": (
+        "Times that everything of a node was read again, because of a gap or an audit.",
+        ("worker",),
+    ),
     "index_dropped": ("Pages left out of the prefix index because it was full.", ()),
     "events_batches": ("Batches of a worker's events that were applied.", ("worker",)),
     "events_gaps": (
@@ -75,6 +97,50 @@ _COUNTS: Final = {
     ),
 }  # fmt: skip
 """Counters; those of a worker restart at 0 when its address changes."""
+
+
+def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
+    """State of the index and of all followed workers."""
+    report = index.report
+    workers = report.workers
+    return {
+        "index_up": {(): float(index.table() is not None)},
+        "index_restarts": {(): float(index.restarts)},
+        "index_entries": {(): float(report.entries)},
+        "index_dropped": {(): float(report.dropped)},
+        "index_expected": {(): float(report.expected)},
+        "index_resident_bytes": {(): float(report.resident_bytes)},
+        "index_worker_pages": {
+            (one.worker, medium): float(count)
+            for one in workers
+            for medium, count in one.pages.items()
+        },
+        "index_drift": {
+            (one.worker, kind): float(count)
+            for one in workers
+            for kind, count in (("missing", one.missing), ("stale", one.stale))
+            if one.audited
+        },
+        "events_connected": {(one.worker,): float(one.connected) for one in workers},
+        "events_current": {(one.worker,): float(one.current) for one in workers},
+        "events_lag_seconds": {(one.worker,): one.lag_s for one in workers},
+        "events_batches": {(one.worker,): float(one.batches) for one in workers},
+        "events_restarts": {(one.worker,): float(one.restarts) for one in workers},
+        "events_resyncs": {(one.worker,): float(one.resyncs) for one in workers},
+        "events_skipped": {(one.worker,): float(one.skipped) for one in workers},
+        "events_unmapped": {(one.worker,): float(one.unmapped) for one in workers},
+        "events_waiting": {(one.worker,): float(one.waiting) for one in workers},
+        "events_faults": {
+            (one.worker, cause): float(count)
+            for one in workers
+            for cause, count in one.faults.items()
+        },
+        "events_gaps": {
+            (one.worker, outcome): float(count)
+            for one in workers
+            for outcome, count in (("seen", one.gaps), ("lost", one.gaps_lost))
+        },
+    }
 
 
 class Metrics(Collector):

@@ -22,7 +22,8 @@ from conductor.front.openai import BadRequestError
 from conductor.front.upstream import read_limited
 from conductor.routing.joining import NodeView, SeenSession, host_of, reachable
 from conductor.routing.prefixes import node_worker
-from kvstore.index.followers import Followers, Source
+from kvstore.index.control import Source
+from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError, read
 from kvstore.process.faults import printable
 
@@ -216,17 +217,17 @@ class Nodes:
     """Registers and removes nodes, reads them, and follows their events."""
 
     def __init__(
-        self, config: ConductorConfig, followers: Followers, changed: Callable[[], None]
+        self, config: ConductorConfig, index: PrefixIndex, changed: Callable[[], None]
     ) -> None:
         """Connect the parts; send nothing yet.
 
         Args:
             config: :meth:`run` registers its ``nodes``.
-            followers: followers of events.
+            index: the prefix index; told here whom to follow.
             changed: called when what the nodes tell has changed.
         """
         self._config = config
-        self._followers = followers
+        self._index = index
         self._changed = changed
         self._nodes: dict[str, RegisteredNode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -289,7 +290,7 @@ class Nodes:
             return False
         self._stop(node_id)
         self._said.pop(node_id, None)
-        self._followers.drop(node_worker(node_id))
+        self._index.unfollow(node_worker(node_id))
         self._changed()
         return True
 
@@ -367,21 +368,21 @@ class Nodes:
         """Follow the node's events, if it is not followed there already."""
         worker = node_worker(node.id)
         if node.events is None or node.lacks_token:
-            self._followers.drop(worker)
+            self._index.unfollow(worker)
             why = node.why_not()
             if why is not None and why != self._said.get(node.id):
                 self._said[node.id] = why
                 _log.warning("node %s is not followed: %s; %s", node.id, *why)
             return
         self._said.pop(node.id, None)
-        self._followers.follow(
+        self._index.follow(
             Source(
-                worker,
-                worker,
-                self._config.index.page_tokens,
-                node.events,
-                node.events_replay,
-                node.entry.events_token or "",
+                worker=worker,
+                domain=worker,
+                endpoint=node.events,
+                is_node=True,
+                replay_endpoint=node.events_replay,
+                token=node.entry.events_token or "",
             )
         )
 

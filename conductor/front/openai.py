@@ -37,6 +37,7 @@ class _Fields(msgspec.Struct, frozen=True):
     stream: bool = False
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
     request_id: str | None = None
+    cache_salt: str | None = None
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -50,6 +51,7 @@ class Completion:
         model: requested model, or None.
         stream: whether the answer is a stream.
         request_id: id in the body, or None.
+        salt: the prompt's cache salt; empty for none.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -57,6 +59,7 @@ class Completion:
     model: str | None
     stream: bool
     request_id: str | None
+    salt: str = ""
 
     def body(self) -> bytes:
         """The original request."""
@@ -132,7 +135,8 @@ def parse_completion(raw: bytes) -> Completion:
         raise BadRequestError("prompt", "must not be empty")
     fields = parse(raw, dict[str, msgspec.Raw])
     fields.pop("kv_transfer_params", None)
-    return Completion(fields, known.prompt, known.model, known.stream, known.request_id)
+    salt = known.cache_salt or ""
+    return Completion(fields, known.prompt, known.model, known.stream, known.request_id, salt)
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:

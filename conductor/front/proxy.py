@@ -37,11 +37,18 @@ from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.routing.decisions import Attempt, Decision, DecisionLog
 from conductor.routing.engines import EngineRegistry
-from conductor.routing.policy import Plan, Waiting
+from conductor.routing.policy import Assign, Plan, Waiting
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.queue import QueueRules, RejectedError
+from kvstore.index.face import PrefixIndex
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RANK_HEADER: Final = "X-data-parallel-rank"
+"""vLLM runs a request on the data-parallel rank that this header names."""
+_EXPECTED_S: Final = 10.0
+"""For how long an engine is expected to have a prompt that it got, until its events tell of it."""
+_UNTOLD_S: Final = 120.0
+"""Likewise, an engine without events."""
 _TAIL_PIECES: Final = 4
 """Number of last pieces of a stream that are kept, to read usage and timings."""
 
@@ -50,6 +57,7 @@ class Parts(NamedTuple):
     """The parts that the proxy uses."""
 
     registry: EngineRegistry
+    prefix_index: PrefixIndex
     queue: RequestQueue
     rules: QueueRules
     prefixes: PrefixView
@@ -187,7 +195,7 @@ class Proxy:
         )
         if tokens is not None:
             decision.prompt_tokens = len(tokens)
-            parts.prefixes.remember(run.number, tokens)
+            parts.prefixes.remember(run.number, tokens, run.body.salt)
         last_error: EngineError | None = None
         for tries_left in reversed(range(self._queue.tries)):
             started = parts.clock()
@@ -242,9 +250,27 @@ class Proxy:
         run.decision.tokenize_s = self._parts.clock() - started
         return tokens
 
+    def _expect(self, number: int, assign: Assign) -> None:
+        """Tell the index what these engines will have in their caches."""
+        now = self._parts.clock()
+        for engine_id, rank in assign.ranks.items():
+            engine = self._parts.registry.get(engine_id)
+            if engine is not None:
+                told = engine.info.events or engine.info.events_bind
+                until = now + (_EXPECTED_S if told else _UNTOLD_S)
+                self._parts.prefixes.expect(number, engine_id, rank, now, until)
+
+    def _headers(self, run: _Run, assign: Assign, engine_id: str) -> dict[str, str]:
+        """Headers for an engine: they name the data-parallel rank that has the prefix."""
+        engine = self._parts.registry.get(engine_id)
+        if engine is None or len(engine.info.ranks) <= 1:
+            return run.headers
+        return {**run.headers, _RANK_HEADER: str(assign.ranks[engine_id])}
+
     async def _attempt(self, run: _Run, lease: Lease, attempt: Attempt) -> web.StreamResponse:
         """Send the request to the engines of one assignment."""
         parts, assign = self._parts, lease.assign
+        self._expect(run.number, assign)
         body = run.body.body()
         if assign.plan is Plan.PAIR:
             started = parts.clock()
@@ -254,7 +280,7 @@ class Proxy:
                     self._url(assign.prefill),
                     run.body.prefill_body(),
                     timeout_s=self._deadline.prefill_s,
-                    headers=run.headers,
+                    headers=self._headers(run, assign, assign.prefill),
                 )
             finally:
                 attempt.prefill_s = parts.clock() - started
@@ -267,8 +293,8 @@ class Proxy:
             attempt.prefilled = answer.measured()
             body = run.body.decode_body(answer.transfer)  # without one, decode computes the prompt
         if run.body.stream:
-            return await self._stream(run, assign.decode, body, attempt)
-        return await self._whole(run, assign.decode, body, attempt)
+            return await self._stream(run, assign, body, attempt)
+        return await self._whole(run, assign, body, attempt)
 
     def _url(self, engine_id: str) -> str:
         """URL of an engine's completions.
@@ -282,10 +308,10 @@ class Proxy:
         return f"{engine.info.url}/v1/completions"
 
     async def _whole(
-        self, run: _Run, engine: str, body: bytes, attempt: Attempt
+        self, run: _Run, assign: Assign, body: bytes, attempt: Attempt
     ) -> web.StreamResponse:
         """Relay one JSON answer."""
-        parts = self._parts
+        parts, engine = self._parts, assign.decode
         started = parts.clock()
         try:
             raw, content_type = await parts.upstream.post(
@@ -293,7 +319,7 @@ class Proxy:
                 self._url(engine),
                 body,
                 timeout_s=self._deadline.request_s,
-                headers=run.headers,
+                headers=self._headers(run, assign, engine),
             )
         finally:
             run.elsewhere_s += parts.clock() - started
@@ -306,14 +332,15 @@ class Proxy:
         return web.Response(body=raw, content_type=content_type, headers=run.headers)
 
     async def _stream(
-        self, run: _Run, engine: str, body: bytes, attempt: Attempt
+        self, run: _Run, assign: Assign, body: bytes, attempt: Attempt
     ) -> web.StreamResponse:
         """Relay server-sent events, whole events at a time."""
-        parts = self._parts
+        parts, engine = self._parts, assign.decode
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         started = parts.clock()
         url = self._url(engine)
-        async with parts.upstream.stream(engine, url, body, run.headers) as pieces:
+        headers = self._headers(run, assign, engine)
+        async with parts.upstream.stream(engine, url, body, headers) as pieces:
             async for piece in pieces:
                 if run.response is None:
                     run.elsewhere_s += parts.clock() - started

@@ -43,12 +43,14 @@ class Prefix(NamedTuple):
     Attributes:
         local: longest prefix in the engine's own cache.
         node: longest prefix on nodes it can read from.
-        usable: longest prefix of which each page is in either.
+        usable: longest prefix of which each page is in either, or expected soon.
+        rank: the engine's data-parallel rank for which this is true.
     """
 
     local: int = 0
     node: int = 0
     usable: int = 0
+    rank: int = 0
 
 
 NO_PREFIX: Final = Prefix()
@@ -144,7 +146,10 @@ class Candidate(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Send a request to these engines; ``prefill == decode`` if one serves it alone."""
+    """Send a request to these engines; ``prefill == decode`` if one serves it alone.
+
+    ``ranks``: the data-parallel rank of each that has the longest prefix.
+    """
 
     request: int
     prefill: str
@@ -153,6 +158,7 @@ class Assign:
     reason: str
     usable_tokens: int
     candidates: tuple[Candidate, ...]
+    ranks: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +344,7 @@ class _Call:
             self.policy.because,
             prefixes.get(first.id, NO_PREFIX).usable,
             candidates,
+            {one.id: prefixes.get(one.id, NO_PREFIX).rank for one in (first, second)},
         )
 
     def _candidate(
@@ -366,7 +373,7 @@ class _Call:
             standing.in_flight,
             engine.max_running,
             round(standing.load, 3),
-            *standing.prefix,
+            *standing.prefix[:3],
             verdict,
         )
 

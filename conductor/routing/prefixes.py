@@ -1,21 +1,45 @@
 """Looks up the usable prefix of a prompt at each engine in the index. Pure.
 
-An engine can use pages in its own cache and on a node it reads from. Engines of one model may have
-different page sizes and spaces; a prompt is hashed once for each such pair.
+An engine can use blocks in its own cache and pages on the node that it reads from. They are named
+in different ways: an engine's own blocks by their tokens, or as pages are; pages by their prefix
+keys. A prompt is hashed once for each scope: way of naming, model or space, block size and salt.
+
+A prefix is usable as far as each of its tokens is in a block or page that the engine can use.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from conductor.routing.engines import EngineInfo, EngineRegistry
+import numpy as np
+import numpy.typing as npt
+
+from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
 from conductor.routing.policy import Prefix, Waiting
-from kvstore.index.holders import PrefixIndex, PromptMatch, prefix_length
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.engine.identity import chain_seed
+from kvstore.index.control import Expect, IndexReport, WorkerReport
+from kvstore.index.directory import HolderDirectory, PageHolder
+from kvstore.index.face import PrefixIndex
+from kvstore.index.feed import EXPECTED
+from kvstore.index.runs import PartNeed, PrefixNeeds
+from kvstore.index.scope import ChainKind, key_chains, scope_seed, token_chains
+from kvstore.index.table import IndexReader
+from kvstore.page import page_keys
+
+Tokens = npt.NDArray[np.uint32]
+Chains = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+
+SPACE_DIGITS: Final = 64
+"""A domain of so many digits is a space; others name a model."""
+_SHARD_DIGITS: Final = 16
+"""Digits of a shard's digest in the index."""
 
 
-def engine_worker(engine_id: str) -> str:
-    """An engine's name in the index."""
-    return f"engine/{engine_id}"
+def engine_worker(engine_id: str, rank: int = 0) -> str:
+    """An engine's name in the index; ranks are data-parallel ones."""
+    return f"engine/{engine_id}/dp{rank}" if rank else f"engine/{engine_id}"
 
 
 def node_worker(node_id: str) -> str:
@@ -23,10 +47,174 @@ def node_worker(node_id: str) -> str:
     return f"node/{node_id}"
 
 
+def engine_workers(info: EngineInfo) -> list[tuple[int, str]]:
+    """The data-parallel ranks of an engine, and their names in the index."""
+    numbers = [rank.rank for rank in info.ranks] or [0]
+    return [(number, engine_worker(info.id, number)) for number in numbers]
+
+
+class PromptScope(NamedTuple):
+    """How blocks are named.
+
+    Attributes:
+        kind: by their tokens or by prefix keys.
+        domain: a model, or the hex digest of a space.
+        block_tokens: tokens in a block or page.
+        of_space: pages of a space, whose digest names the page size too.
+    """
+
+    kind: ChainKind
+    domain: str
+    block_tokens: int
+    of_space: bool = False
+
+
 @dataclass(slots=True)
 class _Prompt:
-    tokens: Sequence[int]
-    keys: dict[int, PrefixKeys] = field(default_factory=dict)  # by page_tokens
+    tokens: Tokens
+    salt: str
+    chains: dict[PromptScope, Chains] = field(default_factory=dict)
+
+    def named(self, scope: PromptScope, secret: int) -> Chains:
+        """The chain values of all full blocks."""
+        found = self.chains.get(scope)
+        if found is None:
+            found = self.chains[scope] = self._hashed(scope, secret)
+        return found
+
+    def _hashed(self, scope: PromptScope, secret: int) -> Chains:
+        size = scope.block_tokens
+        if scope.of_space:
+            parts = [("cache_salt", self.salt)] if self.salt else []
+            keys = page_keys(self.tokens, size, seed=chain_seed(parts))
+            return key_chains(keys.packed, scope_seed(secret, "keys", scope.domain))
+        seed = scope_seed(secret, scope.kind, scope.domain, size, salt=self.salt)
+        if scope.kind == "tokens":
+            return token_chains(self.tokens, size, seed)
+        return key_chains(page_keys(self.tokens, size).packed, seed)
+
+
+class _Rank(NamedTuple):
+    """One rank of an engine: where its blocks and pages are looked for."""
+
+    engine: int
+    number: int
+    own: PromptScope
+    pages: PromptScope | None
+
+
+class _Part(NamedTuple):
+    """Ranks whose blocks are named in the same way, and what each needs.
+
+    Attributes:
+        ranks: their rows, in the same order as the candidates.
+    """
+
+    scope: PromptScope
+    ranks: Numbers
+    needs: PrefixNeeds
+
+
+class _Plan:
+    """What to look up for one model, for one state of its engines and of the holder directory."""
+
+    def __init__(
+        self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
+    ) -> None:
+        workers = {one.worker: one for one in report.workers}
+        self.infos = [engine.info for engine in engines]
+        self.directory = directory
+        self.report = report
+        self.ranks: list[_Rank] = []
+        own: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
+        expected: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
+        same: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
+        on_node: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
+        for number, info in enumerate(self.infos):
+            pages = space_scope(info)
+            for rank, name in engine_workers(info):
+                row = len(self.ranks)
+                scope = own_scope(info, workers.get(name))
+                self.ranks.append(_Rank(number, rank, scope, pages))
+                own.setdefault(scope, []).append((row, _own_needs(name, workers, directory)))
+                needs = [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
+                expected.setdefault(scope, []).append((row, needs))
+                if pages is not None:
+                    same.setdefault(pages, []).append((row, _page_needs(name, (), directory)))
+                    if info.node is not None:
+                        held = _page_needs(node_worker(info.node), info.shards, directory)
+                        on_node.setdefault(pages, []).append((row, held))
+        self.own, self.expected = _parts(own), _parts(expected)
+        self.same, self.on_node = _parts(same), _parts(on_node)
+
+    def fits(
+        self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
+    ) -> bool:
+        """Whether nothing has changed that matters."""
+        if self.directory is not directory or len(engines) != len(self.infos):
+            return False
+        if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
+            return False
+        if report is not self.report and _shapes(report) != _shapes(self.report):
+            return False
+        self.report = report
+        return True
+
+
+def _parts(by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]]) -> list[_Part]:
+    return [
+        _Part(
+            scope,
+            np.array([row for row, _ in rows], dtype=np.int64),
+            PrefixNeeds([needs for _, needs in rows]),
+        )
+        for scope, rows in by_scope.items()
+    ]
+
+
+def _shapes(report: IndexReport) -> list[tuple[object, ...]]:
+    return [(one.worker, one.kind, one.block_tokens, one.groups) for one in report.workers]
+
+
+def own_scope(info: EngineInfo, known: WorkerReport | None) -> PromptScope:
+    """How an engine names its own blocks, as far as is known."""
+    kind: ChainKind = "keys" if known is not None and known.kind == "keys" else "tokens"
+    size = known.block_tokens if known is not None else 0
+    return PromptScope(kind, own_domain(info), size or info.block_tokens or info.page_tokens)
+
+
+def own_domain(info: EngineInfo) -> str:
+    """Whose blocks an engine could share if they were its own."""
+    return f"model:{info.model}"
+
+
+def space_scope(info: EngineInfo) -> PromptScope | None:
+    """How pages of an engine's space are named; None without a space."""
+    if len(info.domain) != SPACE_DIGITS:
+        return None
+    return PromptScope("keys", info.domain, info.page_tokens, of_space=True)
+
+
+def _own_needs(
+    name: str, workers: Mapping[str, WorkerReport], directory: HolderDirectory
+) -> list[PartNeed]:
+    """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
+    known = workers.get(name)
+    groups = known.groups if known is not None else {}
+    holders = [one for one in directory.of(name) if one.medium != EXPECTED and not one.shard]
+    return [
+        PartNeed([one for one in holders if one.group == group], last_blocks or None)
+        for group, last_blocks in groups.items()
+    ]
+
+
+def _page_needs(name: str, shards: Sequence[str], directory: HolderDirectory) -> list[PartNeed]:
+    """What a hit needs of a worker's pages: these shards, or all that it has if unknown."""
+    of_shard: dict[str, list[PageHolder]] = {digest[:_SHARD_DIGITS]: [] for digest in shards}
+    for holder in directory.of(name):
+        if holder.shard and (not shards or holder.shard in of_shard):
+            of_shard.setdefault(holder.shard, []).append(holder)
+    return [PartNeed(holders) for holders in of_shard.values()]
 
 
 class PrefixView:
@@ -35,63 +223,135 @@ class PrefixView:
     It keeps the prompt of a request from :meth:`remember` to :meth:`forget`.
     """
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        registry: EngineRegistry,
-        is_current: Callable[[str], bool],
-        *,
-        needed: bool,
-    ) -> None:
+    def __init__(self, index: PrefixIndex, registry: EngineRegistry, *, needed: bool) -> None:
         """Connect the parts.
 
         Args:
             index: the prefix index.
             registry: the engines.
-            is_current: whether the entries of a worker are up to date.
             needed: whether the policy uses prefixes at all.
         """
         self._index = index
         self._registry = registry
-        self._is_current = is_current
         self._prompts: dict[int, _Prompt] = {}
+        self._plans: dict[str, _Plan] = {}
+        self._secret = 0
         self.needed = needed
 
-    def remember(self, number: int, tokens: Sequence[int]) -> None:
+    def remember(self, number: int, tokens: Sequence[int], salt: str = "") -> None:
         """Keep a request's prompt until :meth:`forget`."""
-        self._prompts[number] = _Prompt(tokens)
+        self._prompts[number] = _Prompt(np.array(tokens, dtype=np.uint32), salt)
 
     def forget(self, number: int) -> None:
         """Discard a request's prompt, if any."""
         self._prompts.pop(number, None)
 
     def __call__(self, waiting: Waiting) -> Mapping[str, Prefix]:
-        """The prefix at each engine of the model; empty if the prompt's tokens are unknown."""
+        """The prefix at each engine of the model; empty if nothing is known of it."""
         prompt = self._prompts.get(waiting.number)
-        if prompt is None:
+        table = self._index.table()
+        engines = self._registry.of_model(waiting.model)
+        if prompt is None or table is None or not engines:
             return {}
-        matches: dict[tuple[str, int], PromptMatch] = {}
+        self._keep_secret(table)
+        plan = self._plan(waiting.model, engines, table)
+        return _Lookup(table, prompt, plan).prefixes()
+
+    def _keep_secret(self, table: IndexReader) -> None:
+        """Forget chain values that another table has seeded."""
+        secret = table.secret
+        if secret != self._secret:
+            self._secret = secret
+            for prompt in self._prompts.values():
+                prompt.chains.clear()
+
+    def _plan(self, model: str, engines: Sequence[Engine], table: IndexReader) -> _Plan:
+        report, directory = self._index.report, table.holders()
+        plan = self._plans.get(model)
+        if plan is None or not plan.fits(engines, report, directory):
+            if plan is None and len(self._plans) >= len(self._registry):
+                self._plans.clear()
+            plan = self._plans[model] = _Plan(engines, report, directory)
+        return plan
+
+    def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
+        """An engine will probably have the blocks of a request's prompt in its own cache.
+
+        Args:
+            number: of the request.
+            engine_id: an engine that it was assigned to.
+            rank: its data-parallel rank.
+            from_s: from when on, on the monotonic clock.
+            until_s: until when; then its events must have told of them.
+        """
+        prompt, table = self._prompts.get(number), self._index.table()
+        engine = self._registry.get(engine_id)
+        if prompt is None or table is None or engine is None:
+            return
+        self._keep_secret(table)
+        name = engine_worker(engine_id, rank)
+        scope = own_scope(engine.info, self._index.worker(name))
+        chains = prompt.named(scope, self._secret)
+        if len(chains):
+            packed = chains.astype("<u8").tobytes()
+            self._index.expect(Expect(name, packed, int(from_s * 1e9), int(until_s * 1e9)))
+
+
+class _Lookup:
+    """One prompt at all engines of its model."""
+
+    def __init__(self, table: IndexReader, prompt: _Prompt, plan: _Plan) -> None:
+        self._table = table
+        self._prompt = prompt
+        self._plan = plan
+        count = len(plan.ranks)
+        self._own = np.zeros(count, dtype=np.int64)
+        self._node = np.zeros(count, dtype=np.int64)
+        #: (ends in tokens, rows of ranks, whether each has each stretch)
+        self._there: list[tuple[Numbers, Numbers, Flags]] = []
+
+    def prefixes(self) -> dict[str, Prefix]:
+        """The best rank of each engine."""
+        plan = self._plan
+        for part in (*plan.own, *plan.same):
+            self._add(part, self._own)
+        for part in plan.on_node:
+            self._add(part, self._node)
+        for part in plan.expected:
+            self._add(part, None)
+        usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
         result: dict[str, Prefix] = {}
-        for engine in self._registry.of_model(waiting.model):
-            info = engine.info
-            group = (info.domain, info.page_tokens)
-            if group not in matches:
-                keys = _keys(prompt, info.page_tokens)
-                matches[group] = self._index.match(info.domain, keys.packed)
-            result[info.id] = self._prefix(info, matches[group])
+        for row, rank in enumerate(plan.ranks):
+            numbers = (int(self._own[row]), int(self._node[row]), int(usable[row]))
+            known = result.get(plan.infos[rank.engine].id)
+            if known is None or numbers[2] > known.usable:
+                result[plan.infos[rank.engine].id] = Prefix(*numbers, rank.number)
         return result
 
-    def _prefix(self, info: EngineInfo, match: PromptMatch) -> Prefix:
-        local = match.present(engine_worker(info.id))
-        node = match.present(node_worker(info.node or ""))
-        local &= self._is_current(engine_worker(info.id))
-        node &= info.node is not None and self._is_current(node_worker(info.node))
-        pages = (prefix_length(present) for present in (local, node, local | node))
-        return Prefix(*(count * info.page_tokens for count in pages))
+    def _add(self, part: _Part, longest: Numbers | None) -> None:
+        """Look one scope up; ``longest`` gets the tokens of the longest prefix of each rank."""
+        chains = self._prompt.named(part.scope, self._table.secret)
+        if not len(chains):
+            return
+        part.needs.prepare(self._plan.directory)
+        found = self._table.find(chains)
+        size = part.scope.block_tokens
+        if longest is not None:
+            tokens = part.needs.prefixes(found) * size
+            longest[part.ranks] = np.maximum(longest[part.ranks], tokens)
+        self._there.append((found.ends * size, part.ranks, part.needs.present(found)))
 
-
-def _keys(prompt: _Prompt, page_tokens: int) -> PrefixKeys:
-    keys = prompt.keys.get(page_tokens)
-    if keys is None:
-        keys = prompt.keys[page_tokens] = page_keys(prompt.tokens, page_tokens)
-    return keys
+    def _covered(self) -> Numbers:
+        """For each rank, how many leading tokens are in one of its blocks or pages."""
+        count = len(self._plan.ranks)
+        if not self._there:
+            return np.zeros(count, dtype=np.int64)
+        bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
+        covered = np.zeros((count, len(bounds)), dtype=np.bool_)
+        for ends, ranks, there in self._there:
+            at = np.searchsorted(ends, bounds)
+            inside = at < len(ends)
+            covered[np.ix_(ranks, np.flatnonzero(inside))] |= there[:, at[inside]]
+        first_missing = np.where(covered.all(axis=1), len(bounds), covered.argmin(axis=1))
+        tokens: Numbers = np.concatenate(([0], bounds))[first_missing]
+        return tokens

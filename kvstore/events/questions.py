@@ -45,9 +45,9 @@ SNAPSHOTS_MAX: Final = 4
 """Snapshots at a time."""
 QUESTIONS_MAX: Final = 16
 """Questions at a time, of all kinds."""
-MESSAGE_KEYS: Final = 4_096
+MESSAGE_KEYS: Final = 2_048
 """A message of pages is sent when it has so many keys."""
-_READY_MAX: Final = 16
+_READY_MAX: Final = 32
 """Messages that wait for the publisher's thread; then the node makes no more of them."""
 _SNAPSHOT_S_MAX: Final = 120.0
 _SHORT_S_MAX: Final = 10.0

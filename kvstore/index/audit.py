@@ -1,8 +1,9 @@
 """Compares the index with what nodes really have, a sample at a time.
 
-A node is asked for pages chosen at random, and about pages that its events told of. A page on which
-node and index differ is asked about again: only if they still differ once everything published up to
-that answer is applied, the index is wrong. Then everything of the node is read again.
+A node is asked for pages chosen at random, and about pages that its events told of. A page on
+which node and index differ is asked about again: only if they still differ once everything
+published up to that answer is applied, the index is wrong. Then everything of the node is read
+again.
 """
 
 import asyncio
@@ -26,7 +27,6 @@ AUDIT_S: Final = 30.0
 SAMPLE_KEYS: Final = 1_024
 _APPLIED_S_MAX: Final = 5.0
 """Maximum wait for the batches that an answer needs."""
-_LOOK_S: Final = 0.02
 
 
 class AuditResult(NamedTuple):
@@ -119,9 +119,7 @@ class Auditor:
         """Number of pages on which node and index differ after all."""
         source = follower.source
         assert source.replay_endpoint is not None
-        truth = await audit(
-            source.replay_endpoint, source.token, part.space, part.shard, part.keys
-        )
+        truth = await audit(source.replay_endpoint, source.token, part.space, part.shard, part.keys)
         if not await _applied(follower, truth.end.sequence_end):
             return 0
         if part.medium not in truth.media:
@@ -134,8 +132,7 @@ async def _applied(follower: Follower, number: int) -> bool:
     """Wait until all batches before one are applied; False if they do not come."""
     try:
         async with asyncio.timeout(_APPLIED_S_MAX):
-            while follower.sequence.next < number:
-                await asyncio.sleep(_LOOK_S)
+            await follower.reached(number)
     except TimeoutError:
         return False
     follower.feed.flush()
@@ -145,4 +142,5 @@ async def _applied(follower: Follower, number: int) -> bool:
 def _chosen(packed: bytes, which: Iterable[bool]) -> bytes:
     """Some of these keys."""
     keys = np.frombuffer(packed, dtype=np.uint8).reshape(-1, KEY_BYTES)
-    return keys[np.asarray(which)].tobytes()
+    chosen: bytes = keys[np.asarray(which)].tobytes()
+    return chosen

@@ -59,10 +59,16 @@ class EventConnection:
             reader, writer = await _connect(endpoint)
             shown = token.encode() if endpoint.startswith("tcp:") else b""
             channel = cls(reader, writer, zmtp.ZmtpPeer(side, _LIMITS, token=shown))
-            await channel._shake_hands()
+            await channel.shake_hands()
             return channel
 
-    async def _shake_hands(self) -> None:
+    async def shake_hands(self) -> None:
+        """Complete the handshake, or close the connection.
+
+        Raises:
+            OSError: the connection broke.
+            PeerError: the peer is not a publisher, or it refuses us.
+        """
         try:
             self._answer()
             while not self._peer.ready:
@@ -187,7 +193,7 @@ class EventListener:
         (reader, writer), self._waiting = self._waiting, None
         channel = EventConnection(reader, writer, zmtp.ZmtpPeer(zmtp.SUB, _LIMITS, server=True))
         async with asyncio.timeout(timeout_s):
-            await channel._shake_hands()
+            await channel.shake_hands()
         return channel
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ import sys
 
 import uvloop
 
-from kvstore.index.control import Begin, framed, next_command
+from kvstore.index.control import Begin
+from kvstore.index.framing import framed, next_command
 from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
 from kvstore.index.service import IndexService

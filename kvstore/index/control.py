@@ -1,20 +1,6 @@
-"""What the index process and the process that started it tell each other.
-
-Messages are msgpack with a length of four bytes before them, over a socket pair. The process that
-started the index sends :class:`Begin` first. The socket's end is the end of the index process.
-"""
-
-import asyncio
-from typing import Annotated, Final
+"""What an index is told, and what it reports. Pure."""
 
 import msgspec
-from msgspec import Meta
-
-from kvstore.index.reading import read
-
-MESSAGE_BYTES_MAX: Final = 64 << 20
-"""A report about 1,024 workers has less than one MiB; an expected prompt 8 bytes a block."""
-_LENGTH_BYTES: Final = 4
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,37 +161,3 @@ class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     expected: int = 0
     resident_bytes: int = 0
     workers: list[WorkerReport] = []
-
-
-_COMMANDS: Final = msgspec.msgpack.Decoder(Annotated[Command, Meta()])
-_REPORTS: Final = msgspec.msgpack.Decoder(IndexReport)
-_ENCODER: Final = msgspec.msgpack.Encoder()
-
-
-def framed(message: Command | IndexReport) -> bytes:
-    """One message with its length."""
-    body = _ENCODER.encode(message)
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
-
-
-async def next_command(reader: asyncio.StreamReader) -> Command:
-    """Wait for the next command.
-
-    Raises:
-        EOFError: the other process has ended.
-        UnreadableError: this is no command.
-    """
-    return read(_COMMANDS.decode, await _body(reader))
-
-
-async def next_report(reader: asyncio.StreamReader) -> IndexReport:
-    """Wait for the next report; raises the same as :func:`next_command`."""
-    return read(_REPORTS.decode, await _body(reader))
-
-
-async def _body(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readexactly(_LENGTH_BYTES)
-    size = int.from_bytes(head, "little")
-    if size > MESSAGE_BYTES_MAX:
-        raise EOFError(f"a message of {size} bytes")
-    return await reader.readexactly(size)

@@ -23,7 +23,6 @@ from kvstore.index.control import Source, SourceBounds
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.sequence import BatchVerdict, Sequence
-from kvstore.index.told import ToldPages
 from kvstore.index.snapshot import (
     SnapshotEnd,
     SnapshotError,
@@ -31,6 +30,7 @@ from kvstore.index.snapshot import (
     SnapshotPages,
     read_snapshot,
 )
+from kvstore.index.told import ToldPages
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Follower:
         self._has_snapshots = source.is_node and source.replay_endpoint is not None
         self._counts_from = 0  # number of the batch after those that a snapshot needs
         self._drifted = False
+        self._applied = asyncio.Event()
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -141,6 +142,12 @@ class Follower:
         if now:
             self.why = ""
 
+    async def reached(self, number: int) -> None:
+        """Wait, without a limit, until all batches before this one are applied."""
+        while self.sequence.next < number:
+            self._applied.clear()
+            await self._applied.wait()
+
     def drifted(self) -> None:
         """An audit found that what is known of a node is wrong: read everything again."""
         self._drifted = True
@@ -173,13 +180,13 @@ class Follower:
     async def _listen(self, channel: EventConnection) -> None:
         loop = asyncio.get_running_loop()
         heard_at, missed = loop.time(), 0
+        wait_s = min(_BEAT_S, self._bounds.verify_s)
         while True:
             if self._drifted:
                 await self._resync()
             elif not self.current and self.sequence.next >= self._counts_from:
                 self._is_current(now=True)
             try:
-                wait_s = min(_BEAT_S, self._bounds.verify_s)
                 async with asyncio.timeout(wait_s):
                     messages = await channel.receive()
             except TimeoutError:
@@ -198,13 +205,22 @@ class Follower:
             if messages:
                 heard_at = loop.time()
             elif loop.time() - heard_at >= self._bounds.verify_s:
-                try:
-                    await self._replay()
-                except _ResyncNeededError:
-                    await self._resync()
-                if self.sequence.next < self._counts_from:
-                    raise OSError("batches that its snapshot needs do not come")
+                await self._verify()
                 heard_at = loop.time()
+
+    async def _verify(self) -> None:
+        """Compare the last batch, and get those that were missed.
+
+        Raises:
+            OSError: batches that a snapshot needs do not come, or the publisher does not answer.
+            PeerError: the peer is not a publisher.
+        """
+        try:
+            await self._replay()
+        except _ResyncNeededError:
+            await self._resync()
+        if self.sequence.next < self._counts_from:
+            raise OSError("batches that its snapshot needs do not come")
 
     async def _live(self, message: zmtp.Message) -> None:
         if len(message) != 3 or len(message[1]) != 8 or len(message[0]) > TOPIC_BYTES_MAX:
@@ -307,6 +323,7 @@ class Follower:
                 raise _ResyncNeededError from error
         else:
             self.lag_s = max(0.0, wall_clock() - self.feed.published)
+            self._applied.set()
         return False
 
     def _clear(self) -> None:

@@ -33,15 +33,15 @@ SEGMENT_ENTRIES: Final = 6144
 """Maximum mean number of entries in a segment: a rebuild takes about 0.1 ms."""
 OVERRUN_SLOTS: Final = 64
 """Slots at the end of a segment that are no entry's first."""
-LOAD_MAX: Final = 0.8
+LOAD_MAX: Final = 0.76
 """Fraction of slots with a tag, live or dead, above which a segment is rebuilt."""
-LOAD_REBUILT: Final = 0.62
+LOAD_REBUILT: Final = 0.6
 """Fraction of slots in use after a rebuild: growth is by about 1.25."""
 
 SET_BITS: Final = np.uint64(24)
 SET_MASK: Final = np.uint64((1 << 24) - 1)
-_WINDOW: Final = 8
-"""Slots read at once: a cache line."""
+LINE_SLOTS: Final = 8
+"""Slots in a cache line."""
 _MAGIC: Final = 0x3130_5849_5653_564B
 """``KVSVIX01``: changes with the layout."""
 
@@ -122,8 +122,7 @@ class TableView:
         ).reshape(2, -1)
         self.region = layout.region_pages * PAGE_SLOTS
         self.slots = words(layout.slots_at, 2 * layout.segments * self.region)
-        self._windows = np.lib.stride_tricks.sliding_window_view(self.slots, _WINDOW)
-        self._last_window = len(self._windows) - 1
+        self._lines = self.slots.reshape(-1, LINE_SLOTS)
         self._factor = np.uint64((2 * int(self.header[Field.SECRET]) + 1) % (1 << 64))
         self._tag_shift = np.uint64(24 - layout.segment_bits)
         self._tag_mask = np.uint64((1 << 40) - 1)
@@ -144,40 +143,68 @@ class TableView:
         start = region * self.region
         first = (tags * first_slots(pages)) >> _TAG_BITS
         positions = start + first.view(np.int64)
-        found = self.slots[positions]
-        seen = found >> SET_BITS
-        left = np.flatnonzero((seen != tags) & (found != 0))
+        found = self.slots.take(positions)
+        left = np.flatnonzero(((found >> SET_BITS) != tags) & (found != 0))
         if len(left):
-            ends = (start + (pages * np.uint64(PAGE_SLOTS)).view(np.int64))[left]
-            at, ended = self._probe(tags[left], positions[left] + 1, ends)
-            positions[left], found[left] = at, ended
+            ends = (start + (pages * _PAGE_SLOTS).view(np.int64)).take(left)
+            self._probe(tags.take(left), positions.take(left) + 1, ends, left, positions, found)
         return Located(positions, found)
 
-    def _probe(self, tags: Words, at: Numbers, ends: Numbers) -> tuple[Numbers, Words]:
-        """Probe from ``at`` up to the slot with the tag, an empty one, or the end."""
-        result = np.empty_like(at)
-        found = np.zeros_like(tags)
-        going = np.arange(len(at))
-        while len(going):
-            np.minimum(at, self._last_window, out=at)  # the last segment's end
-            window = self._windows[at]
-            stop = ((window >> SET_BITS) == tags[:, None]) | (window == 0)
-            step = stop.argmax(axis=1)
-            word = window[np.arange(len(step)), step]
-            stopped = stop[np.arange(len(step)), step]
-            at += np.where(stopped, step, _WINDOW)
-            over = at >= ends
-            done = stopped | over
-            word[over] = 0
-            at[over] = -1
-            result[going[done]] = at[done]
-            found[going[done]] = word[done]
-            on = ~done
-            going, at, ends, tags = going[on], at[on], ends[on], tags[on]
-        return result, found
+    def _probe(
+        self,
+        tags: Words,
+        at: Numbers,
+        ends: Numbers,
+        which: Numbers,
+        positions: Numbers,
+        found: Words,
+    ) -> None:
+        """Probe from ``at`` up to the slot with the tag, an empty one, or the end, line by line.
+
+        The results of ``which`` are written to ``positions`` and ``found``.
+        """
+        line, last = at >> 3, (ends >> 3) - 1
+        lanes = _FROM_LANE.take(at & 7)
+        count = 1  # lines to read at once; few probe further than the first
+        while True:
+            every = line if count == 1 else (line[:, None] + np.arange(count)).ravel()
+            words = self._lines.take(every, axis=0, mode="clip")  # what is beyond does not count
+            seen = words >> SET_BITS
+            wanted = tags if count == 1 else tags.repeat(count)
+            stop = (seen == wanted[:, None]) | (seen == 0)
+            # A byte of 1 for each slot to stop at.
+            stops = stop.view(np.uint64).ravel()
+            if count == 1:
+                stops &= lanes
+            else:
+                first = (stops.reshape(-1, count) != 0).argmax(axis=1)
+                chosen = np.arange(0, len(stops), count) + first
+                stops, words, line = stops[chosen], words[chosen], line + first
+            inside = line <= last
+            # The number of slots before the first to stop at.
+            before = stops - _ONE & ~stops & _EACH_BYTE
+            step = np.minimum((before * _EACH_BYTE >> _LAST_BYTE).view(np.int64), 7)
+            stopped = (stops != 0) & inside
+            word = words.ravel().take(np.arange(0, 8 * len(line), 8) + step)
+            positions[which] = np.where(stopped, (line << 3) + step, -1)
+            found[which] = np.where(stopped, word, 0)
+            # Where nothing stopped, the first of the lines that were read was chosen.
+            line += count
+            on = np.flatnonzero((stops == 0) & (line <= last))
+            if not len(on):
+                return
+            which, tags, last, line = which[on], tags[on], last[on], line[on]
+            lanes, count = _FROM_LANE[:1], min(2 * count, _LINES_MAX)
 
 
+_ONE: Final = np.uint64(1)
+_EACH_BYTE: Final = np.uint64(0x0101_0101_0101_0101)
+_LINES_MAX: Final = 16
+_LAST_BYTE: Final = np.uint64(56)
+_FROM_LANE: Final[Words] = ~np.uint64(0) << np.arange(0, 64, 8, dtype=np.uint64)
+"""For each slot of a line, all bytes from it on."""
 _TAG_BITS: Final = np.uint64(40)
+_PAGE_SLOTS: Final = np.uint64(PAGE_SLOTS)
 _PAGES_MASK: Final = np.uint64((1 << 31) - 1)
 _HALF_SHIFT: Final = np.uint64(31)
 

@@ -29,9 +29,9 @@ from kvstore.index.control import (
     IndexSettings,
     Source,
     Unfollow,
-    framed,
-    next_report,
+    WorkerReport,
 )
+from kvstore.index.framing import framed, next_report
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
@@ -81,6 +81,10 @@ class LocalIndex:
         """The present state."""
         return self._service.report()
 
+    def worker(self, name: str) -> WorkerReport | None:
+        """The state of one worker; None if it is not followed."""
+        return _worker(self.report, name)
+
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
         self._service.obey(Follow(source))
@@ -103,7 +107,7 @@ class IndexProcess:
 
     Attributes:
         restarts: how often the process was started again.
-        report: its last report.
+        faults: ends of the process, and expectations that were left out.
     """
 
     def __init__(self, settings: IndexSettings) -> None:
@@ -113,7 +117,7 @@ class IndexProcess:
             settings: settings of the index.
         """
         self.restarts = 0
-        self.report = IndexReport(entries_max=settings.entries_max)
+        self._report = IndexReport(entries_max=settings.entries_max)
         self.faults = Faults(_log, "the index process")
         self._settings = settings
         self._sources: dict[str, Source] = {}
@@ -121,6 +125,11 @@ class IndexProcess:
         self._former: IndexReader | None = None
         self._former_until_ns = 0
         self._to_catch_up: set[str] = set()
+
+    @property
+    def report(self) -> IndexReport:
+        """Its last report."""
+        return self._report
 
     def table(self) -> IndexReader | None:
         """The table to read now; None while nothing is known."""
@@ -133,6 +142,10 @@ class IndexProcess:
         if life is None or not life.begun or life.table.age_ns(now_ns) > STALE_S * 1e9:
             return None
         return life.table
+
+    def worker(self, name: str) -> WorkerReport | None:
+        """The state of one worker in the last report; None if it was not followed."""
+        return _worker(self.report, name)
 
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
@@ -166,7 +179,9 @@ class IndexProcess:
             try:
                 await self._live()
             except (OSError, EOFError, UnreadableError) as error:
-                self.faults.note("ended", f"{error or type(error).__name__}; it is started again")
+                self.faults.note(
+                    "ended", f"{str(error) or type(error).__name__}; it is started again"
+                )
             if time.monotonic() - started > _START_S:
                 pause_s = _PAUSE_S_MIN
             self.restarts += 1
@@ -186,9 +201,9 @@ class IndexProcess:
         try:
             while True:
                 async with asyncio.timeout(HUNG_S if life.begun else _START_S):
-                    self.report = await life.next_report()
+                    self._report = await life.next_report()
                 life.begun = True
-                self._to_catch_up -= {one.worker for one in self.report.workers if one.current}
+                self._to_catch_up -= {one.worker for one in self._report.workers if one.current}
         except TimeoutError:
             raise OSError("no sign of life") from None
         finally:
@@ -202,12 +217,16 @@ class IndexProcess:
         self._forget_former()
         self._former = table
         self._former_until_ns = time.monotonic_ns() + int(STALE_S * 1e9)
-        known = {one.worker for one in self.report.workers if one.current}
+        known = {one.worker for one in self._report.workers if one.current}
         self._to_catch_up = known & self._sources.keys()
 
     def _forget_former(self) -> None:
         self._former = None
         self._to_catch_up = set()
+
+
+def _worker(report: IndexReport, name: str) -> WorkerReport | None:
+    return next((one for one in report.workers if one.worker == name), None)
 
 
 class _Life:

@@ -109,6 +109,18 @@ class PrefixNeeds:
         result[self._owners] = ends[usable]
         return result
 
+    def present(self, found: HolderRuns) -> Flags:
+        """Whether each candidate has every part in each run, whatever their windows.
+
+        Returns:
+            bool [candidates, runs]; all False for another version of the directory.
+        """
+        result = np.zeros((len(self._needs), len(found.ends)), dtype=np.bool_)
+        if found.version == self._version and len(self._owners) and len(found.ends):
+            parts = self._present(found.rows)[:, :-1] != 0
+            result[self._owners] = np.logical_and.reduceat(parts[self._order], self._starts, axis=0)
+        return result
+
     def _present(self, rows: Words) -> Bytes:
         """Whether each part is there in each run: uint8 [parts, runs + 1], 0 if not; last all 0."""
         packed = rows.view(np.uint8).reshape(-1, 8 * ROW_WORDS)

@@ -17,6 +17,7 @@ from kvstore.index.layout import (
     PAGE_SLOTS,
     SET_BITS,
     SET_MASK,
+    Flags,
     Located,
     Numbers,
     Switch,
@@ -103,9 +104,11 @@ class Segments:
             entering = self._counted(segments)
             for segment in crowded.tolist():
                 self._rebuild(segment, int(entering[segment]))
-            full = (self._used + entering > self._limits)[segments]
-            found = self.locate(segments, tags)
-            at, absent = np.where(full, -1, found.positions), found.words == 0
+            moved = np.flatnonzero(self.among(crowded, segments))
+            again = self.locate(segments[moved], tags[moved])
+            full = (self._used + entering > self._limits)[segments[moved]]
+            at[moved] = np.where(full, -1, again.positions)
+            absent[moved] = again.words == 0
         words = tags << SET_BITS
         while len(going):
             going = going[at[going] >= 0]
@@ -116,6 +119,12 @@ class Segments:
         self._used += self._counted(segments[absent & (at >= 0)])
         self._at_step("slots placed")
         return at, crowded
+
+    def among(self, some: Numbers, segments: Numbers) -> Flags:
+        """Which segments are among some."""
+        flags = np.zeros(len(self._used), dtype=np.bool_)
+        flags[some] = True
+        return flags[segments]
 
     def _counted(self, segments: Numbers) -> Numbers:
         """How often each segment occurs."""

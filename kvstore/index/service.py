@@ -15,7 +15,6 @@ from kvstore.index.control import (
     Follow,
     IndexReport,
     IndexSettings,
-    Source,
     Unfollow,
     WorkerReport,
 )

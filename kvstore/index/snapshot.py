@@ -4,8 +4,8 @@ How to follow a node from a snapshot on, exactly:
 
 1. Subscribe to its live events and keep what comes.
 2. Forget what is known of the node, and add the pages of :func:`read_snapshot`.
-3. Apply, in order, every batch whose number is ``sequence_first`` or more: those that came live, and
-   before them those that a replay from ``sequence_first`` has. A gap means: begin again.
+3. Apply, in order, every batch whose number is ``sequence_first`` or more: first those of a replay
+   from ``sequence_first`` on, then those that came live. A gap means: begin again.
 4. Once every batch whose number is less than ``sequence_end`` is applied, exactly the node's pages
    are known, and stay known with each further batch. Before that the pages should not count.
 
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
 from kvstore.events.questions import (
     AUDIT,
@@ -35,7 +36,6 @@ from kvstore.events.questions import (
     Asked,
     encode_question,
 )
-from kvstore.errors import InvalidArgument
 from kvstore.index.channel import EventConnection
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
@@ -283,9 +283,7 @@ async def _ask(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     try:
-        channel = await EventConnection.open(
-            endpoint, zmtp.DEALER, token, min(CONNECT_S, limit_s)
-        )
+        channel = await EventConnection.open(endpoint, zmtp.DEALER, token, min(CONNECT_S, limit_s))
     except TimeoutError as error:
         raise SnapshotError("late", "it does not answer") from error
     try:

@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.index.operations import Operations, Repetitions, first_ranks
 from kvstore.index.directory import PageHolder, pack_holders, packable, unpack_holders
 from kvstore.index.layout import (
     HOLDER_BITS_MAX,
@@ -27,6 +26,7 @@ from kvstore.index.layout import (
     Words,
     start_table,
 )
+from kvstore.index.operations import Operations, Repetitions, first_ranks
 from kvstore.index.segments import Segments, WritableMemory
 from kvstore.index.sets import HolderSets
 
@@ -259,7 +259,7 @@ class IndexWriter:
         self._at_step("slots changed")
         self._sets.count(before, after)
         self._live += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
-        np.add.at(self._counts, todo.bits, np.where(todo.stored, moved, -moved.view(np.int8)))
+        np.add.at(self._counts, todo.bits, moved * (2 * todo.stored.astype(np.int64) - 1))
 
     def _without_set(self, short: Flags, before: Numbers, after: Numbers, todo: Operations) -> None:
         """No number is left for some sets: leave out what is stored, lose what is removed."""
@@ -294,9 +294,8 @@ class IndexWriter:
             self._locate_again(todo, at, entering)
         self.left_out += int(np.count_nonzero(at[entering] < 0))
         if len(moved):
-            rebuilt = np.zeros(self.layout.segments, dtype=np.bool_)
-            rebuilt[moved] = True
-            self._locate_again(todo, at, np.flatnonzero(rebuilt[todo.segments] & (at >= 0)))
+            others = self._segments.among(moved, todo.segments) & (at >= 0) & ~new
+            self._locate_again(todo, at, np.flatnonzero(others))
         return at
 
     def _locate_again(self, todo: Operations, at: Numbers, which: Numbers) -> None:

@@ -1,10 +1,11 @@
 """A simulated follower of a node's events: checks that it knows the place of every page."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from kvstore.events.publisher import BlockHash, RemovedEvent, StoredEvent
+from kvstore.events.publisher import BlockHash, Event, RemovedEvent, StoredEvent
 from kvstore.server.publish import MEDIA, events_of
+from kvstore.state.ask.inventory import HeldPages, walk
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 
@@ -19,9 +20,15 @@ def page_token(key: BlockHash) -> bytes:
 
 
 class KnownPages:
-    """Two indexes: one with the media of each page, one that ignores media."""
+    """Two indexes: one with the media of each page, one that ignores media.
+
+    Again and again it also makes a third one, of a snapshot and the events since that began.
+    """
 
     def __init__(self) -> None:
+        self._snapshot: Iterator[list[HeldPages]] | None = None
+        self._shown: dict[Page, set[str]] = defaultdict(set)
+        self._since: list[Event] = []
         self._media: dict[Page, set[str]] = defaultdict(set)
         self._plain: set[Page] = set()
 
@@ -29,6 +36,7 @@ class KnownPages:
         """Apply the events that the node publishes."""
         for event in events_of(actions, tokens=True):
             assert isinstance(event, StoredEvent | RemovedEvent)
+            self._since.append(event)
             if isinstance(event, StoredEvent) and event.token_ids:
                 tokens = [int.from_bytes(page_token(one), "little") for one in event.block_hashes]
                 assert event.token_ids == tokens, "the tokens of other pages"
@@ -54,3 +62,27 @@ class KnownPages:
                     there[space.label, shard, node.key] = media
         assert {page: media for page, media in self._media.items() if media} == there
         assert self._plain == there.keys()
+        self._go_on(table, there)
+
+    def _go_on(self, table: PageTable, there: dict[Page, set[str]]) -> None:
+        """Take the next step of the snapshot; after the last one it must match, with the events."""
+        if self._snapshot is None:
+            self._snapshot = walk(table)
+            self._shown.clear()
+            self._since.clear()
+        held = next(self._snapshot, None)
+        for space, shard, tier, keys in held or ():
+            for key in keys:
+                self._shown[space.label, shard, key].add(MEDIA[tier])
+        if held is not None:
+            return
+        for event in self._since:
+            assert isinstance(event, StoredEvent | RemovedEvent)
+            for one in event.block_hashes:
+                media = self._shown[event.space, event.shard, one]
+                if isinstance(event, StoredEvent):
+                    media.add(event.medium)
+                else:
+                    media.discard(event.medium)
+        assert {page: media for page, media in self._shown.items() if media} == there
+        self._snapshot = None

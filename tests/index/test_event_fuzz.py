@@ -17,15 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from kvstore.events import zmtp
-from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
-from kvstore.events.server import PEERS_MAX, Bounds, EventServer
-from kvstore.index import followers as following
-from kvstore.index.followers import Followers, SourceBounds
 from kvstore.index.foreign import ForeignBlocks
 from kvstore.index.holders import PrefixIndex
 from kvstore.index.ingest import WorkerIngest
+
+from kvstore.events import zmtp
+from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
+from kvstore.events.questions import Questions
+from kvstore.events.server import PEERS_MAX, Bounds, EventServer
+from kvstore.index import followers as following
+from kvstore.index.followers import Followers, SourceBounds
 from kvstore.index.reading import UnreadableError
 from kvstore.process.listeners import Listener, Unix
 from tests.index.hostile import TOPICS, Hostile

@@ -159,7 +159,9 @@ async def test_what_cannot_be_read_is_counted_and_drops_what_the_worker_had() ->
 @in_loop
 async def test_a_replay_that_falls_silent_costs_what_was_known_and_not_the_follower() -> None:
     async with with_fake() as (it, publisher):
-        it.index._service._followers._bounds = SourceBounds(replay_s=0.05, verify_s=0.05, foreign_blocks=100)
+        it.index._service._followers._bounds = SourceBounds(
+            replay_s=0.05, verify_s=0.05, foreign_blocks=100
+        )
         await publisher.send(0, stored(KEYS[:2]), live=False)
         await it.follow(publisher.endpoint, publisher.replay_endpoint)
         await publisher.subscribed()

@@ -10,8 +10,6 @@ import pytest
 from kvstore.events import zmtp
 from kvstore.events.publisher import EventPublisher, FollowerAccess
 from kvstore.index import followers
-from kvstore.index.batch import HASHES_MAX
-from kvstore.index.blocks import TOKENS_MAX
 from kvstore.index.channel import MESSAGE_BYTES_MAX
 from kvstore.index.payload import EVENTS_MAX
 from tests.index.publishers import KEYS, SPACE, following, node, stored, with_fake

@@ -107,9 +107,7 @@ def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[Pref
     return None
 
 
-def _held(
-    space: PrefixTree, nodes: Sequence[PrefixNode], shards: Sequence[int]
-) -> list[HeldPages]:
+def _held(space: PrefixTree, nodes: Sequence[PrefixNode], shards: Sequence[int]) -> list[HeldPages]:
     """The READY pages of some nodes and shards; a node that left its tree has none."""
     found: list[HeldPages] = []
     on_disk = [node for node in nodes if node.disk]
