@@ -4,11 +4,11 @@ import msgspec
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvstore.events.publisher import END_OF_REPLAY, EventBatch
 from kvstore.index.foreign import ForeignBlocks
 from kvstore.index.holders import PrefixIndex, prefix_length
 from kvstore.index.ingest import WorkerIngest
+
+from kvstore.events.publisher import END_OF_REPLAY, EventBatch
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import events_of
 from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored

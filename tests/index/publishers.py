@@ -11,7 +11,13 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
+from kvstore.events.publisher import (
+    END_OF_REPLAY,
+    EventPublisher,
+    RemovedEvent,
+    StoredEvent,
+)
+from kvstore.events.questions import END, HEAD, Question
 from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
 from kvstore.index.process import LocalIndex
 from kvstore.index.runs import PartNeed, PrefixNeeds
@@ -102,6 +108,17 @@ class FakePublisher:
     def close(self) -> None:
         self._pub.close(linger=0)
         self._router.close(linger=0)
+
+
+def as_node(publisher: EventPublisher, boot: str) -> EventPublisher:
+    """Let a publisher answer as a node that has published everything that it has."""
+
+    def answer(question: Question) -> None:
+        question.put(HEAD, {"boot": boot, "sequence_first": 0})
+        question.put(END, {"sequence_end": 0, "pages": 0})
+
+    publisher.answer_with(answer)
+    return publisher
 
 
 def node(
