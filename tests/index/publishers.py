@@ -135,7 +135,7 @@ def usable(table: IndexReader, worker: str, chains: np.ndarray) -> int:
     """Leading blocks of which the worker has every part that it has of any."""
     directory = table.holders()
     parts: dict[tuple[str, int], list] = {}
-    for holder in directory.of(worker):
+    for holder in directory.by_worker.get(worker, ()):
         parts.setdefault((holder.shard, holder.group), []).append(holder)
     needs = PrefixNeeds([[PartNeed(holders) for holders in parts.values()]])
     return int(table.match([chains], needs)[0, 0])
