@@ -201,7 +201,7 @@ def _own_needs(
     """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
     known = workers.get(name)
     groups = known.groups if known is not None else {}
-    holders = [one for one in directory.of(name) if one.medium != EXPECTED and not one.shard]
+    holders = [one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard]
     return [
         PartNeed([one for one in holders if one.group == group], last_blocks or None)
         for group, last_blocks in groups.items()
@@ -211,7 +211,7 @@ def _own_needs(
 def _page_needs(name: str, shards: Sequence[str], directory: HolderDirectory) -> list[PartNeed]:
     """What a hit needs of a worker's pages: these shards, or all that it has if unknown."""
     of_shard: dict[str, list[PageHolder]] = {digest[:_SHARD_DIGITS]: [] for digest in shards}
-    for holder in directory.of(name):
+    for holder in directory.by_worker.get(name, ()):
         if holder.shard and (not shards or holder.shard in of_shard):
             of_shard.setdefault(holder.shard, []).append(holder)
     return [PartNeed(holders) for holders in of_shard.values()]

@@ -1,6 +1,7 @@
 """The holder directory: which bit of a holder set belongs to whom. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,9 +40,13 @@ class HolderDirectory:
         self.version = version
         self.holders: Final = holders
 
-    def of(self, worker: str) -> list[PageHolder]:
-        """The holders of one worker that count now."""
-        return [holder for holder in self.holders if holder.worker == worker]
+    @cached_property
+    def by_worker(self) -> Mapping[str, Sequence[PageHolder]]:
+        """The holders of each worker that has any that count now."""
+        result: dict[str, list[PageHolder]] = {}
+        for holder in self.holders:
+            result.setdefault(holder.worker, []).append(holder)
+        return result
 
 
 _ENCODED = list[tuple[int, PageHolder]]

@@ -48,7 +48,8 @@ class PageFeeds:
     @property
     def left_out(self) -> int:
         """Pages that were left out because something was full."""
-        return self._writer.left_out + self._writer.refused_holders + self._writer.lost
+        stats = self._writer.stats()
+        return stats.left_out + stats.refused_holders + stats.lost
 
     @property
     def gathered(self) -> int:

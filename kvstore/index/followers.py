@@ -461,15 +461,6 @@ class Followers:
         if follower is not None:
             follower.feed.end()
 
-    def is_current(self, worker: str) -> bool:
-        """Whether the entries of a worker are up to date."""
-        follower = self._followers.get(worker)
-        return follower is not None and follower.current
-
-    def get(self, worker: str) -> Follower | None:
-        """The follower of a worker."""
-        return self._followers.get(worker)
-
     async def run(self) -> None:
         """Follow all sources until cancelled."""
         async with asyncio.TaskGroup() as tasks:

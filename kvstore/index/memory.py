@@ -35,6 +35,11 @@ class TableMemory:
             raise
 
     @classmethod
+    def anonymous(cls, size: int) -> "TableMemory":
+        """Make zeroed memory for this process alone; it has no descriptor."""
+        return cls(-1, mmap.mmap(-1, size))
+
+    @classmethod
     def attach(cls, fd: int, *, write: bool = False) -> "TableMemory":
         """Map memory that another process has made.
 
@@ -64,9 +69,10 @@ class TableMemory:
         self._mapped.madvise(mmap.MADV_REMOVE, start, size)
 
     def used_bytes(self) -> int:
-        """Memory that the kernel has allocated for it."""
+        """Memory that the kernel has allocated for it; it needs the descriptor."""
         return os.fstat(self.fd).st_blocks * 512
 
     def close(self) -> None:
         """Close the descriptor. The memory goes when nothing refers to it any more."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)

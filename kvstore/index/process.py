@@ -66,8 +66,7 @@ class LocalIndex:
         Args:
             settings: its settings.
         """
-        memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
-        memory.close()  # the mapping stays
+        memory = TableMemory.anonymous(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
         self._service = IndexService(memory, settings, secrets.randbits(64))
         self._table = IndexReader(memory.buffer)
         self.restarts = 0

@@ -27,7 +27,7 @@ from kvstore.index.layout import (
 )
 
 _LOAD_SPREAD = 0.1
-"""Segments are rebuilt at different loads, so that not all of them grow at the same time."""
+"""TableSegments are rebuilt at different loads, so that not all of them grow at the same time."""
 _LOAD_LARGEST = 0.9
 """Of a segment that cannot grow."""
 
@@ -45,7 +45,7 @@ class WritableMemory(Protocol):
         ...
 
 
-class Segments:
+class TableSegments:
     """The slots of a table."""
 
     def __init__(

@@ -7,7 +7,7 @@ switched.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from kvstore.index.layout import (
     start_table,
 )
 from kvstore.index.operations import Operations, Repetitions, first_ranks
-from kvstore.index.segments import Segments, WritableMemory
+from kvstore.index.segments import TableSegments, WritableMemory
 from kvstore.index.sets import HolderSets
 
 SETS_MAX: Final = 1 << 20
@@ -37,6 +37,28 @@ HOLDERS_PER_WORKER_MAX: Final = 256
 _BIT_MASK: Final = HOLDER_BITS_MAX - 1
 _GENERATIONS: Final = 1 << 20
 _NONE: Final = -2
+
+
+class TableStats(NamedTuple):
+    """Counts of a table, for metrics; all but the first two since its start.
+
+    Attributes:
+        entries: chains with a holder.
+        sets: distinct holder sets, the empty one included.
+        left_out: stores for which there was no room.
+        late: operations of dropped holders.
+        refused_holders: how often a holder could not get a number.
+        lost: entries that were lost because no number was left for a set.
+        rebuilds: of segments.
+    """
+
+    entries: int
+    sets: int
+    left_out: int
+    late: int
+    refused_holders: int
+    lost: int
+    rebuilds: int
 
 
 class IndexWriter:
@@ -55,7 +77,7 @@ class IndexWriter:
         """
         self.layout = TableLayout(entries_max, sets_max)
         self._table = start_table(memory.buffer, self.layout, secret)
-        self._segments = Segments(self._table, memory, self._at_step)
+        self._segments = TableSegments(self._table, memory, self._at_step)
         self._sets = HolderSets(self._table.rows, self._recycled)
         self._repetitions = Repetitions()
         self._live = 0
@@ -70,10 +92,10 @@ class IndexWriter:
         self._sweeping: list[int] = []  # dropped holders' bits that this sweep clears
         self._dropped_since: list[int] = []
         self._swept = 0  # segments
-        self.left_out = 0
-        self.late = 0
-        self.refused_holders = 0
-        self.lost = 0
+        self._left_out = 0
+        self._late = 0
+        self._refused_holders = 0
+        self._lost = 0
 
     def __len__(self) -> int:
         """Number of chains with a holder; dropped holders count until they are swept."""
@@ -92,7 +114,7 @@ class IndexWriter:
             return number
         many = self._per_worker[holder.worker] >= HOLDERS_PER_WORKER_MAX
         if many or not self._free_bits or not packable(holder):
-            self.refused_holders += 1
+            self._refused_holders += 1
             return None
         bit = self._free_bits.pop()
         self._generations = (self._generations + 1) % _GENERATIONS
@@ -164,6 +186,7 @@ class IndexWriter:
         if len(moved):
             before, after = sets[moved], after[moved]
             slots[moved] = (slots[moved] & ~SET_MASK) | after.view(np.uint64)
+            self._at_step("segment swept")
             self._sets.count(before, after)
             gone = after == 0
             self._live -= int(np.count_nonzero(gone))
@@ -197,6 +220,18 @@ class IndexWriter:
         self._publish()
         self._table.header[Field.HEARTBEAT_NS] = now_ns
 
+    def stats(self) -> TableStats:
+        """Counts for metrics."""
+        return TableStats(
+            self._live,
+            len(self._sets),
+            self._left_out,
+            self._late,
+            self._refused_holders,
+            self._lost,
+            self._segments.rebuilds,
+        )
+
     def pages(self) -> dict[PageHolder, int]:
         """Number of chains of each holder."""
         return {
@@ -223,13 +258,13 @@ class IndexWriter:
         """
         self._publish()
         self._sets.make_room(len(chains))
-        left_out = self.left_out
+        left_out = self._left_out
         bits = holders & _BIT_MASK
         known = self._by_bit[bits] == holders
         segments, tags = self._table.hashed(chains)
         todo = Operations(segments, tags, bits.astype(np.int64), stored)
         if not known.all():
-            self.late += len(known) - int(np.count_nonzero(known))
+            self._late += len(known) - int(np.count_nonzero(known))
             todo = todo.only(known)
         keys = todo.keys()
         if not self._repetitions.found(keys):
@@ -240,7 +275,7 @@ class IndexWriter:
             at = self._make_places(todo, distinct=False)
             for each in rounds:
                 self._change(at[each], todo.only(each))
-        return self.left_out - left_out
+        return self._left_out - left_out
 
     def _change(self, at: Numbers, todo: Operations) -> None:
         """Change the sets of slots, each named once; -1 for those without one."""
@@ -265,10 +300,10 @@ class IndexWriter:
         """No number is left for some sets: leave out what is stored, lose what is removed."""
         stores = short & todo.stored
         after[stores] = before[stores]
-        self.left_out += int(np.count_nonzero(stores))
+        self._left_out += int(np.count_nonzero(stores))
         removals = short & ~todo.stored
         after[removals] = 0  # its other holders are lost
-        self.lost += int(np.count_nonzero(removals))
+        self._lost += int(np.count_nonzero(removals))
         self._counts -= self._sets.holders(before[removals])
 
     def _make_places(self, todo: Operations, *, distinct: bool) -> Numbers:
@@ -280,7 +315,7 @@ class IndexWriter:
         at[(words == 0) & ~new] = -1
         if len(entering) > room:
             over = first_ranks(todo.keys()[entering]) >= room
-            self.left_out += int(np.count_nonzero(over))
+            self._left_out += int(np.count_nonzero(over))
             at[entering[over]] = -1
             entering = entering[~over]
         if not len(entering):
@@ -292,7 +327,7 @@ class IndexWriter:
         at[one], moved = self._segments.place(todo.segments[one], todo.tags[one], found)
         if not distinct:
             self._locate_again(todo, at, entering)
-        self.left_out += int(np.count_nonzero(at[entering] < 0))
+        self._left_out += int(np.count_nonzero(at[entering] < 0))
         if len(moved):
             others = self._segments.among(moved, todo.segments) & (at >= 0) & ~new
             self._locate_again(todo, at, np.flatnonzero(others))

@@ -11,7 +11,9 @@ import msgspec
 from aiohttp import web
 
 from conductor.config import ConductorConfig
-from conductor.service import Conductor
+from conductor.service import Conductor, index_settings
+from kvstore.index.followers import Follower
+from kvstore.index.process import LocalIndex
 
 OPERATE = "operate-token-of-tests"
 
@@ -312,6 +314,23 @@ class Client:
             status, answer, _ = await self.operate("/v1/engines", body)
             assert status == 201, answer
 
+    @property
+    def entries(self) -> int:
+        """Pages and blocks in the index."""
+        return self.conductor.index.report.entries
+
+    def is_current(self, worker: str) -> bool:
+        """Whether the index follows a worker, and its pages count."""
+        known = self.conductor.index.worker(worker)
+        return known is not None and known.current
+
+    def followed(self, worker: str) -> Follower | None:
+        """The follower of a worker."""
+        index = self.conductor.index
+        assert isinstance(index, LocalIndex)
+        every = index._service._followers
+        return next((one for one in every if one.source.worker == worker), None)
+
     async def decision(self, request_id: str) -> Any:
         status, decision = await self.get(f"/v1/decisions/{request_id}")
         assert status == 200, decision
@@ -356,7 +375,8 @@ async def serving(*engines: FakeEngine, **sections: Any) -> AsyncIterator[Client
         for engine in engines:
             await engine.start()
             stack.push_async_callback(engine.stop)
-        conductor = Conductor(configured(**sections))
+        config = configured(**sections)
+        conductor = Conductor(config, index=LocalIndex(index_settings(config)))
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(conductor.serve(stop, url.set_result))

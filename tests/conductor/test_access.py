@@ -29,7 +29,7 @@ OPEN = ("GET /health", "GET /readyz")
 REQUESTS = ("POST /v1/completions", "GET /v1/models", "POST /tokenize")
 READS = (
     "GET /metrics", "GET /v1/engines", "GET /v1/engines/e", "GET /v1/nodes", "GET /v1/decisions",
-    "GET /v1/decisions/x",
+    "GET /v1/decisions/x", "GET /v1/index",
 )  # fmt: skip
 CHANGES = (
     "POST /v1/engines", "DELETE /v1/engines/x", "POST /v1/nodes", "DELETE /v1/nodes/x",
@@ -287,7 +287,7 @@ async def test_a_nodes_token_is_kept_and_told_to_nobody() -> None:
         assert (status, {**answer, **node}) == (201, answer)
         assert READ not in str(answer)
         assert (await client.get("/v1/nodes"))[1] == {"nodes": [answer]}
-        follower = client.conductor.followers.get("node/n")
+        follower = client.followed("node/n")
         assert follower is not None
         assert follower.source.token == READ
         for bad in ({"events": "udp://x:1"}, {"events": "ipc://@x"}, {"events_token": "a b"}):

@@ -205,14 +205,14 @@ async def test_a_failed_assertion_ends_the_conductor(
 
 def test_the_command_says_so_and_ends_with_1(spawn: Any) -> None:
     code = (
-        "import sys\n"
+        "import asyncio, sys\n"
         "from conductor import service\n"
         "def broken(self): raise AssertionError('a bug')\n"
         "service.Conductor._pump = broken\n"
         "service.RequestQueue.__len__ = lambda self: 1\n"
         "serve = service.Conductor.serve\n"
         "async def also(self, stop, ready):\n"
-        "    self._pump_soon()\n"
+        "    asyncio.get_running_loop().call_soon(self._pump)\n"
         "    await serve(self, stop, ready)\n"
         "service.Conductor.serve = also\n"
         "sys.exit(service.main(['--port', '0']))\n"
@@ -221,29 +221,3 @@ def test_the_command_says_so_and_ends_with_1(spawn: Any) -> None:
     assert process.wait() == 1
     assert "a bug: the Conductor stops" in process.stderr
     assert "AssertionError: a bug" in process.stderr
-
-
-@in_loop
-async def test_events_that_come_together_are_one_reason_to_look_at_what_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = FakeEngine("e", "mixed", max_running=1)
-    async with serving(engine) as client:
-        engine.gate.clear()
-        running = [asyncio.create_task(client.complete()) for _ in range(2)]
-        await eventually(lambda: len(client.conductor.queue) == 1)
-        pumped = 0
-        pump = client.conductor.queue.pump
-
-        def count() -> None:
-            nonlocal pumped
-            pumped += 1
-            pump()
-
-        monkeypatch.setattr(client.conductor.queue, "pump", count)
-        for _ in range(1_000):
-            client.conductor._pump_soon()
-        await eventually(lambda: client.conductor._pumping is None)
-        assert pumped == 1
-        engine.gate.set()
-        assert [(await one)[0] for one in running] == [200, 200]

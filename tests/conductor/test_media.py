@@ -6,9 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.events.publisher import END_OF_REPLAY, EventBatch
-from kvstore.index.foreign import ForeignBlocks
-from kvstore.index.holders import PrefixIndex, prefix_length
-from kvstore.index.ingest import WorkerIngest
+from kvstore.index.control import Source
+from kvstore.index.feed import PageFeeds
+from kvstore.index.layout import TableLayout
+from kvstore.index.memory import TableMemory
+from kvstore.index.scope import key_chains, scope_seed
+from kvstore.index.table import IndexReader
+from kvstore.index.writer import IndexWriter
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import events_of
 from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored
@@ -23,7 +27,10 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
+from tests.index.publishers import usable
 
+SECRET = 7
+SETS = 64
 SPACE = PrefixTree(
     0,
     SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2),
@@ -37,18 +44,32 @@ class Index:
     """What a Conductor makes of one node's events."""
 
     def __init__(self) -> None:
-        self.pages = PrefixIndex(1000)
-        self._ingest = WorkerIngest(self.pages, "node/n", "n", ForeignBlocks(2, 100))
+        memory = TableMemory.anonymous(TableLayout(1000, SETS).total_bytes)
+        self._feeds = PageFeeds(IndexWriter(memory, 1000, SECRET, SETS), SECRET)
+        self._table = IndexReader(memory.buffer)
+        source = Source(worker="node/n", domain="node/n", endpoint="ipc:///nowhere", is_node=True)
+        self._feed = self._feeds.feed(source, 100)
+        self._feed.live(counts=True)
 
     def follow(self, *actions: Action) -> None:
         self.apply(msgspec.msgpack.encode(EventBatch(0.0, events_of(actions))))
 
     def apply(self, payload: bytes) -> None:
-        for _ in self._ingest.apply(payload):
+        for _ in self._feed.apply(payload):
             pass
+        self._feed.flush()
 
     def prefix(self, space: str, keys: list[PrefixKey]) -> int:
-        return prefix_length(self.pages.match(space, b"".join(keys)).present("node/n"))
+        chains = key_chains(b"".join(keys), scope_seed(SECRET, "keys", space))
+        return usable(self._table, "node/n", chains)
+
+    @property
+    def media(self) -> dict[str, int]:
+        """Pages by medium, where there are any."""
+        return {medium: n for medium, n in self._feeds.pages().get("node/n", {}).items() if n}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
 
 
 def test_a_page_is_there_until_it_has_left_its_last_tier():
@@ -63,7 +84,7 @@ def test_a_page_is_there_until_it_has_left_its_last_tier():
     ):
         index.follow(action)
         assert index.prefix(SPACE.label, KEYS[:1]) == there, action
-    assert len(index.pages) == 0
+    assert len(index) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["host", "ssd"]), st.booleans())))
@@ -86,9 +107,8 @@ def test_whatever_moves_the_index_knows_where_it_is(moves):
             here.clear()
         for one, known in tiers.items():
             assert index.prefix(SPACE.label, [KEYS[one]]) == bool(known)
-    held = {medium: pages for (_, medium), pages in index.pages.pages().items() if pages}
     for medium, tier in (("CPU", "host"), ("STORAGE", "ssd")):
-        assert held.get(medium, 0) == sum(tier in known for known in tiers.values())
+        assert index.media.get(medium, 0) == sum(tier in known for known in tiers.values())
 
 
 def replayed(daemon: Daemon) -> Index:
@@ -120,7 +140,7 @@ def test_pages_on_disk_are_known_while_the_node_runs_and_after_it_began_again(
         return Daemon(spawn(arguments(tmp_path / name, **settings), ready=READY))
 
     def media(daemon: Daemon) -> dict[str, int]:
-        return {medium: n for (_, medium), n in replayed(daemon).pages.pages().items() if n}
+        return replayed(daemon).media
 
     model = identity().model
     first = start("one.sock")

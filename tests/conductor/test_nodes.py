@@ -7,6 +7,7 @@ import pytest
 from kvstore.events.publisher import EventPublisher
 from tests.conductor.fakes import FakeEngine, FakeNode, serving, session_of
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
+from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop
 
 READ = "read-token-of-the-node"
@@ -50,7 +51,7 @@ def like_vllm(engine_id="e", **described):
 @in_loop
 async def test_id_role_and_url_and_the_url_and_token_of_its_node_are_all_that_is_needed() -> None:
     with (
-        EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b1") as of_node,
+        as_node(EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b1"), "b1") as of_node,
         EventPublisher(LOOPBACK, LOOPBACK, topic=b"kv@b") as of_engine,
     ):
         node = FakeNode(
@@ -80,13 +81,12 @@ async def test_id_role_and_url_and_the_url_and_token_of_its_node_are_all_that_is
             assert (shown["spaces"], shown["shards"]) == (["ab" * 32], [SHARD])
             assert (shown["domain"], shown["block_tokens"]) == ("ab" * 32, 2)
             assert shown["events"] == of_engine.bound_endpoint
-            followers = client.conductor.followers
-            await eventually(lambda: followers.is_current("node/n"))
-            await eventually(lambda: followers.is_current("engine/e"))
+            await eventually(lambda: client.is_current("node/n"))
+            await eventually(lambda: client.is_current("engine/e"))
             assert gaps(await engine_of(client)) == []
 
             of_node.publish([stored(keys_of(PROMPT)[:3], "CPU")])
-            await eventually(lambda: len(client.conductor.index) == 3)
+            await eventually(lambda: client.entries == 3)
             _, _, headers = await client.complete(PROMPT)
             [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
             assert attempt["predicted_hit_tokens"] == 12
@@ -174,16 +174,15 @@ async def test_an_engine_whose_name_is_at_two_nodes_says_so() -> None:
 @in_loop
 async def test_a_node_that_restarts_under_its_name_is_followed_at_its_new_endpoint(caplog) -> None:
     with (
-        EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b1") as first,
-        EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b2") as second,
+        as_node(EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b1"), "b1") as first,
+        as_node(EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b2"), "b2") as second,
     ):
         node = FakeNode(
             "n", endpoint=first.bound_endpoint, replay_endpoint=first.bound_replay_endpoint
         )
         async with beside(node), serving(like_vllm()) as client:
             await client.operate("/v1/nodes", {"url": node.url})
-            followers = client.conductor.followers
-            await eventually(lambda: followers.is_current("node/n"))
+            await eventually(lambda: client.is_current("node/n"))
             node.status = 503
             await eventually(lambda: node_is_away(client))
             shown = await node_of(client)
@@ -194,13 +193,13 @@ async def test_a_node_that_restarts_under_its_name_is_followed_at_its_new_endpoi
                 "replay_endpoint": second.bound_replay_endpoint,
             }  # fmt: skip
             node.status = 200
-            await eventually(lambda: at(followers) == second.bound_endpoint)
-            await eventually(lambda: followers.is_current("node/n"))
+            await eventually(lambda: at(client) == second.bound_endpoint)
+            await eventually(lambda: client.is_current("node/n"))
             assert (await node_of(client))["boot"] == "b2"
 
 
-def at(followers):
-    follower = followers.get("node/n")
+def at(client):
+    follower = client.followed("node/n")
     return follower and follower.source.endpoint
 
 
@@ -216,11 +215,11 @@ async def test_a_node_over_tcp_that_needs_a_follow_token_says_what_it_lacks() ->
         _, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
         assert answer["events"] == "tcp://127.0.0.1:7781"
         assert "events_token" in answer["do"]
-        assert client.conductor.followers.get("node/n") is None
+        assert client.followed("node/n") is None
         body = {"url": node.url, "events_token": READ}
         _, answer, _ = await client.operate("/v1/nodes", body)
         assert answer["why_not"] is None
-        assert client.conductor.followers.get("node/n").source.token == READ
+        assert client.followed("node/n").source.token == READ
 
 
 @in_loop

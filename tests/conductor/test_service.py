@@ -13,6 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.events.publisher import EventPublisher, StoredEvent
 from kvstore.page import PrefixKeys, page_keys
 from tests.conductor.fakes import FakeEngine, serving
+from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -33,6 +34,7 @@ def stored(keys: PrefixKeys, medium: str = "GPU") -> StoredEvent:
         medium=medium,
         space=SPACE,
         shard=0,
+        shard_digest="cd" * 8,
     )
 
 
@@ -48,11 +50,11 @@ async def test_a_request_goes_where_its_prefix_is_and_the_decision_says_why() ->
         )
         async with serving(a, b, policy={"name": "longest-prefix"}) as client:
             publisher.publish([stored(keys_of(PROMPT)[:3])])
-            await eventually(lambda: len(client.conductor.index) == 3)
-            await eventually(lambda: client.conductor.followers.is_current("engine/b"))
-            for _ in range(2):
-                status, _, headers = await client.complete(PROMPT)
-                assert status == 200
+            await eventually(lambda: client.entries == 3)
+            await eventually(lambda: client.is_current("engine/b"))
+            status, _, headers = await client.complete(PROMPT)
+            assert status == 200
+            assert (await client.complete(PROMPT))[0] == 200
             assert (len(a.requests), len(b.requests)) == (0, 2)
             assert a.tokenized + b.tokenized == 1  # the second time it was remembered
 
@@ -74,7 +76,7 @@ async def test_a_request_goes_where_its_prefix_is_and_the_decision_says_why() ->
 
 @in_loop
 async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None:
-    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n1@aa") as publisher:
+    with as_node(EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n1@aa"), "aa") as publisher:
         p1 = FakeEngine("p1", "prefill", node="n1")
         p2 = FakeEngine("p2", "prefill", node="n2")
         d = FakeEngine("d", "decode")
@@ -88,8 +90,8 @@ async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None
             [shown] = (await client.get("/v1/nodes"))[1]["nodes"]
             assert {**shown, **node, "why_not": None} == shown
             publisher.publish([stored(keys_of(PROMPT)[:2], "CPU")])
-            await eventually(lambda: len(client.conductor.index) == 2)
-            await eventually(lambda: client.conductor.followers.is_current("node/n1"))
+            await eventually(lambda: client.entries == 2)
+            await eventually(lambda: client.is_current("node/n1"))
             status, _, headers = await client.complete(list(PROMPT.encode()))
             assert (status, len(p1.requests), p1.tokenized + p2.tokenized) == (200, 1, 0)
             [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
@@ -98,7 +100,7 @@ async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None
             assert attempt["prefilled"]["restored_tokens"] == 4
             assert await client.delete("/v1/nodes/n1") == 204
             assert await client.delete("/v1/nodes/n1") == 404
-            assert len(client.conductor.index) == 0
+            assert client.conductor.index.worker("node/n1") is None
 
 
 @in_loop
@@ -211,14 +213,14 @@ async def test_registering_again_changes_nothing_that_has_not_changed() -> None:
         )
         async with serving(engine) as client:
             publisher.publish([stored(keys_of(PROMPT))])
-            await eventually(lambda: len(client.conductor.index) == 4)
-            follower = client.conductor.followers.get("engine/e")
+            await eventually(lambda: client.entries == 4)
+            follower = client.followed("engine/e")
             await client.register(engine)
-            assert client.conductor.followers.get("engine/e") is follower
-            assert len(client.conductor.index) == 4
-            engine.described["space"] = "cd" * 32
+            assert client.followed("engine/e") is follower
+            assert client.entries == 4
+            engine.described["events_replay"] = None
             await client.register(engine)
-            assert client.conductor.followers.get("engine/e") is not follower
+            assert client.followed("engine/e") is not follower
 
 
 @in_loop

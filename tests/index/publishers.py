@@ -11,7 +11,13 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from kvstore.events.publisher import END_OF_REPLAY, RemovedEvent, StoredEvent
+from kvstore.events.publisher import (
+    END_OF_REPLAY,
+    EventPublisher,
+    RemovedEvent,
+    StoredEvent,
+)
+from kvstore.events.questions import END, HEAD, Question
 from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
 from kvstore.index.process import LocalIndex
 from kvstore.index.runs import PartNeed, PrefixNeeds
@@ -104,6 +110,17 @@ class FakePublisher:
         self._router.close(linger=0)
 
 
+def as_node(publisher: EventPublisher, boot: str) -> EventPublisher:
+    """Let a publisher answer as a node that has published everything that it has."""
+
+    def answer(question: Question) -> None:
+        question.put(HEAD, {"boot": boot, "sequence_first": 0})
+        question.put(END, {"sequence_end": 0, "pages": 0})
+
+    publisher.answer_with(answer)
+    return publisher
+
+
 def node(
     endpoint: str, replay_endpoint: str | None = None, *, name: str = "n", token: str = ""
 ) -> Source:
@@ -118,7 +135,7 @@ def usable(table: IndexReader, worker: str, chains: np.ndarray) -> int:
     """Leading blocks of which the worker has every part that it has of any."""
     directory = table.holders()
     parts: dict[tuple[str, int], list] = {}
-    for holder in directory.of(worker):
+    for holder in directory.by_worker.get(worker, ()):
         parts.setdefault((holder.shard, holder.group), []).append(holder)
     needs = PrefixNeeds([[PartNeed(holders) for holders in parts.values()]])
     return int(table.match([chains], needs)[0, 0])

@@ -17,25 +17,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kvstore.index.foreign import ForeignBlocks
-from kvstore.index.holders import PrefixIndex
-from kvstore.index.ingest import WorkerIngest
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.events.questions import Questions
 from kvstore.events.server import PEERS_MAX, Bounds, EventServer
 from kvstore.index import followers as following
-from kvstore.index.followers import Followers, SourceBounds
+from kvstore.index.control import IndexSettings, SourceBounds
+from kvstore.index.feed import PageFeeds
+from kvstore.index.layout import TableLayout
+from kvstore.index.memory import TableMemory
+from kvstore.index.process import LocalIndex
 from kvstore.index.reading import UnreadableError
+from kvstore.index.scope import key_chains, scope_seed
+from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
 from tests.index.hostile import TOPICS, Hostile
-from tests.index.publishers import node
+from tests.index.publishers import node, usable
 from tests.loops import eventually, in_loop
 
 STALL_S = 0.05
 QUICK_SEED = 10
 QUICK_S = 10.0
+ENTRIES_MAX = 20_000
+SETS = 4_096
 HONEST_SPACE = "cd" * 32
 
 
@@ -81,31 +86,35 @@ class Stopwatch:
 
 def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
     with seeded(seconds) as hostile:
-        index = PrefixIndex(20_000, hostile.getrandbits(64))
-        foreign = ForeignBlocks(64, 5_000)
-        ingest = WorkerIngest(index, "node/n", "model:m", foreign)
+        secret = hostile.getrandbits(64)
+        memory = TableMemory.anonymous(TableLayout(ENTRIES_MAX, SETS).total_bytes)
+        writer = IndexWriter(memory, ENTRIES_MAX, secret, SETS)
+        feeds = PageFeeds(writer, secret)
+        feed = feeds.feed(node("ipc:///nowhere"), 5_000)
         watch, end, unreadable, batches = Stopwatch(), time.monotonic() + seconds, 0, 0
         while time.monotonic() < end:
             payload = hostile.payload()
             watch._before = time.thread_time()
             try:
-                for _ in ingest.apply(payload):
+                for _ in feed.apply(payload):
                     watch.look()
             except UnreadableError:
                 unreadable += 1
-                for _ in ingest.clear():
-                    watch.look()
+                feed.clear()
+            watch.look()
+            feeds.tend(batches)
             watch.look()
             batches += 1
             if batches % 20 == 0:
-                index.check()
-                foreign.check()
+                writer.check()
+                feed._ingest.blocks.check()
         assert 0 < unreadable < batches
         assert watch.worst < STALL_S
-        list(ingest.clear())
-        assert len(index) == len(foreign) == 0
-        foreign.check()
-        index.check()
+        feed.end()
+        while feeds.tend(batches):
+            pass
+        assert len(feeds) == len(feed._ingest.blocks) == 0
+        writer.check()
 
 
 class HostilePublishers:
@@ -186,6 +195,12 @@ class HostilePublishers:
                 return
 
 
+def pages_of(index: LocalIndex, worker: str) -> int:
+    """Pages of a worker in host memory, if they count."""
+    known = index.worker(worker)
+    return known.pages.get("CPU", 0) if known is not None and known.current else -1
+
+
 def page(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
@@ -198,9 +213,8 @@ async def test_hostile_publishers_cost_neither_who_follows_them_nor_an_honest_on
                         ("_REPLAY_S_MAX", 1.0), ("_BEAT_S", 0.1)):  # fmt: skip
         monkeypatch.setattr(following, name, value)
     with seeded(seconds) as hostile:
-        index = PrefixIndex(20_000, hostile.getrandbits(64))
         bounds = SourceBounds(replay_s=0.3, verify_s=0.2, foreign_blocks=5_000)
-        followers = Followers(index, bounds, lambda: None)
+        index = LocalIndex(IndexSettings(ENTRIES_MAX, bounds))
         honest = f"ipc://{tmp_path}/honest"
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(
@@ -210,28 +224,27 @@ async def test_hostile_publishers_cost_neither_who_follows_them_nor_an_honest_on
             for folder in folders:
                 folder.mkdir()
                 ends = (f"ipc://{folder}/live", f"ipc://{folder}/replay")
-                followers.follow(node(*ends, name=folder.name))
+                index.follow(node(*ends, name=folder.name))
             stack.enter_context(HostilePublishers(hostile.randrange(2**32), folders))
-            followers.follow(node(honest, f"{honest}-replay", name="h"))
-            running = asyncio.create_task(followers.run())
+            index.follow(node(honest, f"{honest}-replay", name="h"))
+            running = asyncio.create_task(index.run())
             try:
                 there = await publish_honestly(publisher, hostile, running, seconds)
                 await eventually(
-                    lambda: (
-                        not running.done()
-                        and index.pages().get(("node/h", "CPU")) == len(there)
-                        and followers.is_current("node/h")
-                    ),
+                    lambda: not running.done() and pages_of(index, "node/h") == len(there),
                     "everything that the honest publisher has",
                 )
+                table = index.table()
+                assert table is not None
+                seed = scope_seed(table.secret, "keys", HONEST_SPACE)
                 keys = b"".join(map(page, sorted(there)))
-                assert index.match(HONEST_SPACE, keys).present("node/h").all()
-                bad = [followers.get(f"node/{name}") for name in ("a", "b")]
-                causes = {cause for one in bad if one is not None for cause in one.faults.counts}
+                assert usable(table, "node/h", key_chains(keys, seed)) == len(there)
+                bad = [index.worker(f"node/{name}") for name in ("a", "b")]
+                causes = {cause for one in bad if one is not None for cause in one.faults}
                 assert causes >= {"batch", "connection"}
                 for name in ("a", "b", "h"):
-                    followers.drop(f"node/{name}")
-                assert len(index) == 0
+                    index.unfollow(f"node/{name}")
+                await eventually(lambda: index.report.entries == 0)
             finally:
                 running.cancel()
                 await asyncio.wait([running])

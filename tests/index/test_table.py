@@ -122,11 +122,11 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stale)
     @rule(data=st.data(), chains=st.lists(st.integers(0, 59), max_size=5))
     def apply_late(self, data: st.DataObject, chains: list[int]) -> None:
-        number, late = data.draw(st.sampled_from(self.stale)), self.writer.late
+        number, late = data.draw(st.sampled_from(self.stale)), self.writer.stats().late
         numbers = np.full(len(chains), number, dtype=np.int32)
         ones = np.ones(len(chains), dtype=np.bool_)
         assert self.writer.apply(CHAINS[np.array(chains, dtype=np.int64)], numbers, ones) == 0
-        assert self.writer.late == late + len(chains)
+        assert self.writer.stats().late == late + len(chains)
 
     @rule()
     def sweep(self) -> None:
@@ -161,7 +161,7 @@ class TableMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.writer.check()
         assert len(self.writer) == len(self.model)
-        assert self.writer.left_out == self.left_out
+        assert self.writer.stats().left_out == self.left_out
         owners = {number: HOLDERS[holder] for holder, number in self.numbers.items()}
         pages = {HOLDERS[holder]: 0 for holder in self.numbers}
         for numbers in self.model.values():
@@ -237,7 +237,7 @@ def test_a_table_of_many_segments_agrees_with_a_dictionary_while_it_is_swept(
         made.check()
         expected = [{HOLDERS[h] for h in model.get(chain, ())} for chain in range(len(CHAINS))]
         assert held(reader, CHAINS) == expected
-    assert made._segments.rebuilds > 4
+    assert made.stats().rebuilds > 4
 
 
 def test_without_numbers_for_sets_stores_are_left_out_and_removals_lose(
@@ -247,10 +247,10 @@ def test_without_numbers_for_sets_stores_are_left_out_and_removals_lose(
     ops: Ops = [(0, 0, True), (1, 0, True), (1, 1, True), (2, 2, True), (2, 3, True)]
     assert made.apply(*arrays(made, ops)) == 0  # {0}, {0, 1}, {2}, {2, 3}: with {}, all five
     assert made.apply(*arrays(made, [(0, 3, True)])) == 1
-    assert made.left_out == 1
+    assert made.stats().left_out == 1
     assert held(reader, CHAINS[:1]) == [{HOLDERS[0]}]
     made.apply(*arrays(made, [(1, 0, False)]))  # {1} has no number
-    assert made.lost == 1
+    assert made.stats().lost == 1
     assert held(reader, CHAINS[:3]) == [{HOLDERS[0]}, set(), {HOLDERS[2], HOLDERS[3]}]
     made.check()
     made.drop("engine/b")
@@ -277,7 +277,7 @@ def test_numbers_of_sets_are_used_again(
         assert np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist() == sorted(bits)
         assert made.apply(np.repeat(CHAINS[:2], 4), some, ~pair) == 0
         made.check()
-    assert made.left_out == made.lost == 0
+    assert made.stats().left_out == made.stats().lost == 0
 
 
 def test_holders_beyond_the_limits_are_refused_and_counted(opened: list[TableMemory]) -> None:
@@ -289,10 +289,11 @@ def test_holders_beyond_the_limits_are_refused_and_counted(opened: list[TableMem
     assert made.holder(PageHolder("x" * 2000, "GPU", "", 0)) is None
     made.drop("v0")
     assert made.holder(PageHolder("\ud800", "GPU", "", 0)) is None
-    assert made.refused_holders == of_one.count(None) + every.count(None) + 2
+    assert made.stats().refused_holders == of_one.count(None) + every.count(None) + 2
     assert made.holder(PageHolder("new", "GPU", "", 0)) is not None
     made.beat(1)
     assert len(reader.holders().holders) == HOLDER_BITS_MAX
+    assert len(reader.holders().by_worker["w"]) == writer.HOLDERS_PER_WORKER_MAX
     made.check()
 
 

@@ -1,0 +1,71 @@
+"""Goal: what was known and decided before the index became a process of its own is so still."""
+
+import json
+
+import pytest
+
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
+from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, own_domain
+from kvstore.index.control import IndexSettings, Source, SourceBounds
+from kvstore.index.process import LocalIndex
+from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
+
+MAX_RUNNING = 4
+
+
+def registry() -> EngineRegistry:
+    found = EngineRegistry()
+    for one in ENGINES:
+        info = EngineInfo(
+            id=one.id, role=Role(one.role), url="http://127.0.0.1:1", model=MODEL,
+            page_tokens=PAGE_TOKENS, domain=SPACE, node=one.node,
+        )  # fmt: skip
+        found.register(info, 0.0)
+    return found
+
+
+def source(worker: str, domain: str = "") -> Source:
+    return Source(worker=worker, domain=domain, endpoint="ipc:///nowhere")
+
+
+@pytest.fixture
+def index() -> LocalIndex:
+    bounds = SourceBounds(replay_s=1.0, verify_s=1.0, foreign_blocks=10_000)
+    return LocalIndex(IndexSettings(100_000, bounds))
+
+
+def test_prefixes_and_decisions_are_those_that_were_recorded(index: LocalIndex):
+    engines = registry()
+    for engine in engines:
+        index.follow(source(engine_worker(engine.info.id), own_domain(engine.info)))
+    for name in NODES:
+        index.follow(source(node_worker(name)))
+    feeds = {one.source.worker: one.feed for one in index._service._followers}
+    for feed in feeds.values():
+        feed.live(counts=True)
+    view = PrefixView(index, engines, needed=True)
+    recorded = json.loads(RECORDED.read_text())
+    for number, (step, then) in enumerate(zip(steps(), recorded, strict=True)):
+        for worker, payload in step.payloads:
+            for _ in feeds[worker].apply(payload):
+                pass
+            feeds[worker].flush()
+        view.remember(number, step.tokens)
+        waiting = Waiting(number=number, model=MODEL, deadline=1.0)
+        now = {engine: list(prefix[:3]) for engine, prefix in view(waiting).items()}
+        assert now == then["prefixes"], number
+        views = [
+            EngineView(
+                id=one.id, model=MODEL, role=Role(one.role), health=Health.ALIVE,
+                in_flight=step.in_flight[one.id], max_running=MAX_RUNNING,
+            )
+            for one in ENGINES
+        ]  # fmt: skip
+        [decision] = Scheduler("longest-prefix").schedule(
+            View(engines=views, prefixes=view), [waiting], 0.0
+        )
+        assert isinstance(decision, Assign)
+        decided = (decision.prefill, decision.decode, decision.usable_tokens)
+        assert decided == (then["prefill"], then["decode"], then["usable_tokens"]), number
+        view.forget(number)

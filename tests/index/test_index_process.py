@@ -1,0 +1,167 @@
+"""Goal: whatever happens to the index's process, who reads the index is right, or told."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.events.publisher import EventPublisher
+from kvstore.index import process
+from kvstore.index.control import Expect, IndexSettings, SourceBounds
+from kvstore.index.directory import PageHolder
+from kvstore.index.feed import EXPECTED
+from kvstore.index.process import IndexProcess
+from kvstore.index.runs import PartNeed, PrefixNeeds
+from kvstore.index.scope import key_chains, scope_seed
+from tests.index.publishers import KEYS, SPACE, node, stored, usable
+from tests.loops import eventually, in_loop
+
+LOOPBACK = "tcp://127.0.0.1:*"
+SETTINGS = IndexSettings(4096, SourceBounds(replay_s=5.0, verify_s=0.2, foreign_blocks=1000))
+
+
+def prefix(index: IndexProcess, worker: str = "node/n") -> int:
+    """Usable pages of the keys; -1 if nothing is known."""
+    table = index.table()
+    if table is None:
+        return -1
+    seed = scope_seed(table.secret, "keys", SPACE)
+    return usable(table, worker, key_chains(KEYS.packed, seed))
+
+
+def pid_of(index: IndexProcess) -> int:
+    assert index._life is not None
+    return index._life._process.pid
+
+
+@asynccontextmanager
+async def running(*indexes: IndexProcess) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(index.run()) for index in indexes]
+    try:
+        async with asyncio.timeout(50):
+            yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@in_loop
+async def test_an_index_in_a_process_of_its_own_is_read_without_asking_it() -> None:
+    index = IndexProcess(SETTINGS)
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(index):
+            assert index.table() is None
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(index) == 5)
+            await eventually(lambda: index.report.entries == 5)
+            known = index.worker("node/n")
+            assert known is not None
+            assert (known.current, known.pages) == (True, {"CPU": 5})
+            index.unfollow("node/n")
+            await eventually(lambda: prefix(index) == 0)
+            await eventually(lambda: index.worker("node/n") is None)
+    assert index.restarts == 0
+
+
+@in_loop
+async def test_expected_pages_count_until_their_time_is_over() -> None:
+    index = IndexProcess(SETTINGS)
+    async with running(index):
+        await eventually(lambda: index.table() is not None)
+        table = index.table()
+        assert table is not None
+        chains = key_chains(KEYS.packed, scope_seed(table.secret, "keys", SPACE))
+        needs = PrefixNeeds([[PartNeed([PageHolder("engine/e", EXPECTED, "", 0)])]])
+        now = process.time.monotonic_ns()
+        index.expect(Expect("engine/e", chains[:3].tobytes(), now, now + 600_000_000))
+        await eventually(lambda: table.match([chains], needs)[0, 0] == 3)
+        await eventually(lambda: table.match([chains], needs)[0, 0] == 0)
+        assert process.time.monotonic_ns() >= now + 600_000_000
+
+
+@in_loop
+async def test_a_killed_index_is_started_again_and_its_old_table_read_until_it_has_caught_up() -> (
+    None
+):
+    index = IndexProcess(SETTINGS)
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(index):
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(index) == 5)
+            await eventually(lambda: index.report.entries == 5)
+            before, seen = pid_of(index), []
+            os.kill(before, signal.SIGKILL)
+
+            def again() -> bool:
+                seen.append(prefix(index))
+                return index.restarts == 1 and index._life is not None and index._life.begun
+
+            await eventually(again)
+            publisher.publish([stored(KEYS[5:7])])
+            await eventually(lambda: prefix(index) == 7)
+            assert set(seen) == {5}, "at no time was anything else known"
+            assert pid_of(index) != before
+
+
+@in_loop
+async def test_a_stopped_index_counts_for_nothing_and_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STALE_S", 0.5)
+    monkeypatch.setattr(process, "HUNG_S", 2.0)
+    index = IndexProcess(SETTINGS)
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(index):
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(index) == 5)
+            stopped = pid_of(index)
+            os.kill(stopped, signal.SIGSTOP)
+            await eventually(lambda: prefix(index) == -1, "its table is not believed")
+            await eventually(lambda: index.restarts == 1)
+            assert not Path(f"/proc/{stopped}").exists()
+            await eventually(lambda: prefix(index) == 5)
+
+
+@in_loop
+async def test_two_on_one_machine_do_not_meet() -> None:
+    one, other = IndexProcess(SETTINGS), IndexProcess(SETTINGS)
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(one, other):
+            one.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(one) == 5 and prefix(other) == 0)
+
+
+STARTS_ONE = """
+import asyncio
+from kvstore.index.control import IndexSettings, SourceBounds
+from kvstore.index.process import IndexProcess
+
+async def main():
+    index = IndexProcess(IndexSettings(4096, SourceBounds(1.0, 1.0, 100)))
+    running = asyncio.create_task(index.run())
+    while index.table() is None:
+        await asyncio.sleep(0.01)
+    print("child", index._life._process.pid, flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_an_index_ends_with_the_process_that_started_it(spawn, wait_until):
+    parent = spawn([sys.executable, "-c", STARTS_ONE], ready="child")
+    child = int(parent.stdout.split()[-1])
+    assert Path(f"/proc/{child}").exists()
+    parent.kill()
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), what="the index process ends")
+    assert not [name for name in os.listdir("/dev/shm") if "kvstore" in name]  # noqa: PTH208
