@@ -200,11 +200,13 @@ async def _match(bench: Bench, names: list[str]) -> AsyncIterator[IndexResult]:
         await _fill(bench, fleet, written)
         table = await ours.table()
         await ours.wait_seen(LastBlocks(table, fleet))
+        bench.publisher.pin(Cores.present().indexer)  # the reader has its core for itself
         await bench.ask("steady", rate=BLOCKS_PER_S / STEADY_BLOCKS)
         match = Match(table, fleet)
         known = await _times(match.prefixes, bench.seconds)
         of_tokens = await _times(match.of_tokens, bench.seconds)
         rate = await bench.ask("stop")
+        bench.publisher.pin(Cores.present().others)
         bench.progress.note(f"match: {rate * STEADY_BLOCKS:,.0f} blocks/s were written meanwhile")
     peer = await _match_peer(bench, fleet, written._replace(nodes=0))
     for name in names:

@@ -359,13 +359,18 @@ class Lines:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
             env={**os.environ, **(environment or {})},
         )  # fmt: skip
-        if cores is not None:
-            os.sched_setaffinity(self._child.pid, cores)
+        self.pin(cores)
 
     @property
     def pid(self) -> int:
         """Of the child."""
         return self._child.pid
+
+    def pin(self, cores: Iterable[int] | None) -> None:
+        """Let all threads of the child run on these cores only; None changes nothing."""
+        if cores is not None:
+            for thread in Path(f"/proc/{self.pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores)
 
     def ask(self, do: str, **arguments: object) -> Any:
         """Give one command and wait for its answer.
