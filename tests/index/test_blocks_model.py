@@ -107,9 +107,7 @@ prompts = st.builds(
     st.sampled_from(["", "", "s"]),
     st.lists(parts, min_size=1, max_size=5).map(tuple),
 )
-places = st.builds(
-    Place, st.sampled_from(["GPU", "CPU"]), st.just(""), st.sampled_from([0, 1])
-)
+places = st.builds(Place, st.sampled_from(["GPU", "CPU"]), st.just(""), st.sampled_from([0, 1]))
 
 
 @st.composite
@@ -117,7 +115,6 @@ def run_of(draw: Any, prompt: Block) -> Run:
     first = draw(st.integers(0, len(prompt.parts) - 1))
     last = draw(st.integers(first + 1, len(prompt.parts)))
     return Run(prompt, first, last, draw(places))
-
 
 
 @each
