@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CapacityError,
         ConfigError,
         DurabilityUnavailable,
+        EngineNameTaken,
         InvalidArgument,
         KVStoreError,
         LayoutMismatch,
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
         SpaceIdentity,
         page_keys,
     )
+    from kvstore.wire import EngineLabel
 
 _ERRORS: Final = (
-    "CapacityError", "ConfigError", "DurabilityUnavailable", "InvalidArgument", "KVStoreError",
-    "LayoutMismatch", "NotFound", "PageCorrupt", "PeerUnreachable", "ProtocolError",
+    "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineNameTaken", "InvalidArgument",
+    "KVStoreError", "LayoutMismatch", "NotFound", "PageCorrupt", "PeerUnreachable", "ProtocolError",
     "TierUnavailable", "TransferError", "TransferTimeout",
 )  # fmt: skip
 _PAGES: Final = (
@@ -49,6 +51,7 @@ _PAGES: Final = (
 )  # fmt: skip
 _RESULTS: Final = ("Hit", "PageViews", "PutResult", "RestoreResult")
 _MODULES: Final = {
+    "EngineLabel": "kvstore.wire",
     "KVPool": "kvstore.mover.kvpool",
     "KVStore": "kvstore.client.store",
     "Space": "kvstore.client.space",
@@ -59,7 +62,8 @@ _MODULES: Final = {
 """Public name → the module that defines it."""
 
 __all__ = [
-    "CanonicalLayout", "CapacityError", "ConfigError", "DurabilityUnavailable", "Hit",
+    "CanonicalLayout", "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineLabel",
+    "EngineNameTaken", "Hit",
     "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
     "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
     "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",

@@ -1,10 +1,16 @@
 """The label of a vLLM engine's processes: its name, and where it publishes its own KV events."""
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, Final
 
-from kvstore.engine.label import EngineSources, engine_label, served_at
+from kvstore.engine.label import EngineSources, engine_label
 from kvstore.wire import EngineLabel
+
+_PORT_DEFAULT: Final = "8000"
+_ANY: Final = ("", "0.0.0.0", "::")
+_PORTS: Final = range(1, 65_536)
 
 
 def label_of(config: Any, chosen: str, block_tokens: int) -> EngineLabel | None:
@@ -21,6 +27,36 @@ def label_of(config: Any, chosen: str, block_tokens: int) -> EngineLabel | None:
     start = f"{transfer.engine_id} {config.instance_id}"
     sources = sources_of(config.kv_events_config, index)
     return engine_label(chosen, served_at(sys.argv), start, rank, sources, block_tokens)
+
+
+def served_at(command: Sequence[str]) -> str:
+    """``host:port`` of the HTTP server that was started with this command line.
+
+    The host of a server that listens at every address is ``*``. Processes that Python's
+    ``multiprocessing`` starts have the command line of their parent in ``sys.argv``, so this works
+    in every process of an engine.
+
+    Args:
+        command: program and arguments, with vLLM's options ``--host`` and ``--port``.
+
+    Returns:
+        Empty if this is no server, or its port is not on the command line.
+    """
+    program = PurePath(command[0]).name if command else ""
+    if program != "api_server.py" and not (program == "vllm" and "serve" in command[1:2]):
+        return ""
+    options = {"--host": "", "--port": _PORT_DEFAULT}
+    for place, argument in enumerate(command):
+        name, given, value = argument.partition("=")
+        if name in ("--config", "--uds"):
+            return ""  # the address may be in a file, or there is none
+        if name in options:
+            options[name] = value if given else "".join(command[place + 1 : place + 2])
+    host, port = options["--host"], options["--port"]
+    if not (port.isascii() and port.isdecimal() and int(port) in _PORTS):
+        return ""
+    host = f"[{host}]" if ":" in host and host not in _ANY else host
+    return f"{'*' if host in _ANY else host}:{port}"
 
 
 def sources_of(events: Any, rank: int) -> EngineSources:

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 from rich.console import Console
 
 from kvstore.cli import doctor, show, top
+from kvstore.cli.index import index
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
@@ -166,6 +167,7 @@ def _add_looks(verb: _Add) -> None:
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every setting, its value and its source", "/v1/config", show.config),
         ("pins", "the pins of operators", "/v1/pins", show.pins),
+        ("index", "what a Conductor's index knows; --url is the Conductor's", "/v1/index", index),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
     verb("spaces", "the spaces and their limits",

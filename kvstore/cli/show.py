@@ -204,7 +204,7 @@ def sessions(answer: Any, console: Console) -> None:
         ]
         for one in answer["sessions"]
     )  # fmt: skip
-    _table(
+    table(
         console, "sessions", ("engine", "session", "tenant", "processes", "holds", "quota"), rows
     )
 
@@ -219,7 +219,7 @@ def pages(answer: Any, console: Console) -> None:
         for one in answer["pages"]
     )  # fmt: skip
     columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
-    _table(console, f"{len(answer['pages'])} pages", columns, rows)
+    table(console, f"{len(answer['pages'])} pages", columns, rows)
     if answer["next"] is not None:
         console.print("there is more: raise --limit")
 
@@ -231,7 +231,7 @@ def page(answer: Any, console: Console) -> None:
         [number, one["state"], ", ".join(one["tiers"]), rounded(one["bytes"]), one["digest"] or ""]
         for number, one in answer["shards"].items()
     )
-    _table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
+    table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
 
 
 def tokens(answer: Any, console: Console) -> None:
@@ -275,7 +275,7 @@ def config(answer: Any, console: Console) -> None:
         [one["key"], _configured(one["key"], one["value"]), one["source"]]
         for one in answer["values"]
     )
-    _table(console, "configuration", ("key", "value", "source"), rows)
+    table(console, "configuration", ("key", "value", "source"), rows)
 
 
 def _configured(key: str, value: object) -> str:
@@ -298,7 +298,7 @@ def pins(answer: Any, console: Console) -> None:
     title += (
         f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
     )
-    _table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
+    table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
 def quotas(answer: Any, console: Console) -> None:
@@ -311,7 +311,7 @@ def quotas(answer: Any, console: Console) -> None:
          _limit(one["quota_bytes"]), _limit(one["reserved_bytes"])]
         for one in answer["quotas"]
     )  # fmt: skip
-    _table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
+    table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
 
 
 def job(answer: Any, console: Console) -> None:
@@ -329,7 +329,7 @@ def jobs(answer: Any, console: Console) -> None:
         ]
         for one in answer["jobs"]
     )  # fmt: skip
-    _table(console, "jobs", ("job", "kind", "state", "done", "result", "error"), rows)
+    table(console, "jobs", ("job", "kind", "state", "done", "result", "error"), rows)
 
 
 def explanation(answer: Any, console: Console) -> None:
@@ -406,12 +406,20 @@ def _limit(value: int) -> str:
     return rounded(value) if value else ""
 
 
-def _table(
+def table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
 ) -> None:
-    table = Table(title=title)
+    """Print rows; a cell is never cut.
+
+    Args:
+        console: where.
+        title: above the rows.
+        columns: their names.
+        rows: values of each row.
+    """
+    made = Table(title=title)
     for column in columns:
-        table.add_column(column, overflow="fold")  # never cut a key
+        made.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(cell, row))
-    console.print(table)
+        made.add_row(*map(cell, row))
+    console.print(made)

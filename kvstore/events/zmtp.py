@@ -130,10 +130,14 @@ class ZmtpPeer:
             at = self._greeted()
             if not at:
                 return messages
-        while (found := self._frame(at)) is not None:
-            flags, start, end = found
-            body = bytes(memoryview(self._in)[start:end])
-            at = end
+        while True:
+            if self.ready:
+                at = self._collect_whole(at, messages)
+            found = self._frame(at)
+            if found is None:
+                break
+            flags, start, at = found
+            body = bytes(memoryview(self._in)[start:at])
             if not self.ready:
                 self._shake_hands(flags, body)
             elif flags & _COMMAND:
@@ -142,6 +146,40 @@ class ZmtpPeer:
                 self._collect(flags, body, messages)
         del self._in[:at]
         return messages
+
+    def _collect_whole(self, at: int, messages: list[Message]) -> int:
+        """Take the complete frames of messages, many at a time.
+
+        Whatever needs a closer look (a command, a frame that is too long) is left.
+
+        Returns:
+            Where the first byte is that was not taken.
+        """
+        seen = bytes(self._in)  # a slice of bytes is copied once only
+        end = len(seen)
+        most, frames_most = self._limits
+        frames, held = self._frames, self._message_bytes
+        while end - at >= 2:
+            flags = seen[at]
+            start, size = at + 2, seen[at + 1]
+            if flags & _LONG:
+                start = at + 9
+                size = int.from_bytes(seen[at + 1 : start], "big")
+            stop = start + size
+            if stop > end or flags & ~(_MORE | _LONG) or size > most - held:
+                break
+            if flags & _MORE:
+                if len(frames) + 1 >= frames_most:
+                    break
+                frames.append(seen[start:stop])
+                held += size
+            else:
+                frames.append(seen[start:stop])
+                messages.append(frames)
+                frames, held = [], 0
+            at = stop
+        self._frames, self._message_bytes = frames, held
+        return at
 
     def _greeted(self) -> int:
         """Check the greeting; returns its length if it is complete and valid, else 0."""

@@ -5,11 +5,13 @@ ends when the socket's other end is closed.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
 import socket
 import sys
+from typing import Final
 
 import uvloop
 
@@ -20,7 +22,7 @@ from kvstore.index.reading import UnreadableError
 from kvstore.index.service import IndexService
 from kvstore.process.collector import spare_the_old
 
-_REPORT_S = 0.25
+_REPORT_S: Final = 0.25
 
 
 async def _serve(memory: int, control: socket.socket) -> None:
@@ -31,10 +33,11 @@ async def _serve(memory: int, control: socket.socket) -> None:
     service = IndexService(TableMemory.attach(memory, write=True), settings, secrets.randbits(64))
 
     async def report() -> None:
-        while True:
-            writer.write(framed(service.report()))
-            await writer.drain()
-            await asyncio.sleep(_REPORT_S)
+        with contextlib.suppress(ConnectionError):  # the end of the socket is seen below
+            while True:
+                writer.write(framed(service.report()))
+                await writer.drain()
+                await asyncio.sleep(_REPORT_S)
 
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(service.run()), tasks.create_task(report())]

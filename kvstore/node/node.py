@@ -18,13 +18,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
-from kvstore.errors import (
-    CapacityError,
-    EngineNameTaken,
-    InvalidArgument,
-    KVStoreError,
-    ProtocolError,
-)
+from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom
 from kvstore.page import KEY_BYTES
@@ -235,7 +230,7 @@ class Node:
             )
         peer = self._peers[connection]
         self._refuse_forgetful(peer)
-        engine = self._free_label(request.engine)
+        engine = free_label(request.engine, self.sessions.values(), self.pages.counts)
         session = self.sessions.get(request.session)
         if session is None:
             # The token survives a restart of the node, so that an engine's processes meet again.
@@ -270,30 +265,6 @@ class Node:
         lost = sum(one.lost for one in mine)
         if lost >= LOST_MAX:
             raise CapacityError(f"{lost} earlier connections of this process still hold pages")
-
-    def _free_label(self, label: wire.EngineLabel | None) -> wire.EngineLabel | None:
-        """The label of an engine that says Hello; None if another live engine has its name.
-
-        Raises:
-            EngineNameTaken: and an operator chose that name.
-        """
-        if label is None:
-            return None
-        for session in self.sessions.values():
-            other = session.engine
-            if other is None or other.name != label.name or other.instance == label.instance:
-                continue
-            if not session.live:
-                continue
-            if not label.chosen:
-                self.pages.counts["unnamed_duplicates"] += 1
-                return None
-            pids = sorted({one.peer.pid for one in session.processes.values() if not one.lost})
-            raise EngineNameTaken(
-                f"an engine named {label.name!r} is connected already (processes {pids}): give each"
-                " engine a name of its own (the option `engine` of its adapter), or end that one"
-            )
-        return label
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:

@@ -14,6 +14,7 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
+from kvstore.server.sessions import session_rows
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
@@ -21,20 +22,11 @@ from kvstore.state.ask.traversal import subtree
 from kvstore.state.choice.pins import Pin
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
-from kvstore.state.tree.sessions import Session
-from kvstore.wire import EngineLabel
 
 STRETCH_ROWS: Final = 250
 """Maximum rows of one answer; producing them takes less than a millisecond."""
 STRETCH_SHARDS: Final = 1000
 """Maximum shards of the spaces in one answer, but at least one space."""
-STRETCH_PROCESSES: Final = 1000
-STRETCH_OPENED: Final = 4096
-"""Maximum shards that the sessions in one answer have opened, but at least one session."""
-SESSION_SHARDS_MAX: Final = 4096
-"""Maximum opened shards shown per session, but at least one space."""
-PROCESSES_MAX: Final = 1000
-"""Maximum processes shown per session."""
 _SHELVES_MAX: Final = 64
 """Maximum shelves searched for one answer; the next answer continues."""
 _STEP_ROWS: Final = 16
@@ -64,7 +56,7 @@ class Inspection:
         self.handlers: dict[type[operations.Operation], Callable[[Any], Work[Any]]] = {
             operations.ShowReadiness: self.readiness,
             operations.ShowStats: lambda _: _at_once(status.stats),
-            operations.ShowEvents: lambda _: _at_once(status.events),
+            operations.ShowEvents: lambda _: _at_once(status.event_source),
             operations.ListTiers: lambda _: _at_once(lambda: {"tiers": status.tiers()}),
             operations.ShowPolicy: lambda _: _at_once(status.policy),
             operations.ListSpaces: self.spaces,
@@ -192,15 +184,8 @@ class Inspection:
     def sessions(self, asked: operations.ListSessions) -> Work[answers.SessionList]:
         """List sessions."""
         every = list(self._node.sessions.values())
-        rows: list[answers.SessionRow] = []
-        processes = shards = 0
-        for session in every[asked.cursor : asked.cursor + min(asked.limit, STRETCH_ROWS)]:
-            processes += len(session.processes)
-            shards += sum(opened.bit_count() for opened in session.shards.values())
-            if rows and (processes > STRETCH_PROCESSES or shards > STRETCH_OPENED):
-                break
-            rows.append(_session_row(session, (yield from _opened(session))))
-            yield None
+        end = asked.cursor + min(asked.limit, STRETCH_ROWS)
+        rows = yield from session_rows(every[asked.cursor : end])
         end = asked.cursor + len(rows)
         more = end if end < len(every) else None
         return answers.SessionList(sessions=rows, next=more, total=len(every))
@@ -379,59 +364,6 @@ def _row(node: PrefixNode, now_ns: int) -> answers.PageRow:
             )
             for number, tiers in where(node).items()
         },
-    )
-
-
-def _opened(session: Session) -> Work[list[answers.OpenedSpaceRow]]:
-    """The first spaces that a session has opened."""
-    rows: list[answers.OpenedSpaceRow] = []
-    left = SESSION_SHARDS_MAX
-    for space in list(session.spaces.values()):
-        opened = session.shards.get(space.number, 0)  # none if it has just ended
-        left -= opened.bit_count()
-        if rows and left < 0:
-            break
-        rows.append(
-            answers.OpenedSpaceRow(
-                space=space.label, model=space.identity.model,
-                page_tokens=space.identity.page_tokens, scope=space.identity.scope,
-                shards=[
-                    shard.label for number, shard in enumerate(space.shards) if opened >> number & 1
-                ],
-            )
-        )  # fmt: skip
-        yield None
-    return rows
-
-
-def _engine_row(engine: EngineLabel) -> answers.EngineRow:
-    return answers.EngineRow(
-        name=engine.name, events=engine.events or None, events_bind=engine.events_bind or None,
-        events_replay=engine.events_replay or None, block_tokens=engine.block_tokens or None,
-    )  # fmt: skip
-
-
-def _session_row(session: Session, spaces: list[answers.OpenedSpaceRow]) -> answers.SessionRow:
-    return answers.SessionRow(
-        name=session.name,
-        engine=_engine_row(session.engine) if session.engine is not None else None,
-        spaces=spaces,
-        spaces_total=len(session.spaces),
-        tenant=session.domain,
-        used_bytes=session.used_bytes,
-        quota_bytes=session.quota_bytes,
-        prefill_s_per_token=session.prefill_s_per_token,
-        processes=[
-            answers.ProcessRow(
-                pid=process.peer.pid,
-                watched=process.peer.watched,
-                lost=process.lost,
-                leases=len(process.leases),
-                expired_leases=sum(one.expired for one in process.leases.values()),
-                puts=len(process.puts),
-            )
-            for process in islice(session.processes.values(), PROCESSES_MAX)
-        ],
     )
 
 

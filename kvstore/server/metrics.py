@@ -39,6 +39,8 @@ COUNTED: Final = {
     "expired_leases": "Leases that expired before they were released.",
     "contradicting_pages": "Pages refused because their key is already stored behind another page.",
     "moved_extents": "Extents that went over to pages of another size or tenant.",
+    "unnamed_duplicates":
+        "Sessions without an engine's name, because another live engine has the same address.",
     "closed_spaces": "Idle spaces that were closed so that others could be opened.",
     "retired_extents":
         "Extents that got new memory because an unwatched process may still access the old.",

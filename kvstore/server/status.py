@@ -69,7 +69,7 @@ class NodeStatus:
             stats |= source()
         return stats
 
-    def events(self) -> answers.EventSource:
+    def event_source(self) -> answers.EventSource:
         """Where the node publishes its events."""
         node, publication = self._desk.node, self._publication
         return answers.EventSource(

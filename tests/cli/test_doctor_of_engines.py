@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
+import msgspec
 import pytest
 
 from kvstore.cli import main
 from kvstore.cli.engines import conductor_checks, name_check
+from kvstore.index.control import IndexReport, WorkerReport
 
 GAP = {"gap": "no_space", "means": "its space is unknown", "do": "set the option `engine`"}
 
@@ -110,3 +112,28 @@ def test_the_command_asks_the_conductor_that_is_named(conductor, capsys, tmp_pat
     with pytest.raises(SystemExit):
         main([*words, "--conductor", "here"])
     assert "'here' is not http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_index_says_who_counts_and_why_not(conductor, capsys) -> None:
+    workers = [
+        WorkerReport(worker="engine/e", current=True, pages={"GPU": 3}, batches=1, unmapped=2),
+        WorkerReport(worker="node/n", why="not connected yet", audited=10, missing=1),
+    ]
+    report = IndexReport(entries=3, entries_max=100, workers=workers)
+    conductor.answers["/v1/index"] = {"up": True, "restarts": 0, **msgspec.to_builtins(report)}
+    assert main(["index", "--url", conductor.url]) == 0
+    shown = capsys.readouterr().out
+    assert "index up; 3 of 100 pages" in shown
+    for text in ("engine/e", "3 GPU", "2 blocks", "counts"):
+        assert text in shown
+    for text in ("node/n", "none", "1 of 10", "does not count: not connected yet"):
+        assert text in shown
+
+
+def test_an_index_that_follows_nobody_says_so(conductor, capsys) -> None:
+    report = msgspec.to_builtins(IndexReport(entries_max=100))
+    conductor.answers["/v1/index"] = {"up": False, "restarts": 1, **report}
+    assert main(["index", "--url", conductor.url]) == 0
+    shown = capsys.readouterr().out
+    assert "index down: nothing is known now" in shown
+    assert "no engine or node is followed" in shown

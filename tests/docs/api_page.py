@@ -41,10 +41,11 @@ SECTIONS: Final = {
         "SpaceIdentity", "ShardSpec", "CanonicalLayout", "OpaqueLayout", "PrefixKeys", "page_keys",
     ],
     "An engine's KV pool": ["KVPool"],
+    "An engine's name": ["EngineLabel"],
     "Results": ["Hit", "PutResult", "PageViews", "RestoreResult"],
     "Errors": [
-        "KVStoreError", "ConfigError", "CapacityError", "InvalidArgument", "LayoutMismatch",
-        "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable", "TierUnavailable",
+        "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "InvalidArgument",
+        "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable", "TierUnavailable",
         "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
     ],
 }  # fmt: skip

@@ -1,35 +1,10 @@
-"""The name of an engine: the one in the options, else the address of its server."""
+"""The name of an engine: the one in the options, else one that its adapter derives."""
 
 import pytest
 
-from kvstore.engine.label import EngineSources, engine_label, served_at
+from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Options, read_section
 from kvstore.errors import ConfigError
-
-SERVER = "/venv/lib/vllm/entrypoints/openai/api_server.py"
-
-
-@pytest.mark.parametrize(
-    ("command", "address"),
-    [
-        ([SERVER, "--model", "m"], "*:8000"),
-        ([SERVER, "--host", "10.0.0.1", "--port", "81"], "10.0.0.1:81"),
-        ([SERVER, "--host=::1", "--port=81"], "[::1]:81"),
-        ([SERVER, "--host", "0.0.0.0", "--port", "81"], "*:81"),
-        ([SERVER, "--host", "::"], "*:8000"),
-        (["/bin/vllm", "serve", "m", "--port", "81"], "*:81"),
-        (["/bin/vllm", "bench", "m", "--port", "81"], ""),
-        ([SERVER, "--port", "0"], ""),
-        ([SERVER, "--port", "x"], ""),
-        ([SERVER, "--port"], ""),
-        ([SERVER, "--config", "serve.yaml"], ""),
-        ([SERVER, "--uds=/run/vllm.sock"], ""),
-        (["offline.py", "--port", "81"], ""),
-        ([], ""),
-    ],
-)
-def test_the_address_is_that_of_the_command_line_or_unknown(command, address) -> None:
-    assert served_at(command) == address
 
 
 def test_a_chosen_name_is_preferred_and_a_rank_is_part_of_the_name() -> None:

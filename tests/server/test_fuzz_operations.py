@@ -41,7 +41,7 @@ class Desk:
         node = SimpleNamespace(pages=self.table, sessions={}, processes={})
         memory = SimpleNamespace(read=self._read)
         status = SimpleNamespace(
-            unready=str, stats=dict, tiers=list,
+            unready=str, stats=dict, tiers=list, event_source=dict,
             policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
                             "configured": "lru"},
         )  # fmt: skip

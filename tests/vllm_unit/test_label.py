@@ -4,8 +4,33 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_adapters.vllm.label import label_of, sources_of
+from engine_adapters.vllm.label import label_of, served_at, sources_of
 from kvstore.engine.label import EngineSources
+
+SERVER = "/venv/lib/vllm/entrypoints/openai/api_server.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [
+        ([SERVER, "--model", "m"], "*:8000"),
+        ([SERVER, "--host", "10.0.0.1", "--port", "81"], "10.0.0.1:81"),
+        ([SERVER, "--host=::1", "--port=81"], "[::1]:81"),
+        ([SERVER, "--host", "0.0.0.0", "--port", "81"], "*:81"),
+        ([SERVER, "--host", "::"], "*:8000"),
+        (["/bin/vllm", "serve", "m", "--port", "81"], "*:81"),
+        (["/bin/vllm", "bench", "m", "--port", "81"], ""),
+        ([SERVER, "--port", "0"], ""),
+        ([SERVER, "--port", "x"], ""),
+        ([SERVER, "--port"], ""),
+        ([SERVER, "--config", "serve.yaml"], ""),
+        ([SERVER, "--uds=/run/vllm.sock"], ""),
+        (["offline.py", "--port", "81"], ""),
+        ([], ""),
+    ],
+)
+def test_the_address_is_that_of_the_command_line_or_unknown(command, address) -> None:
+    assert served_at(command) == address
 
 
 def events(endpoint="tcp://*:5557", replay=None, **fields):

@@ -1,0 +1,41 @@
+"""Shows what a Conductor's index knows of engines and nodes."""
+
+from typing import Any
+
+from rich.console import Console
+
+from kvstore.cli.show import seconds, table
+from kvstore.config.sizes import rounded
+
+
+def index(answer: Any, console: Console) -> None:
+    """The index, and a row for each engine and node that it follows."""
+    up = "up" if answer["up"] else "down: nothing is known now"
+    console.print(
+        f"index {up}; {answer['entries']:,} of {answer['entries_max']:,} pages,"
+        f" {answer['dropped']:,} left out, {answer['expected']:,} expected;"
+        f" {rounded(answer['resident_bytes'])} resident; {answer['restarts']} restarts",
+        highlight=False,
+    )
+    if not answer["workers"]:
+        console.print("no engine or node is followed", style="italic", highlight=False)
+        return
+    columns = ("worker", "pages", "lag", "batches", "gaps lost", "not applied", "drift", "state")
+    table(console, "workers", columns, (_row(one) for one in answer["workers"]))
+
+
+def _row(worker: Any) -> list[object]:
+    pages = ", ".join(f"{count:,} {medium}" for medium, count in sorted(worker["pages"].items()))
+    left = [
+        f"{worker[field]:,} {what}"
+        for field, what in (("skipped", "events"), ("unmapped", "blocks"), ("waiting", "waiting"))
+        if worker[field]
+    ]
+    drift = ""
+    if worker["audited"]:
+        drift = f"{worker['missing'] + worker['stale']} of {worker['audited']:,}"
+    return [
+        worker["worker"], pages or "none", seconds(worker["lag_s"]), f"{worker['batches']:,}",
+        worker["gaps_lost"], ", ".join(left), drift,
+        "counts" if worker["current"] else f"does not count: {worker['why']}",
+    ]  # fmt: skip
