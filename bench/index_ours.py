@@ -243,12 +243,9 @@ class Match:
         self._tokens = tokens(fleet.document()).ravel()
         self._by_tokens = self._chains_of_tokens()
         self._keys = keys(fleet.document())
-        directory = table.holders()
-        names = [worker.name for worker in fleet.workers()]
-        engines = names[: fleet.engines]
-        nodes = names[fleet.engines :]
-        self._engines = PrefixNeeds([[PartNeed(directory.of(name))] for name in engines])
-        self._nodes = PrefixNeeds([[PartNeed(directory.of(name))] for name in nodes])
+        held = table.holders().by_worker
+        self._engines = fleet.engines
+        self._needs = PrefixNeeds([[PartNeed(held[one.name])] for one in fleet.workers()])
 
     def _chains_of_tokens(self) -> ChainValues:
         return token_chains(self._tokens, PAGE_TOKENS, self._scopes.engines)
@@ -264,6 +261,5 @@ class Match:
 
     def _matched(self, engines: ChainValues, packed: bytes) -> list[int]:
         of_nodes = key_chains(packed, self._scopes.nodes)
-        at_engines = self._table.match([engines], self._engines)
-        at_nodes = self._table.match([of_nodes], self._nodes)
-        return [*at_engines[0].tolist(), *at_nodes[0].tolist()]
+        at_engines, at_nodes = self._table.match([engines, of_nodes], self._needs)
+        return [*at_engines[: self._engines].tolist(), *at_nodes[self._engines :].tolist()]
