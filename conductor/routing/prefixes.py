@@ -201,7 +201,9 @@ def _own_needs(
     """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
     known = workers.get(name)
     groups = known.groups if known is not None else {}
-    holders = [one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard]
+    holders = [
+        one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
+    ]
     return [
         PartNeed([one for one in holders if one.group == group], last_blocks or None)
         for group, last_blocks in groups.items()

@@ -54,7 +54,7 @@ class IndexSettings(msgspec.Struct, frozen=True):
     bounds: SourceBounds
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class StartIndex(msgspec.Struct, frozen=True, tag="begin"):
     """The first message to an index process."""
 
     settings: IndexSettings
@@ -88,7 +88,7 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     until_ns: int
 
 
-Command = Begin | Follow | Unfollow | Expect
+Command = StartIndex | Follow | Unfollow | Expect
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

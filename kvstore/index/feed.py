@@ -51,11 +51,6 @@ class PageFeeds:
         stats = self._writer.stats()
         return stats.left_out + stats.refused_holders + stats.lost
 
-    @property
-    def gathered(self) -> int:
-        """Changes that are not applied yet."""
-        return self._batch.used
-
     def feed(self, source: Source, blocks_max: int) -> "WorkerFeed":
         """A feed for one source; the worker has no other.
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from kvstore.index.audit import Auditor
 from kvstore.index.control import (
-    Begin,
     Command,
     Expect,
     Follow,
     IndexReport,
     IndexSettings,
+    StartIndex,
     Unfollow,
     WorkerReport,
 )
@@ -59,7 +59,7 @@ class IndexService:
             case Expect(worker, chains, from_ns, until_ns):
                 blocks = np.frombuffer(chains, dtype="<u8")
                 self._expected.add(worker, blocks, from_ns, until_ns)
-            case Begin():
+            case StartIndex():
                 raise AssertionError("an index begins once")
 
     async def run(self) -> None:

@@ -19,11 +19,11 @@ from kvstore.events.publisher import (
 )
 from kvstore.events.questions import END, HEAD, Question
 from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
-from kvstore.index.process import LocalIndex
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys, page_keys
+from kvstore.testing.index import LocalIndex
 from tests.loops import eventually
 
 SPACE = "ab" * 32
