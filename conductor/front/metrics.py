@@ -49,6 +49,7 @@ _GAUGES: Final = {
     "index_undecided": (
         "Pages that counted as absent because the index's table changed while it was read.", (),
     ),
+    "index_holder_sets": ("Distinct sets of workers that have a page, in the index.", ()),
     "index_expected": ("Pages that a worker is expected to have soon.", ()),
     "index_resident_bytes": ("Largest resident memory of the index process.", ()),
     "index_drift": (
@@ -111,6 +112,7 @@ def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
         "index_restarts": {(): float(index.restarts)},
         "index_undecided": {(): float(table.undecided if table is not None else 0)},
         "index_entries": {(): float(report.entries)},
+        "index_holder_sets": {(): float(report.sets)},
         "index_dropped": {(): float(report.dropped)},
         "index_expected": {(): float(report.expected)},
         "index_resident_bytes": {(): float(report.resident_bytes)},

@@ -46,6 +46,11 @@ class PageFeeds:
         return len(self._writer)
 
     @property
+    def sets(self) -> int:
+        """Distinct sets of holders."""
+        return self._writer.stats().sets
+
+    @property
     def left_out(self) -> int:
         """Pages that were left out because something was full."""
         stats = self._writer.stats()

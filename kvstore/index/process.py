@@ -23,12 +23,12 @@ from kvstore.index.control import (
     Command,
     Expect,
     Follow,
+    FollowedWorker,
     IndexReport,
     IndexSettings,
     Source,
     StartIndex,
     Unfollow,
-    WorkerReport,
 )
 from kvstore.index.framing import framed, next_report
 from kvstore.index.layout import TableLayout
@@ -95,7 +95,7 @@ class IndexProcess:
             return None
         return life.table
 
-    def worker(self, name: str) -> WorkerReport | None:
+    def worker(self, name: str) -> FollowedWorker | None:
         """The state of one worker in the last report; None if it was not followed."""
         return next((one for one in self._report.workers if one.worker == name), None)
 

@@ -12,11 +12,11 @@ from kvstore.index.control import (
     Command,
     Expect,
     Follow,
+    FollowedWorker,
     IndexReport,
     IndexSettings,
     StartIndex,
     Unfollow,
-    WorkerReport,
 )
 from kvstore.index.expected import Expectations
 from kvstore.index.feed import PageFeeds
@@ -80,16 +80,17 @@ class IndexService:
         return IndexReport(
             entries=len(self._pages),
             entries_max=self._settings.entries_max,
+            sets=self._pages.sets,
             dropped=self._pages.left_out,
             expected=len(self._expected),
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             workers=[self._reported(one, pages) for one in self._followers],
         )
 
-    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> WorkerReport:
+    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> FollowedWorker:
         feed, sequence, worker = follower.feed, follower.sequence, follower.source.worker
         audit = self._auditor.last(worker)
-        return WorkerReport(
+        return FollowedWorker(
             worker=worker,
             connected=follower.connected,
             current=follower.current,

@@ -5,11 +5,11 @@ import secrets
 from kvstore.index.control import (
     Expect,
     Follow,
+    FollowedWorker,
     IndexReport,
     IndexSettings,
     Source,
     Unfollow,
-    WorkerReport,
 )
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
@@ -45,7 +45,7 @@ class LocalIndex:
         """The present state."""
         return self._service.report()
 
-    def worker(self, name: str) -> WorkerReport | None:
+    def worker(self, name: str) -> FollowedWorker | None:
         """The state of one worker; None if it is not followed."""
         return next((one for one in self.report.workers if one.worker == name), None)
 

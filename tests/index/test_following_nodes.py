@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from kvstore.index import channel
-from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
+from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceBounds
 from kvstore.index.followers import Follower
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.page import PrefixKeys
@@ -55,7 +55,7 @@ def source(daemon: Daemon) -> Source:
     )  # fmt: skip
 
 
-def state(index: LocalIndex) -> WorkerReport:
+def state(index: LocalIndex) -> FollowedWorker:
     found = index.worker(WORKER)
     assert found is not None
     return found
