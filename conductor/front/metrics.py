@@ -46,6 +46,10 @@ _GAUGES: Final = {
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
+    "index_undecided": (
+        "Pages that counted as absent because the index's table changed while it was read.", (),
+    ),
+    "index_holder_sets": ("Distinct sets of workers that have a page, in the index.", ()),
     "index_expected": ("Pages that a worker is expected to have soon.", ()),
     "index_resident_bytes": ("Largest resident memory of the index process.", ()),
     "index_drift": (
@@ -101,12 +105,14 @@ _COUNTS: Final = {
 
 def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
     """State of the index and of all followed workers."""
-    report = index.report
+    report, table = index.report, index.table()
     workers = report.workers
     return {
-        "index_up": {(): float(index.table() is not None)},
+        "index_up": {(): float(table is not None)},
         "index_restarts": {(): float(index.restarts)},
+        "index_undecided": {(): float(table.undecided if table is not None else 0)},
         "index_entries": {(): float(report.entries)},
+        "index_holder_sets": {(): float(report.sets)},
         "index_dropped": {(): float(report.dropped)},
         "index_expected": {(): float(report.expected)},
         "index_resident_bytes": {(): float(report.resident_bytes)},

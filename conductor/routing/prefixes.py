@@ -17,7 +17,7 @@ import numpy.typing as npt
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
 from conductor.routing.policy import Prefix, Waiting
 from kvstore.engine.identity import chain_seed
-from kvstore.index.control import Expect, IndexReport, WorkerReport
+from kvstore.index.control import Expect, FollowedWorker, IndexReport
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.face import PrefixIndex
 from kvstore.index.feed import EXPECTED
@@ -176,7 +176,7 @@ def _shapes(report: IndexReport) -> list[tuple[object, ...]]:
     return [(one.worker, one.kind, one.block_tokens, one.groups) for one in report.workers]
 
 
-def own_scope(info: EngineInfo, known: WorkerReport | None) -> PromptScope:
+def own_scope(info: EngineInfo, known: FollowedWorker | None) -> PromptScope:
     """How an engine names its own blocks, as far as is known."""
     kind: ChainKind = "keys" if known is not None and known.kind == "keys" else "tokens"
     size = known.block_tokens if known is not None else 0
@@ -196,12 +196,14 @@ def space_scope(info: EngineInfo) -> PromptScope | None:
 
 
 def _own_needs(
-    name: str, workers: Mapping[str, WorkerReport], directory: HolderDirectory
+    name: str, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
 ) -> list[PartNeed]:
     """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
     known = workers.get(name)
     groups = known.groups if known is not None else {}
-    holders = [one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard]
+    holders = [
+        one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
+    ]
     return [
         PartNeed([one for one in holders if one.group == group], last_blocks or None)
         for group, last_blocks in groups.items()

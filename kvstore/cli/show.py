@@ -204,9 +204,7 @@ def sessions(answer: Any, console: Console) -> None:
         ]
         for one in answer["sessions"]
     )  # fmt: skip
-    table(
-        console, "sessions", ("engine", "session", "tenant", "processes", "holds", "quota"), rows
-    )
+    table(console, "sessions", ("engine", "session", "tenant", "processes", "holds", "quota"), rows)
 
 
 def pages(answer: Any, console: Console) -> None:

@@ -194,4 +194,4 @@ BlockMap = NativeBlockMap | PlainBlockMap
 
 def block_map(chains: Chains) -> BlockMap:
     """An empty map, of the same implementation."""
-    return NativeBlockMap(chains.library) if isinstance(chains, NativeChains) else PlainBlockMap()
+    return NativeBlockMap(chains.binary) if isinstance(chains, NativeChains) else PlainBlockMap()

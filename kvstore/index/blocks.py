@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.index.batch import HASHES_MAX, ChangeBatch
 from kvstore.index.blockmap import BITS_MAX, block_map
 from kvstore.index.reading import UnreadableError
-from kvstore.index.waiting import WaitingBlocks, WaitingRoom
+from kvstore.index.waiting import WaitingBlocks, WaitingEvents
 from kvstore.mover.chains import CHAINS, Chains, WordBuffer, block_chain, name_of
 
 TOKENS_MAX: Final = 262_144
@@ -88,7 +88,7 @@ class EngineBlocks:
         self._space = workspace
         self._limits = limits
         self._map = block_map(workspace.chains)
-        self._waiting = WaitingRoom(limits.waiting, limits.waiting_bytes)
+        self._waiting = WaitingEvents(limits.waiting, limits.waiting_bytes)
         self._bits: dict[int, int] = {}  # holder → bit
         self._holders: list[int] = []  # by bit
         self.unmapped = 0

@@ -15,7 +15,7 @@ from typing import Final
 
 import uvloop
 
-from kvstore.index.control import Begin
+from kvstore.index.control import StartIndex
 from kvstore.index.framing import framed, next_command
 from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
@@ -28,7 +28,7 @@ _REPORT_S: Final = 0.25
 async def _serve(memory: int, control: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
     begin = await next_command(reader)
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, StartIndex)
     settings = begin.settings
     service = IndexService(TableMemory.attach(memory, write=True), settings, secrets.randbits(64))
 

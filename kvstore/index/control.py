@@ -54,7 +54,7 @@ class IndexSettings(msgspec.Struct, frozen=True):
     bounds: SourceBounds
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class StartIndex(msgspec.Struct, frozen=True, tag="begin"):
     """The first message to an index process."""
 
     settings: IndexSettings
@@ -88,10 +88,10 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     until_ns: int
 
 
-Command = Begin | Follow | Unfollow | Expect
+Command = StartIndex | Follow | Unfollow | Expect
 
 
-class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+class FollowedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One followed worker.
 
     Attributes:
@@ -149,6 +149,7 @@ class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     Attributes:
         entries: pages and blocks in the table.
         entries_max: their maximum.
+        sets: distinct sets of holders.
         dropped: stores that were left out because something was full.
         expected: expected pages.
         resident_bytes: resident memory of the index process.
@@ -157,7 +158,8 @@ class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     entries: int = 0
     entries_max: int = 0
+    sets: int = 0
     dropped: int = 0
     expected: int = 0
     resident_bytes: int = 0
-    workers: list[WorkerReport] = []
+    workers: list[FollowedWorker] = []

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from kvstore.index.control import Expect, IndexReport, Source, WorkerReport
+from kvstore.index.control import Expect, FollowedWorker, IndexReport, Source
 from kvstore.index.table import IndexReader
 
 
@@ -24,7 +24,7 @@ class PrefixIndex(Protocol):
         """The table to read now; None while nothing is known."""
         ...
 
-    def worker(self, name: str) -> WorkerReport | None:
+    def worker(self, name: str) -> FollowedWorker | None:
         """The state of one worker; None if it is not followed."""
         ...
 

@@ -46,15 +46,15 @@ class PageFeeds:
         return len(self._writer)
 
     @property
+    def sets(self) -> int:
+        """Distinct sets of holders."""
+        return self._writer.stats().sets
+
+    @property
     def left_out(self) -> int:
         """Pages that were left out because something was full."""
         stats = self._writer.stats()
         return stats.left_out + stats.refused_holders + stats.lost
-
-    @property
-    def gathered(self) -> int:
-        """Changes that are not applied yet."""
-        return self._batch.used
 
     def feed(self, source: Source, blocks_max: int) -> "WorkerFeed":
         """A feed for one source; the worker has no other.

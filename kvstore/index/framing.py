@@ -1,7 +1,7 @@
 """What the index process and the process that started it tell each other, as bytes.
 
 Messages are msgpack with a length of four bytes before them, over a socket pair. The process that
-started the index sends :class:`Begin` first. The socket's end is the end of the index process.
+started the index sends :class:`StartIndex` first. The socket's end is the end of the index process.
 """
 
 import asyncio

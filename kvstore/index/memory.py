@@ -68,10 +68,6 @@ class TableMemory:
         """
         self._mapped.madvise(mmap.MADV_REMOVE, start, size)
 
-    def used_bytes(self) -> int:
-        """Memory that the kernel has allocated for it; it needs the descriptor."""
-        return os.fstat(self.fd).st_blocks * 512
-
     def close(self) -> None:
         """Close the descriptor. The memory goes when nothing refers to it any more."""
         if self.fd >= 0:

@@ -13,7 +13,6 @@ the new one has caught up; then nothing is known until it has.
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import sys
 import time
@@ -21,21 +20,20 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvstore.index.control import (
-    Begin,
     Command,
     Expect,
     Follow,
+    FollowedWorker,
     IndexReport,
     IndexSettings,
     Source,
+    StartIndex,
     Unfollow,
-    WorkerReport,
 )
 from kvstore.index.framing import framed, next_report
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
-from kvstore.index.service import IndexService
 from kvstore.index.table import IndexReader
 from kvstore.index.writer import SETS_MAX
 from kvstore.process.faults import Faults
@@ -48,57 +46,12 @@ HUNG_S: Final = 10.0
 """Without a sign of life for so long, the process is killed and another one started."""
 _START_S: Final = 30.0
 """Maximum time from the start of the process to its first report."""
-_WATCH_S: Final = 0.5
 _END_S: Final = 2.0
 """Maximum time for the process to end after its socket was closed; then it is killed."""
 _PAUSE_S_MIN: Final = 0.1
 _PAUSE_S_MAX: Final = 5.0
 _BACKLOG_BYTES: Final = 16 << 20
 """Commands that the process has not read; further expectations are left out and counted."""
-
-
-class LocalIndex:
-    """The same index in this process and its event loop, for tests and single nodes."""
-
-    def __init__(self, settings: IndexSettings) -> None:
-        """Make an empty table.
-
-        Args:
-            settings: its settings.
-        """
-        memory = TableMemory.anonymous(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
-        self._service = IndexService(memory, settings, secrets.randbits(64))
-        self._table = IndexReader(memory.buffer)
-        self.restarts = 0
-
-    def table(self) -> IndexReader | None:
-        """The table; None never."""
-        return self._table
-
-    @property
-    def report(self) -> IndexReport:
-        """The present state."""
-        return self._service.report()
-
-    def worker(self, name: str) -> WorkerReport | None:
-        """The state of one worker; None if it is not followed."""
-        return _worker(self.report, name)
-
-    def follow(self, source: Source) -> None:
-        """Follow a source, in place of what was followed for its worker."""
-        self._service.obey(Follow(source))
-
-    def unfollow(self, worker: str) -> None:
-        """Forget a worker, if it is known."""
-        self._service.obey(Unfollow(worker))
-
-    def expect(self, expected: Expect) -> None:
-        """A worker will probably have some pages."""
-        self._service.obey(expected)
-
-    async def run(self) -> None:
-        """Follow until cancelled."""
-        await self._service.run()
 
 
 class IndexProcess:
@@ -142,9 +95,9 @@ class IndexProcess:
             return None
         return life.table
 
-    def worker(self, name: str) -> WorkerReport | None:
+    def worker(self, name: str) -> FollowedWorker | None:
         """The state of one worker in the last report; None if it was not followed."""
-        return _worker(self.report, name)
+        return next((one for one in self._report.workers if one.worker == name), None)
 
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
@@ -224,10 +177,6 @@ class IndexProcess:
         self._to_catch_up = set()
 
 
-def _worker(report: IndexReport, name: str) -> WorkerReport | None:
-    return next((one for one in report.workers if one.worker == name), None)
-
-
 class _Life:
     """One run of the process.
 
@@ -271,7 +220,7 @@ class _Life:
             theirs.close()
             memory.close()
         life = cls(process, streams, IndexReader(memory.buffer))
-        life.send(Begin(settings))
+        life.send(StartIndex(settings))
         for source in sources:
             life.send(Follow(source))
         return life

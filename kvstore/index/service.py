@@ -9,14 +9,14 @@ import numpy as np
 
 from kvstore.index.audit import Auditor
 from kvstore.index.control import (
-    Begin,
     Command,
     Expect,
     Follow,
+    FollowedWorker,
     IndexReport,
     IndexSettings,
+    StartIndex,
     Unfollow,
-    WorkerReport,
 )
 from kvstore.index.expected import Expectations
 from kvstore.index.feed import PageFeeds
@@ -59,7 +59,7 @@ class IndexService:
             case Expect(worker, chains, from_ns, until_ns):
                 blocks = np.frombuffer(chains, dtype="<u8")
                 self._expected.add(worker, blocks, from_ns, until_ns)
-            case Begin():
+            case StartIndex():
                 raise AssertionError("an index begins once")
 
     async def run(self) -> None:
@@ -80,16 +80,17 @@ class IndexService:
         return IndexReport(
             entries=len(self._pages),
             entries_max=self._settings.entries_max,
+            sets=self._pages.sets,
             dropped=self._pages.left_out,
             expected=len(self._expected),
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             workers=[self._reported(one, pages) for one in self._followers],
         )
 
-    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> WorkerReport:
+    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> FollowedWorker:
         feed, sequence, worker = follower.feed, follower.sequence, follower.source.worker
         audit = self._auditor.last(worker)
-        return WorkerReport(
+        return FollowedWorker(
             worker=worker,
             connected=follower.connected,
             current=follower.current,

@@ -35,7 +35,7 @@ class WaitingBlocks:
         return len(self.hashes) + len(self.tokens) + extras + _NAME_BYTES * len(self.names)
 
 
-class WaitingRoom:
+class WaitingEvents:
     """The waiting blocks of one engine; the oldest events make room for new ones.
 
     Attributes:

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument
+from kvstore.mover.binary import LIBRARY, load
 from kvstore.mover.fallback import Fallback
 from kvstore.mover.jobs import Addresses, Buffer, Digests, Mode, MoverJob, Pieces, Word, Words
-from kvstore.mover.library import LIBRARY, load
 from kvstore.mover.native import Native
 from kvstore.page import DIGEST_BYTES
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.mover.library import LIBRARY, load
+from kvstore.mover.binary import LIBRARY, load
 
 U64_MAX: Final = (1 << 64) - 1
 U32_MAX: Final = (1 << 32) - 1
@@ -51,7 +51,7 @@ class NativeChains:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions of the built library."""
         word, size, memory = ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
-        self.library = library
+        self.binary = library
         self._chain = library.kv_chain
         self._chain.restype = size
         self._chain.argtypes = [memory, size, size, word, memory, size]
@@ -125,8 +125,6 @@ class NativeChains:
 
 class PlainChains:
     """The same without the library, slower."""
-
-    library: Final = None
 
     def chain(
         self, ids: npt.NDArray[np.uint32], block_tokens: int, start: int

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.cli import main
 from kvstore.cli.engines import conductor_checks, name_check
-from kvstore.index.control import IndexReport, WorkerReport
+from kvstore.index.control import FollowedWorker, IndexReport
 
 GAP = {"gap": "no_space", "means": "its space is unknown", "do": "set the option `engine`"}
 
@@ -116,8 +116,8 @@ def test_the_command_asks_the_conductor_that_is_named(conductor, capsys, tmp_pat
 
 def test_index_says_who_counts_and_why_not(conductor, capsys) -> None:
     workers = [
-        WorkerReport(worker="engine/e", current=True, pages={"GPU": 3}, batches=1, unmapped=2),
-        WorkerReport(worker="node/n", why="not connected yet", audited=10, missing=1),
+        FollowedWorker(worker="engine/e", current=True, pages={"GPU": 3}, batches=1, unmapped=2),
+        FollowedWorker(worker="node/n", why="not connected yet", audited=10, missing=1),
     ]
     report = IndexReport(entries=3, entries_max=100, workers=workers)
     conductor.answers["/v1/index"] = {"up": True, "restarts": 0, **msgspec.to_builtins(report)}

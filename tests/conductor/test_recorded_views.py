@@ -8,7 +8,7 @@ from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
 from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, own_domain
 from kvstore.index.control import IndexSettings, Source, SourceBounds
-from kvstore.index.process import LocalIndex
+from kvstore.testing.index import LocalIndex
 from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
 
 MAX_RUNNING = 4

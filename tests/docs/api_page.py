@@ -45,7 +45,8 @@ SECTIONS: Final = {
     "Results": ["Hit", "PutResult", "PageViews", "RestoreResult"],
     "Errors": [
         "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "InvalidArgument",
-        "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable", "TierUnavailable",
+        "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable",
+        "TierUnavailable",
         "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
     ],
 }  # fmt: skip

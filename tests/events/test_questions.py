@@ -293,5 +293,3 @@ def test_an_answer_put_from_another_thread_arrives_whole(tmp_path, follow, wait_
         thread.join()
 
         assert [msgspec.msgpack.decode(one[3]) for one in heard] == [*range(3_000), None]
-
-

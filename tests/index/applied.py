@@ -1,8 +1,10 @@
 """One worker's ingest, with what its changes have made of an index that is a plain set."""
 
+import random
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 
 from kvstore.index.apply import EngineScope, EventIngest
 from kvstore.index.batch import ChangeBatch
@@ -11,11 +13,14 @@ from kvstore.mover.chains import CHAINS, Chains, NativeChains, PlainChains
 
 SECRET = 0x1234_5678_9ABC_DEF0
 DOMAIN = "model:m"
+SPACE = "ab" * 32
+KEYS = [n.to_bytes(32, "little") for n in range(3_000)]
 PACK = msgspec.msgpack.encode
 IMPLEMENTATIONS: list[Chains] = [
     PlainChains(), *([CHAINS] if isinstance(CHAINS, NativeChains) else []),
 ]  # fmt: skip
 LIMITS = BlockLimits(1_000_000, 1_000, 1 << 20)
+each = pytest.mark.parametrize("chains", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
 
 
 class Place(NamedTuple):
@@ -103,3 +108,17 @@ def stored(hashes: list[Any], tokens: Any, parent: Any = None, **fields: Any) ->
 
 def removed(hashes: list[Any], **fields: Any) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", **fields}
+
+
+def pages(keys: list[bytes], **fields: Any) -> dict[str, Any]:
+    """Pages of a node."""
+    return stored(keys, [], **{"space": SPACE, "medium": "CPU", **fields})
+
+
+def pages_gone(keys: list[bytes], **fields: Any) -> dict[str, Any]:
+    return removed(keys, **{"space": SPACE, "medium": "CPU", **fields})
+
+
+def prompt(count: int, seed: int = 1) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(150_000) for _ in range(count)]

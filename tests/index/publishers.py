@@ -18,12 +18,12 @@ from kvstore.events.publisher import (
     StoredEvent,
 )
 from kvstore.events.questions import END, HEAD, Question
-from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
-from kvstore.index.process import LocalIndex
+from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceBounds
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys, page_keys
+from kvstore.testing.index import LocalIndex
 from tests.loops import eventually
 
 SPACE = "ab" * 32
@@ -157,12 +157,12 @@ class Following:
         assert table is not None
         return table
 
-    def worker(self, name: str = "node/n") -> WorkerReport:
+    def worker(self, name: str = "node/n") -> FollowedWorker:
         [found] = [one for one in self.index.report.workers if one.worker == name]
         return found
 
     @property
-    def node(self) -> WorkerReport:
+    def node(self) -> FollowedWorker:
         return self.worker()
 
     @property

@@ -7,7 +7,6 @@ import struct
 from functools import cache
 from typing import Any, NamedTuple
 
-import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +14,10 @@ from hypothesis import strategies as st
 from kvstore.index.blocks import BlockLimits
 from kvstore.index.scope import scope_seed
 from kvstore.mover.chains import Chains
-from tests.index.applied import DOMAIN, IMPLEMENTATIONS, PACK, SECRET, Applied, Place, removed
+from tests.index.applied import DOMAIN, PACK, SECRET, Applied, Place, each, removed
 
 SIZE = 3
 ROOM = BlockLimits(1_000_000, 100_000, 1 << 30)
-
-each = pytest.mark.parametrize("chains", IMPLEMENTATIONS, ids=lambda one: type(one).__name__)
 
 
 class Part(NamedTuple):

@@ -27,11 +27,11 @@ from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.feed import PageFeeds
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
-from kvstore.index.process import LocalIndex
 from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
+from kvstore.testing.index import LocalIndex
 from tests.index.hostile import TOPICS, Hostile
 from tests.index.publishers import node, usable
 from tests.loops import eventually, in_loop

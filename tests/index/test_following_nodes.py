@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,15 +12,16 @@ import zmq
 import zmq.asyncio
 
 from kvstore.index import channel
-from kvstore.index.control import IndexSettings, Source, SourceBounds, WorkerReport
+from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceBounds
 from kvstore.index.followers import Follower
-from kvstore.index.process import LocalIndex
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.page import PrefixKeys
+from kvstore.testing.index import LocalIndex
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.conftest import Spawn
 from tests.index.publishers import KEYS, stored, usable
 from tests.loops import eventually, in_loop
+
 
 @pytest.fixture
 def own_daemon(spawn: Spawn, tmp_path: Path) -> Daemon:
@@ -53,7 +55,7 @@ def source(daemon: Daemon) -> Source:
     )  # fmt: skip
 
 
-def state(index: LocalIndex) -> WorkerReport:
+def state(index: LocalIndex) -> FollowedWorker:
     found = index.worker(WORKER)
     assert found is not None
     return found
@@ -144,6 +146,10 @@ def _event(index: LocalIndex, space: str, key: bytes) -> dict[str, object]:
     }  # fmt: skip
 
 
+def applied(index: LocalIndex, batches: int) -> bool:
+    return index.report.workers[0].batches == batches
+
+
 @in_loop
 async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
     bound = channel.EventListener("tcp://127.0.0.1:*")
@@ -161,7 +167,7 @@ async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
                 payload = msgspec.msgpack.encode([1.0, [stored(KEYS[: 3 + number])], None])
                 topic = b"kv@e@%d" % number
                 await publisher.send_multipart([topic, bytes(8), payload])
-                await eventually(lambda: index.report.workers[0].batches == 1 + number)
+                await eventually(partial(applied, index, 1 + number))
                 assert index.report.workers[0].current
             finally:
                 publisher.close(linger=0)

@@ -127,7 +127,8 @@ async def test_a_stopped_index_counts_for_nothing_and_is_started_again(
             os.kill(stopped, signal.SIGSTOP)
             await eventually(lambda: prefix(index) == -1, "its table is not believed")
             await eventually(lambda: index.restarts == 1)
-            assert not Path(f"/proc/{stopped}").exists()
+            with pytest.raises(ProcessLookupError):
+                os.kill(stopped, 0)
             await eventually(lambda: prefix(index) == 5)
 
 

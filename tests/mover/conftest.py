@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import mover
 from kvstore.mover import Fallback, Native
-from kvstore.mover.library import LIBRARY, load
+from kvstore.mover.binary import LIBRARY, load
 
 
 def implementations() -> Iterator[Native | Fallback]:

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from kvstore.mover import Mode, MoverJob, Native, Pieces, Progress
-from kvstore.mover.library import load
+from kvstore.mover.binary import load
 
 libc = ctypes.CDLL(None)
 libc.memalign.restype = ctypes.c_void_p

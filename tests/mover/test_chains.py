@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.mover.binary import LIBRARY, load
 from kvstore.mover.chains import Chains, NativeChains, PlainChains, WordBuffer, name_of
-from kvstore.mover.library import LIBRARY, load
 
 PACK = msgspec.msgpack.encode
 BUILT = load(LIBRARY)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, TierUnavailable
-from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, library
+from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, binary
 from tests.mover.layouts import Layout, address, even_layout, expected, layouts, noise, u64
 
 SEEDS = (0, 1, 0x9E3779B185EBCA87, 2**64 - 1)
@@ -249,14 +249,14 @@ def test_populate_of_memory_that_is_not_there_is_an_error(
 def test_a_missing_library_and_one_of_another_version_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert library.load(tmp_path / "nothing.so") is None
+    assert binary.load(tmp_path / "nothing.so") is None
     (tmp_path / "broken.so").write_bytes(b"no library")
-    assert library.load(tmp_path / "broken.so") is None
-    monkeypatch.setattr(library, "VERSION", -1)
-    assert library.load(library.LIBRARY) is None
+    assert binary.load(tmp_path / "broken.so") is None
+    monkeypatch.setattr(binary, "VERSION", -1)
+    assert binary.load(binary.LIBRARY) is None
 
 
 def test_it_says_what_runs() -> None:
-    built = library.load(library.LIBRARY) is not None
+    built = binary.load(binary.LIBRARY) is not None
     assert mover.is_native is built
     assert mover.description.startswith("native " if built else "fallback numpy+xxhash")

@@ -1,0 +1,66 @@
+"""An index without a process of its own."""
+
+import secrets
+
+from kvstore.index.control import (
+    Expect,
+    Follow,
+    FollowedWorker,
+    IndexReport,
+    IndexSettings,
+    Source,
+    Unfollow,
+)
+from kvstore.index.layout import TableLayout
+from kvstore.index.memory import TableMemory
+from kvstore.index.service import IndexService
+from kvstore.index.table import IndexReader
+from kvstore.index.writer import SETS_MAX
+
+
+class LocalIndex:
+    """The index of :class:`kvstore.index.process.IndexProcess` in this process and its loop.
+
+    Attributes:
+        restarts: always 0.
+    """
+
+    def __init__(self, settings: IndexSettings) -> None:
+        """Make an empty table.
+
+        Args:
+            settings: its settings.
+        """
+        memory = TableMemory.anonymous(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
+        self._service = IndexService(memory, settings, secrets.randbits(64))
+        self._table = IndexReader(memory.buffer)
+        self.restarts = 0
+
+    def table(self) -> IndexReader | None:
+        """The table; None never."""
+        return self._table
+
+    @property
+    def report(self) -> IndexReport:
+        """The present state."""
+        return self._service.report()
+
+    def worker(self, name: str) -> FollowedWorker | None:
+        """The state of one worker; None if it is not followed."""
+        return next((one for one in self.report.workers if one.worker == name), None)
+
+    def follow(self, source: Source) -> None:
+        """Follow a source, in place of what was followed for its worker."""
+        self._service.obey(Follow(source))
+
+    def unfollow(self, worker: str) -> None:
+        """Forget a worker, if it is known."""
+        self._service.obey(Unfollow(worker))
+
+    def expect(self, expected: Expect) -> None:
+        """A worker will probably have some pages."""
+        self._service.obey(expected)
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        await self._service.run()

@@ -1,0 +1,126 @@
+"""Limits of what a worker may send, and payloads that are wrong in any way."""
+
+import gc
+import random
+import time
+
+import pytest
+
+from kvstore.index import apply as applying
+from kvstore.index.blocks import BlockLimits
+from kvstore.index.reading import UnreadableError
+from kvstore.mover.chains import Chains
+from tests.index.applied import (
+    IMPLEMENTATIONS,
+    KEYS,
+    PACK,
+    Applied,
+    each,
+    pages,
+    pages_gone,
+    prompt,
+    stored,
+)
+from tests.index.hostile import Hostile
+
+STALL_S = 0.1
+
+
+def test_long_batches_are_applied_in_steps() -> None:
+    applied = Applied()
+    assert applied.apply(*(pages(KEYS) for _ in range(5))) == 2
+    assert applied.apply(*(pages(KEYS[:1]) for _ in range(1_000))) == 4
+    assert len(applied.entries) == 3_000
+
+
+def test_media_and_groups_that_nobody_has_heard_of_are_bounded() -> None:
+    applied = Applied()
+    ids = prompt(4)
+    for number in range(100):
+        applied.apply(pages(KEYS[:2], medium=f"medium {number}"))
+    assert len(applied.entries) == 2 * applying.MEDIA_MAX
+    assert applied.ingest.skipped == 100 - applying.MEDIA_MAX
+    applied.ingest.clear()
+    for number in range(-50, 200):
+        applied.apply(stored([number % 2**64], ids, group_idx=number))
+    assert len(applied.entries) == applying.GROUPS_MAX
+    assert len(applied.ingest.groups) <= applying.GROUPS_MAX
+
+
+def test_holders_beyond_what_there_is_room_for_are_counted() -> None:
+    applied = Applied(holders_max=2)
+    applied.apply(*(pages(KEYS[:1], shard=shard) for shard in (0, 1, 2, 0, 2)))
+    applied.apply(pages_gone(KEYS[:1], shard=2))
+    assert len(applied.entries) == 2
+    assert applied.ingest.without_holder == 2
+
+
+def test_events_of_unknown_kinds_are_counted_and_the_others_applied() -> None:
+    applied = Applied()
+    applied.apply(pages(KEYS[:1]), {"type": "SomethingNew", "x": [1]}, pages(KEYS[1:2]))
+    assert len(applied.entries) == 2
+    assert applied.ingest.skipped == 1
+    with pytest.raises(UnreadableError):
+        applied.apply(pages(KEYS[2:3], block_size=0))
+    with pytest.raises(UnreadableError):
+        applied.payload(PACK([1.0, [{"nothing": 1}], None]))
+
+
+@pytest.mark.parametrize("limit", [65_536, 65_537])
+def test_more_hashes_than_an_event_may_have_cannot_be_read(limit: int) -> None:
+    applied = Applied()
+    hashes = list(range(limit))
+    event = stored(hashes, [5] * limit)
+    if limit <= 65_536:
+        applied.apply(event, event)
+        assert len(applied.entries) == limit
+    else:
+        with pytest.raises(UnreadableError):
+            applied.apply(event)
+
+
+@each
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(2.0, id="quick"),
+        pytest.param(0.0, id="soak", marks=pytest.mark.soak("events", minutes=1.0)),
+    ],
+)
+def test_no_payload_ends_or_holds_up_who_applies_it(
+    chains: Chains, seconds: float, soak_s: float
+) -> None:
+    seed = 11 if seconds else random.SystemRandom().randrange(2**32)
+    dice = Hostile(seed)
+    applied = Applied(chains, limits=BlockLimits(5_000, 500, 100_000))
+    unreadable, batches, worst = 0, 0, 0.0
+    gc.collect()
+    gc.freeze()
+    end = time.monotonic() + (seconds or soak_s)
+    try:
+        while time.monotonic() < end:
+            payload = dice.payload()
+            before = time.thread_time()
+            try:
+                for _ in applied.ingest.apply(payload, applied.batch):
+                    worst = max(worst, time.thread_time() - before)
+                    applied._take()
+                    before = time.thread_time()
+            except UnreadableError:
+                unreadable += 1
+                applied.ingest.clear()
+            worst = max(worst, time.thread_time() - before)
+            applied._take()
+            batches += 1
+            if batches % 20 == 0:
+                applied.ingest.blocks.check()
+        assert 0 < unreadable < batches
+        applied.ingest.clear()
+        assert not applied.entries
+        if chains is IMPLEMENTATIONS[-1]:
+            assert worst < STALL_S, f"seed {seed}"
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise
+    finally:
+        gc.unfreeze()
