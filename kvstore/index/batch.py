@@ -64,11 +64,6 @@ class ChangeBatch:
             self._holders.append(holder)
             self._stored.append(stored)
 
-    def add_one(self, chain: int, holder: int, *, stored: bool) -> None:
-        """Append one change."""
-        self.chains.array[self.make_room()] = chain
-        self.add(1, holder, stored=stored)
-
     def changes(self) -> Changes:
         """All changes; views that are valid until the next event."""
         lengths = [stop - start for start, stop in pairwise(self._ends)]

@@ -171,14 +171,15 @@ def guarded() -> Iterator[mmap.mmap]:
         | st.binary(min_size=32, max_size=32),
         max_size=40,
     ),
-    cut=st.integers(0, 2_000),
+    cut=st.just(0) | st.integers(0, 12),
     change=st.none() | st.tuples(st.integers(0, 2_000), st.integers(0, 255)),
 )  # fmt: skip
 def test_nothing_beyond_the_given_bytes_is_read_and_both_say_the_same(
     guarded: mmap.mmap, value: list[Any], cut: int, change: tuple[int, int] | None
 ) -> None:
     assert NATIVE is not None
-    data = bytearray(PACK(value)[: max(1, cut) if cut < 1_000 else None])
+    data = bytearray(PACK(value))
+    del data[max(1, len(data) - cut) :]
     if change is not None:
         data[change[0] % len(data)] = change[1]
     stop = 2 * mmap.PAGESIZE
@@ -221,7 +222,7 @@ EVENTS = st.recursive(
         ),
         max_size=5,
     ),
-    cut=st.integers(0, 1_000),
+    cut=st.just(0) | st.integers(0, 12),
     change=st.none() | st.tuples(st.integers(0, 2_000), st.integers(0, 255)),
 )
 def test_the_tokens_of_a_batch_are_found_without_a_look_beyond_it(
@@ -229,7 +230,8 @@ def test_the_tokens_of_a_batch_are_found_without_a_look_beyond_it(
 ) -> None:
     assert NATIVE is not None
     whole = PACK([1.5, events, None])
-    data = bytearray(whole[: max(1, cut) if cut < 300 else None])
+    data = bytearray(whole)
+    del data[max(1, len(data) - cut) :]
     if change is not None:
         data[change[0] % len(data)] = change[1]
     stop = 2 * mmap.PAGESIZE
