@@ -14,6 +14,7 @@ from kvstore.index.layout import (
     ROW_WORDS,
     SET_MASK,
     Field,
+    Geometry,
     Numbers,
     Switch,
     TableView,
@@ -27,6 +28,7 @@ _TRIES: Final = 8
 _UNREADABLE: Final = -1
 _NO_CHAINS: Final = np.zeros(0, dtype=np.uint64)
 _FIRST: Final = np.zeros(1, dtype=np.int64)
+_NONE: Final = np.zeros(0, dtype=np.int64)
 _NOTHING: Final = HolderDirectory(_UNREADABLE, {})
 
 
@@ -134,19 +136,24 @@ class IndexReader:
 def _sets(table: TableView, chains: Words) -> tuple[Numbers, Numbers]:
     """The numbers of the sets of chains, 0 for absent ones; and which of them are undecided."""
     segments, tags = table.hashed(chains)
-    states = table.states[segments]
-    sets = (table.locate(segments, tags, states).words & SET_MASK).view(np.int64)
-    moved = np.flatnonzero(table.states[segments] != states)
+    geometry = table.geometry()
+    sets = (table.locate(segments, tags, geometry).words & SET_MASK).view(np.int64)
+    moved = _moved(table, geometry, segments)
     for _ in range(_TRIES):
         if not len(moved):
             break
-        again = segments[moved]
-        states = table.states[again]
-        found = table.locate(again, tags[moved], states).words & SET_MASK
+        geometry = table.geometry()
+        found = table.locate(segments[moved], tags[moved], geometry).words & SET_MASK
         sets[moved] = found.view(np.int64)
-        moved = moved[table.states[again] != states]
+        moved = moved[_moved(table, geometry, segments[moved])]
     sets[moved] = 0
     return sets, moved
+
+
+def _moved(table: TableView, geometry: Geometry, segments: Numbers) -> Numbers:
+    """Which of these segments are not where they were."""
+    changed = table.states != geometry.states
+    return np.flatnonzero(changed[segments]) if changed.any() else _NONE
 
 
 def _by_prompt(

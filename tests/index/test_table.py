@@ -344,3 +344,35 @@ def test_a_rebuilt_segment_gives_its_memory_back(opened: list[TableMemory]) -> N
     for _ in range(5):
         made._segments._rebuild(0, 0)
     assert memory.used_bytes() <= before
+
+
+def test_what_comes_late_does_not_count_for_the_holder_that_has_the_bit_now(
+    opened: list[TableMemory],
+) -> None:
+    made, reader = open_table(opened, 100)
+    ops = arrays(made, [(0, 0, True)])
+    made.apply(*ops)
+    bit = made.holder(HOLDERS[0]) % HOLDER_BITS_MAX
+    made.drop(HOLDERS[0].worker)
+    assert not made.sweep(1 << 20)
+    assert made.holder(HOLDERS[3]) % HOLDER_BITS_MAX == bit
+    assert made.apply(*ops) == 0
+    assert made.stats().late == 1
+    assert held(reader, CHAINS[:1]) == [set()]
+
+
+def test_entries_that_have_no_place_at_the_end_of_a_segment_are_left_out(
+    opened: list[TableMemory],
+) -> None:
+    made, reader = open_table(opened, 4000)
+    back = pow(2 * 99 + 1, -1, 1 << 64)  # from a tag to a chain
+    highest = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100)]
+    chains = np.array(highest, dtype=np.uint64)
+    numbers = np.full(100, made.holder(HOLDERS[0]), dtype=np.int32)
+    room = (layout.OVERRUN_LINES + 1) * layout.LINE_SLOTS
+    assert made.apply(chains, numbers, np.ones(100, dtype=np.bool_)) == 100 - room
+    made.check()
+    assert held(reader, chains) == [{HOLDERS[0]}] * room + [set()] * (100 - room)
+    assert made.apply(*arrays(made, [(chain, 1, True) for chain in range(2500)])) < 30
+    made.check()
+    assert sum(map(bool, held(reader, chains))) == room
