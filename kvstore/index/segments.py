@@ -28,7 +28,7 @@ from kvstore.index.layout import (
 )
 
 _LOAD_SPREAD = 0.1
-"""TableSegments are rebuilt at different loads, so that not all of them grow at the same time."""
+"""Segments are rebuilt at different loads, so that not all of them grow at the same time."""
 _LOAD_LARGEST = 0.9
 """Of a segment that cannot grow."""
 

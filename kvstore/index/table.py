@@ -53,7 +53,7 @@ class IndexReader:
         return self._mapped
 
     def age_ns(self, now_ns: int) -> int:
-        """Time since the writer's last heartbeat, which may be its first.
+        """Time since the writer's last heartbeat; ``now_ns`` itself before the first.
 
         Args:
             now_ns: the writer's monotonic clock.
@@ -94,7 +94,7 @@ class IndexReader:
         if table is None:
             return [_absent(length, _UNREADABLE) for length in lengths]
         chains = prompts[0] if len(prompts) == 1 else np.concatenate([_NO_CHAINS, *prompts])
-        cuts = np.unique(ends[(ends > 0) & (ends < total)])
+        cuts = ends[(ends > 0) & (ends < total)] if len(prompts) > 1 else _NONE
         for _ in range(_TRIES):
             recycled = table.header[Field.RECYCLED]
             directory = table.header[Field.DIRECTORY]
@@ -103,7 +103,7 @@ class IndexReader:
             if len(cuts):
                 changes[cuts - 1] = True
             starts = np.concatenate((_FIRST[:total], np.flatnonzero(changes) + 1))
-            rows = table.rows.take(sets[starts], axis=0)
+            rows = table.rows.take(sets[starts], axis=0, mode="clip")
             same = table.header[Field.RECYCLED] == recycled
             if same and table.header[Field.DIRECTORY] == directory:
                 self.undecided += len(undecided)
@@ -127,6 +127,8 @@ class IndexReader:
             found = self.find_many(prompts)
             if not found or found[0].version == directory.version:
                 break
+        else:
+            self.undecided += sum(map(len, prompts))
         result = np.zeros((len(prompts), len(needs)), dtype=np.int64)
         for number, runs in enumerate(found):
             result[number] = needs.prefixes(runs)
