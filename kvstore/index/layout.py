@@ -200,7 +200,8 @@ class TableView:
         line = found.lines[left] + 1
         while len(left):
             every = line[:, None] + _NEXT_LINES
-            read = self.lines.take(every.ravel(), axis=0, mode="clip")
+            # Not beyond the segment: reading would allocate its next page.
+            read = self.lines.take(np.minimum(every, lasts[:, None]).ravel(), axis=0)
             same = (read >> SET_BITS) == tags.repeat(len(_NEXT_LINES))[:, None]
             hits = same.view(np.uint64).reshape(every.shape)
             over = every > lasts[:, None]

@@ -337,12 +337,13 @@ def test_only_memory_that_cannot_shrink_is_read_and_it_is_read_only(
 
 
 def test_a_rebuilt_segment_gives_its_memory_back(opened: list[TableMemory]) -> None:
-    memory, made, _ = table(4000)
+    memory, made, reader = table(4000)
     opened.append(memory)
     made.apply(*arrays(made, [(chain, 0, True) for chain in range(3000)]))
     before = memory.used_bytes()
     for _ in range(5):
         made._segments._rebuild(0, 0)
+        assert len(held(reader, CHAINS)) == len(CHAINS)
     assert memory.used_bytes() <= before
 
 
@@ -376,3 +377,16 @@ def test_entries_that_have_no_place_at_the_end_of_a_segment_are_left_out(
     assert made.apply(*arrays(made, [(chain, 1, True) for chain in range(2500)])) < 30
     made.check()
     assert sum(map(bool, held(reader, chains))) == room
+
+
+def test_looking_up_what_is_absent_allocates_no_memory(opened: list[TableMemory]) -> None:
+    memory, made, reader = table(4000)
+    opened.append(memory)
+    made.apply(*arrays(made, [(chain, 0, True) for chain in range(300)]))
+    back = pow(2 * 99 + 1, -1, 1 << 64)
+    last = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100)]
+    before = memory.used_bytes()
+    made.apply(np.array(last, dtype=np.uint64), *arrays(made, [(0, 0, True)] * 100)[1:])
+    absent = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100, 5000)]
+    assert not any(held(reader, np.array(absent, dtype=np.uint64)))
+    assert memory.used_bytes() == before
