@@ -137,7 +137,9 @@ class EventIngest:
         Raises:
             UnreadableError: the payload cannot be read; some of its events may have been applied.
         """
-        self.published, events, unknown = read_payload(payload)
+        self.published, events, unknown = read_payload(
+            payload, self._space.chains, self._space.spots
+        )
         self.skipped += unknown
         work = 0
         for event in events:

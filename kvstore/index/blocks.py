@@ -45,15 +45,17 @@ class Workspace:
         secret: of the index; 0..2**64-1.
         names: names of the present event.
         ids: token ids of the present event.
+        spots: where the token ids of the present events are.
     """
 
-    __slots__ = ("chains", "ids", "names", "secret")
+    __slots__ = ("chains", "ids", "names", "secret", "spots")
 
     def __init__(self, secret: int, chains: Chains = CHAINS) -> None:
         self.chains = chains
         self.secret = secret
         self.names = WordBuffer(HASHES_MAX)
         self.ids = WordBuffer(TOKENS_MAX, np.uint32)
+        self.spots = WordBuffer(2_048)
 
 
 class StoredBlocks(NamedTuple):

@@ -13,14 +13,13 @@ A chain value is a uint64 other than 0, of one of two kinds:
 prompts knows the secret in the seed.
 """
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.mover.chains import CHAINS, U64_MAX
+from kvstore.mover.chains import CHAINS
 from kvstore.page import KEY_BYTES
 
 ChainKind = Literal["keys", "tokens"]
@@ -64,21 +63,6 @@ def key_chains(packed: bytes, seed: int) -> ChainValues:
     """
     words = np.frombuffer(packed, dtype="<u8").reshape(-1, KEY_BYTES // 8)
     chains: ChainValues = np.maximum(words[:, 0] ^ np.uint64(seed), _ONE)
-    return chains
-
-
-def hash_chains(hashes: Sequence[int], seed: int) -> ChainValues:
-    """Chain values of prefix keys of which only the first 8 bytes are known.
-
-    Args:
-        hashes: n times these bytes as a big-endian integer, signed or unsigned.
-        seed: result of :func:`scope_seed` for ``keys``.
-
-    Returns:
-        Shape (n,), dtype uint64.
-    """
-    words = np.array([one & U64_MAX for one in hashes], np.uint64).byteswap()
-    chains: ChainValues = np.maximum(words ^ np.uint64(seed), _ONE)
     return chains
 
 

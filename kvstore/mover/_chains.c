@@ -89,6 +89,77 @@ INLINE const uint8_t *read_string(struct reader *r, size_t most, size_t *length)
     return start;
 }
 
+/* Skip one value with all that is in it. 0: its bytes are not all there. */
+static int skip_value(struct reader *r) {
+    for (uint64_t left = 1; left; left--) {
+        if (!has(r, 1)) return 0;
+        const uint8_t head = *r->at++;
+        uint64_t bytes = 0;
+        int wide = 0; /* bytes of a length */
+        if (head < 0x80 || head >= 0xe0 || head == 0xc0 || head == 0xc2 || head == 0xc3) continue;
+        if (head == 0xc1) return 0;
+        if (head < 0x90) left += 2 * (uint64_t)(head & 0x0f);
+        else if (head < 0xa0) left += head & 0x0f;
+        else if (head < 0xc0) bytes = head & 0x1f;
+        else if (head <= 0xc9) wide = 1 << ((head - 0xc4) % 3), bytes = head >= 0xc7;
+        else if (head <= 0xcb) bytes = head == 0xca ? 4 : 8;
+        else if (head <= 0xd3) bytes = 1 << (head & 3);
+        else if (head <= 0xd8) bytes = 1 + (1 << (head - 0xd4));
+        else if (head <= 0xdb) wide = 1 << (head - 0xd9);
+        else wide = head & 1 ? 4 : 2;
+        if (!has(r, (size_t)wide)) return 0;
+        const uint64_t length = wide ? read_big(r->at, wide) : 0;
+        r->at += wide;
+        if (head < 0xdc) bytes += length;
+        else left += head < 0xde ? length : 2 * length;
+        if (!has(r, bytes)) return 0;
+        r->at += bytes;
+    }
+    return 1;
+}
+
+/* Skip an array of integers. 0: this is something else. */
+static int skip_integers(struct reader *r) {
+    int64_t count = read_array(r);
+    for (; count > 0 && r->at < r->end; count--) {
+        const uint8_t head = *r->at;
+        const int integer = head < 0x80 || head >= 0xe0, wide = head >= 0xcc && head <= 0xd3;
+        const size_t bytes = wide ? 1 + ((size_t)1 << (head & 3)) : 1;
+        if (!(integer || wide) || !has(r, bytes)) return 0;
+        r->at += bytes;
+    }
+    return count == 0;
+}
+
+/* Find the value of "token_ids" in each event of a batch, [time, [event, ...], ...]: its start and
+ * its end, 0 and 0 if there is none. `at` has room for twice `room` numbers. Returns the number of
+ * events, or -1 if this is no such batch, or a value is not an array of integers. */
+EXPORT int64_t kv_find_tokens(const uint8_t *raw, int64_t bytes, uint64_t *at, int64_t room) {
+    static const uint8_t NAME[] = "\xa9token_ids";
+    const size_t name = sizeof NAME - 1;
+    struct reader r = {raw, raw + bytes};
+    if (read_array(&r) < 2 || !skip_value(&r)) return -1;
+    const int64_t events = read_array(&r);
+    if (events < 0 || events > room) return -1;
+    for (int64_t i = 0; i < events; i++) {
+        if (!has(&r, 1)) return -1;
+        const uint8_t head = *r.at++;
+        const int wide = head == 0xde ? 2 : head == 0xdf ? 4 : 0;
+        if (((head & 0xf0) != 0x80 && !wide) || !has(&r, (size_t)wide)) return -1;
+        uint64_t fields = wide ? read_big(r.at, wide) : head & 0x0f;
+        r.at += wide;
+        at[2 * i] = at[2 * i + 1] = 0;
+        for (; fields; fields--) {
+            const int is_tokens = has(&r, name) && memcmp(r.at, NAME, name) == 0;
+            if (!skip_value(&r)) return -1;
+            const uint64_t start = (uint64_t)(r.at - raw);
+            if (!is_tokens ? !skip_value(&r) : at[2 * i + 1] || !skip_integers(&r)) return -1;
+            if (is_tokens) at[2 * i] = start, at[2 * i + 1] = (uint64_t)(r.at - raw);
+        }
+    }
+    return events;
+}
+
 /* ---- Chains ------------------------------------------------------------------------------------ */
 
 /* Chain values of the full blocks of `ids`: each is the hash of its block, seeded with the one

@@ -67,6 +67,9 @@ class NativeChains:
         self._names = library.kv_names_raw
         self._names.restype = size
         self._names.argtypes = [memory, size, word, memory, size]
+        self._find_tokens = library.kv_find_tokens
+        self._find_tokens.restype = size
+        self._find_tokens.argtypes = [memory, size, memory, size]
 
     def chain(
         self, ids: npt.NDArray[np.uint32], block_tokens: int, start: int
@@ -120,6 +123,19 @@ class NativeChains:
             The number of names.
         """
         count: int = self._names(raw, len(raw), secret, out.address, out.room)
+        return count
+
+    def find_tokens(self, payload: bytes, spots: WordBuffer) -> int:
+        """Find the token ids in a batch of events, so that nothing else needs to walk over them.
+
+        Args:
+            payload: msgpack of the batch.
+            spots: gets start and end of the array of each event; 0 and 0 if it has none.
+
+        Returns:
+            The number of events; negative if they are too many, or not as expected.
+        """
+        count: int = self._find_tokens(payload, len(payload), spots.address, spots.room // 2)
         return count
 
 
@@ -177,6 +193,10 @@ class PlainChains:
             return -1
         out.array[: len(found)] = [name_of(one, secret) for one in found]
         return len(found)
+
+    def find_tokens(self, payload: bytes, spots: WordBuffer) -> int:  # noqa: ARG002
+        """As :meth:`NativeChains.find_tokens`; it never finds any."""
+        return -1
 
 
 def name_of(block_hash: int | bytes, secret: int) -> int:

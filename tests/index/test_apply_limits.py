@@ -3,13 +3,17 @@
 import gc
 import random
 import time
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.index import apply as applying
+from kvstore.index import payload as decoding
 from kvstore.index.blocks import BlockLimits
+from kvstore.index.payload import read_payload
 from kvstore.index.reading import UnreadableError
-from kvstore.mover.chains import Chains
+from kvstore.mover.chains import Chains, WordBuffer
 from tests.index.applied import (
     IMPLEMENTATIONS,
     KEYS,
@@ -77,6 +81,32 @@ def test_more_hashes_than_an_event_may_have_cannot_be_read(limit: int) -> None:
     else:
         with pytest.raises(UnreadableError):
             applied.apply(event)
+
+
+def decoded(payload: bytes, chains: Chains) -> Any:
+    """What is read of a payload, so that it can be compared."""
+    try:
+        published, events, unknown = read_payload(payload, chains, WordBuffer(64))
+    except UnreadableError:
+        return None
+    fields = [
+        [bytes(x) if isinstance(x, msgspec.Raw) else x for x in msgspec.structs.astuple(event)]
+        for event in events
+    ]
+    return repr(published), fields, unknown
+
+
+def test_a_payload_is_read_the_same_with_and_without_a_look_at_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoding, "LONG_BYTES", 0)
+    dice, read = Hostile(12), 0
+    for number in range(1_500):
+        payload = dice.payload()
+        plain = decoded(payload, IMPLEMENTATIONS[0])
+        assert decoded(payload, IMPLEMENTATIONS[-1]) == plain, number
+        read += plain is not None
+    assert 100 < read < 1_500
 
 
 @each

@@ -171,14 +171,15 @@ def guarded() -> Iterator[mmap.mmap]:
         | st.binary(min_size=32, max_size=32),
         max_size=40,
     ),
-    cut=st.integers(0, 2_000),
+    cut=st.just(0) | st.integers(0, 12),
     change=st.none() | st.tuples(st.integers(0, 2_000), st.integers(0, 255)),
 )  # fmt: skip
 def test_nothing_beyond_the_given_bytes_is_read_and_both_say_the_same(
     guarded: mmap.mmap, value: list[Any], cut: int, change: tuple[int, int] | None
 ) -> None:
     assert NATIVE is not None
-    data = bytearray(PACK(value)[: max(1, cut) if cut < 1_000 else None])
+    data = bytearray(PACK(value))
+    del data[max(1, len(data) - cut) :]
     if change is not None:
         data[change[0] % len(data)] = change[1]
     stop = 2 * mmap.PAGESIZE
@@ -199,6 +200,63 @@ def test_nothing_beyond_the_given_bytes_is_read_and_both_say_the_same(
             count = call()
             results[-1].append((count, out.array.tolist()) if count >= 0 else None)
     assert results[0] == results[1]
+
+
+EVENTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
+    | st.text(max_size=40) | st.binary(max_size=300)
+    | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary()),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=15,
+)  # fmt: skip
+
+
+@needs_library
+@settings(max_examples=300)
+@given(
+    events=st.lists(
+        st.dictionaries(
+            st.sampled_from(["token_ids", "token_idx", "type", "a" * 40, ""]),
+            EVENTS | st.lists(st.integers(-200, 2**33), max_size=20),
+            max_size=4,
+        ),
+        max_size=5,
+    ),
+    cut=st.just(0) | st.integers(0, 12),
+    change=st.none() | st.tuples(st.integers(0, 2_000), st.integers(0, 255)),
+)
+def test_the_tokens_of_a_batch_are_found_without_a_look_beyond_it(
+    guarded: mmap.mmap, events: list[Any], cut: int, change: tuple[int, int] | None
+) -> None:
+    assert NATIVE is not None
+    whole = PACK([1.5, events, None])
+    data = bytearray(whole)
+    del data[max(1, len(data) - cut) :]
+    if change is not None:
+        data[change[0] % len(data)] = change[1]
+    stop = 2 * mmap.PAGESIZE
+    data = data[:stop]
+    guarded[stop - len(data) : stop] = bytes(data)
+    address = np.frombuffer(guarded, np.uint8, count=1).ctypes.data + stop - len(data)
+    spots = WordBuffer(11)
+
+    count = NATIVE.find_tokens(Placed(address, len(data)), spots)
+
+    for start, end in spots.array[: 2 * max(count, 0)].reshape(-1, 2).tolist():
+        assert 0 <= start <= end <= len(data)
+    if bytes(data) != whole:
+        return
+    tokens = [event.get("token_ids", []) for event in events]
+    if all(isinstance(one, list) and all(type(x) is int for x in one) for one in tokens):
+        assert count == len(events)
+        for number, event in enumerate(events):
+            start, end = spots.array[2 * number : 2 * number + 2].tolist()
+            if "token_ids" in event:
+                assert data[start:end] == PACK(event["token_ids"])
+            else:
+                assert (start, end) == (0, 0)
+    else:
+        assert count == -1
 
 
 class Placed(int):
