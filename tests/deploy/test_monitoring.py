@@ -90,24 +90,22 @@ def conductor_series() -> dict[str, Series]:
         with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"x@a@m") as events:
             a = FakeEngine("a", "mixed", events=events.bound_endpoint)
             async with serving(a) as client:
-                await eventually(
-                    lambda: client.conductor.followers.gauges()["events_connected"] == {
-                        ("engine/a",): 1.0
-                    }
-                )  # fmt: skip
+                await eventually(lambda: client.is_current("engine/a"))
                 key = b"k" * 32
                 stored = StoredEvent(
                     block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=4,
                     medium="GPU", space="ab" * 32, shard=0,
                 )  # fmt: skip
                 events.publish([stored])
-                await eventually(lambda: len(client.conductor.index) == 1)
+                await eventually(lambda: client.entries == 1)
                 assert (await client.complete("a prompt"))[0] == 200
                 a.broken = "reset"
                 assert (await client.complete("a prompt"))[0] >= 500
                 a.broken = "midway"
                 await client.complete("a prompt", stream=True)
-                client.conductor.followers._followers["engine/a"].faults.note("frames", "none")
+                follower = client.followed("engine/a")
+                assert follower is not None
+                follower.faults.note("frames", "none")
                 return (await client.get("/metrics"))[1]
 
     return series_of(asyncio.run(scraped()))
