@@ -252,6 +252,18 @@ class FakeNode:
         return web.json_response({"sessions": self.sessions[cursor:end], "next": more})
 
 
+@asynccontextmanager
+async def beside(*nodes: FakeNode) -> AsyncIterator[None]:
+    """Nodes that end with the context."""
+    try:
+        for node in nodes:
+            await node.start()
+        yield
+    finally:
+        for node in nodes:
+            await node.stop()
+
+
 def session_of(
     name: str | None, space: str = "ab" * 32, page_tokens: int = 4, shards: Iterable[str] = (),
     **engine: object,

@@ -1,11 +1,9 @@
 """Engines and nodes find each other: id, role and URL suffice, and URL and read token of a node."""
 
-from contextlib import asynccontextmanager
-
 import pytest
 
 from kvstore.events.publisher import EventPublisher
-from tests.conductor.fakes import FakeEngine, FakeNode, serving, session_of
+from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving, session_of
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
 from tests.loops import eventually, in_loop
 
@@ -26,18 +24,6 @@ async def engine_of(client, engine_id="e"):
 async def node_of(client):
     [shown] = (await client.get("/v1/nodes"))[1]["nodes"]
     return shown
-
-
-@asynccontextmanager
-async def beside(*nodes):
-    """Nodes that end with the context."""
-    try:
-        for node in nodes:
-            await node.start()
-        yield
-    finally:
-        for node in nodes:
-            await node.stop()
 
 
 def like_vllm(engine_id="e", **described):

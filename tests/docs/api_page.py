@@ -45,8 +45,8 @@ SECTIONS: Final = {
     "Results": ["Hit", "PutResult", "PageViews", "RestoreResult"],
     "Errors": [
         "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "InvalidArgument",
-        "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable", "TierUnavailable",
-        "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
+        "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable",
+        "TierUnavailable", "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
     ],
 }  # fmt: skip
 """All of ``kvstore.__all__`` but ``__version__``."""
