@@ -25,6 +25,7 @@ class FakeEngine:
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
         status: answer completions with this status instead.
+        keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
@@ -45,6 +46,7 @@ class FakeEngine:
             **described,
         }
         self.describes = True
+        self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
@@ -92,7 +94,8 @@ class FakeEngine:
         return web.json_response({}, status=200 if self.healthy else 500)
 
     async def _describe(self, _: web.Request) -> web.Response:
-        return web.json_response(self.described, status=200 if self.describes else 404)
+        status = 401 if self.keyed else 200 if self.describes else 404
+        return web.json_response(self.described, status=status)
 
     async def _models(self, _: web.Request) -> web.Response:
         adapter = {"id": "adapter", "parent": self.described["model"]}
