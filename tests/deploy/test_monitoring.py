@@ -23,7 +23,7 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, serving
+from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
 from tests.loops import eventually
@@ -88,8 +88,9 @@ def conductor_series() -> dict[str, Series]:
 
     async def scraped() -> str:
         with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"x@a@m") as events:
-            a = FakeEngine("a", "mixed", events=events.bound_endpoint)
-            async with serving(a) as client:
+            a, node = FakeEngine("a", "mixed", events=events.bound_endpoint), FakeNode("n")
+            async with beside(node), serving(a) as client:
+                assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
                 await eventually(lambda: client.is_current("engine/a"))
                 key = b"k" * 32
                 stored = StoredEvent(
