@@ -176,11 +176,10 @@ class Cluster:
             LISTENING,
         )
         found = daemon.wait_ready()
-        self.store_url, self.node_url, events, replay = found.groups()
+        self.store_url, self.node_url, _, _ = found.groups()
         self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
         self.conductor_url = conductor.wait_ready().group(1)
-        register(self.conductor_url, "nodes",
-                 {"id": "local", "events": events, "events_replay": replay})  # fmt: skip
+        register(self.conductor_url, "nodes", {"url": self.node_admin})
         roles = ["prefill"] * options.prefills + ["decode"] * options.decodes
         names = [f"P{n + 1}" for n in range(options.prefills)]
         names += [f"D{n + 1}" for n in range(options.decodes)]

@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy as np
+
 from bench.measure import Progress, Report, Result
 from bench.node_turns import World
 from bench.node_watch import TURN_S_MAX, Span, WatchedLoop
@@ -177,7 +179,8 @@ async def _follow(endpoint: str) -> dict[str, Any]:
     ((space, shard), keys), *_ = spaces.items()
     start = time.perf_counter()
     for _ in range(AUDITS):
-        await audit(endpoint, "", space, shard, keys)
+        audited = await audit(endpoint, "", space, shard, keys)
+        assert np.count_nonzero(audited.places) == audited.end.pages
     found["audit_s"] = (time.perf_counter() - start) / AUDITS
     start = time.perf_counter()
     for _ in range(AUDITS):

@@ -43,6 +43,7 @@ class VllmCluster:
     urls: dict[str, str] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
     store_url: str = ""
+    node_admin: str = ""
     conductor_url: str = ""
     _undo: ExitStack = field(default_factory=ExitStack)
 
@@ -72,13 +73,15 @@ class VllmCluster:
             arguments += ["--set", value]
         found = self.launch("node", arguments, DAEMON_READY).wait_ready()
         self.store_url = found.group(1)
+        self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
 
     def start_conductor(self, roles: Mapping[str, str]) -> None:
         """The Conductor, and what each server is to it (name to role)."""
         arguments = [script("kvstore-conductor"), "--port", "0"]
         self.conductor_url = self.launch("conductor", arguments, LISTENING).wait_ready().group(1)
+        register(self.conductor_url, "nodes", {"url": self.node_admin})
         for name, role in roles.items():
-            body = {"id": name, "role": role, "url": self.urls[name], "model": MODEL}
+            body = {"id": name, "role": role, "url": self.urls[name]}
             register(self.conductor_url, "engines", body)
 
     def start_server(

@@ -175,14 +175,16 @@ class IndexConfig(Section, frozen=True):
     """The prefix index.
 
     Attributes:
-        entries_max: maximum pages (about 34 bytes each); further ones are left out and counted.
+        entries_max: maximum pages and blocks (about 16 bytes each); further ones are left out and
+            counted.
         page_tokens: page size for engines that do not report their own.
-        foreign_blocks_max: maximum blocks remembered of one engine with its own hashes.
+        foreign_blocks_max: maximum blocks of one engine with hashes of its own (about 25 bytes
+            each).
     """
 
-    entries_max: Annotated[int, Meta(ge=16, le=1 << 28)] = 1_000_000
+    entries_max: Annotated[int, Meta(ge=16, le=1 << 28)] = 10_000_000
     page_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 64
-    foreign_blocks_max: Count = 200_000
+    foreign_blocks_max: Count = 4_000_000
 
 
 class EventsConfig(Section, frozen=True):

@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_RUNNING_DEFAULT: Final = 8
 _NOT_FOUND: Final = 404
+_NAME_MODEL: Final = "if it cannot be asked, register it with `model`"
 _ENDPOINTS: Final = ("events", "events_bind", "events_replay")
 _NO_SPACE: Final = "model:"
 """Beginning of the domain of an engine without a space."""
@@ -164,12 +165,12 @@ class Membership:
             if entry.model is not None:
                 return _Described()
             if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
-                raise EngineError(entry.id, f"GET /v1/engine failed: {error}") from error
+                raise EngineError(entry.id, f"{error}; {_NAME_MODEL}") from error
         try:
             raw = await self._upstream.get(entry.id, f"{entry.url}/v1/models", timeout_s)
             models = read(_MODELS.decode, raw).data
         except (EngineError, UnreadableError) as error:
-            raise EngineError(entry.id, f"GET /v1/models failed: {error}") from error
+            raise EngineError(entry.id, f"{error}; {_NAME_MODEL}") from error
         return _Described(model=next((one.id for one in models if one.parent is None), None))
 
     def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:

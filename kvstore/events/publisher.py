@@ -35,9 +35,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvstore.errors import InvalidArgument, TransferTimeout
-from kvstore.events.questions import ANSWER_COUNTS, Question, Questions
+from kvstore.events.kept import Bounds
+from kvstore.events.questions import ANSWER_COUNTS, OpenQuestion, Questions
 from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
-from kvstore.events.server import Bounds, EventServer
+from kvstore.events.server import EventServer
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.process.listeners import Listener, parse_endpoint
 
@@ -324,7 +325,7 @@ class EventPublisher:
         with self._lock:
             return self._sequence_next
 
-    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+    def answer_with(self, answer: Callable[[OpenQuestion], None] | None) -> None:
         """Let questions be answered; before, and after None, they are refused.
 
         Args:

@@ -14,9 +14,9 @@
 Questions come to the socket for replays, and the payloads are msgpack. A publisher that does not
 know questions answers with the end of a replay.
 
-Threads: the publisher's thread makes a :class:`Question`, sends its answer, and gives it up if the
-follower leaves or is too slow; the node's loop puts the answer into it. The deque between them is
-the only thing that both change.
+Threads: the publisher's thread makes an :class:`OpenQuestion`, sends its answer, and gives it up if
+the follower leaves or is too slow; the node's loop puts the answer into it. The deque between them
+is the only thing that both change.
 """
 
 import time
@@ -102,7 +102,7 @@ class RefusedError(Exception):
         return msgspec.msgpack.encode(told)
 
 
-class Question:
+class OpenQuestion:
     """One question, and its answer on the way from the node's loop to the publisher's thread.
 
     Attributes:
@@ -167,14 +167,14 @@ class Questions:
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """See :class:`Question` for ``wake``."""
+        """See :class:`OpenQuestion` for ``wake``."""
         self._wake = wake
         self.counts: Counter[str] = Counter()
         self.snapshot_s = 0.0
-        self.answer: Callable[[Question], None] | None = None
-        self._open: set[Question] = set()
+        self.answer: Callable[[OpenQuestion], None] | None = None
+        self._open: set[OpenQuestion] = set()
 
-    def begin(self, frames: Sequence[bytes], earlier: Question | None) -> Question:
+    def begin(self, frames: Sequence[bytes], earlier: OpenQuestion | None) -> OpenQuestion:
         """Begin to answer the question in some frames; ``earlier`` is the follower's open one.
 
         Raises:
@@ -192,7 +192,7 @@ class Questions:
                 raise RefusedError("busy", "too many ask at a time; ask again later", _AGAIN_S)
             if self.answer is None:
                 raise RefusedError("unavailable", "it answers no questions now", _AGAIN_S)
-            question = Question(asked, self._wake)
+            question = OpenQuestion(asked, self._wake)
             self.answer(question)
         except RefusedError:
             self.counts[_name(kind, "refused")] += 1
@@ -200,7 +200,7 @@ class Questions:
         self._open.add(question)
         return question
 
-    def end(self, question: Question, *, answered: bool) -> None:
+    def end(self, question: OpenQuestion, *, answered: bool) -> None:
         """The last message was sent, or nobody needs it any more."""
         question.given_up = True
         self._open.discard(question)

@@ -12,23 +12,15 @@ import logging
 import selectors
 import socket
 import time
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvstore.events import questions as asking
 from kvstore.events import zmtp
-from kvstore.events.questions import (
-    ASK,
-    END,
-    QUESTION_BYTES_MAX,
-    REFUSED,
-    STALLED_S,
-    Question,
-    Questions,
-    RefusedError,
-)
+from kvstore.events.kept import Bounds, KeptBatches
+from kvstore.events.questions import ASK
 from kvstore.process.faults import Faults
 from kvstore.process.listeners import Listener
 
@@ -80,27 +72,8 @@ class Allowed(NamedTuple):
 
 _ALLOWED: Final = {
     zmtp.PUB: Allowed(zmtp.MessageLimits(1_024, 8), 64 << 10, 4 << 10),
-    zmtp.ROUTER: Allowed(zmtp.MessageLimits(QUESTION_BYTES_MAX, 8), 512 << 10, 128 << 10),
+    zmtp.ROUTER: Allowed(zmtp.MessageLimits(asking.QUESTION_BYTES_MAX, 8), 512 << 10, 128 << 10),
 }
-
-
-class Kept(NamedTuple):
-    """One batch kept for replay."""
-
-    sequence: int
-    payload: bytes
-
-
-class Bounds(NamedTuple):
-    """Limits of the kept batches.
-
-    Attributes:
-        batches: maximum number; the oldest are removed first.
-        payload_bytes: maximum bytes of all of them together.
-    """
-
-    batches: int
-    payload_bytes: int
 
 
 class _Follower:
@@ -116,7 +89,7 @@ class _Follower:
         self.sent_of_first = 0
         self.topics: set[bytes] = set()
         self.replays: deque[int] = deque()  # next batch of each replay
-        self.question: Question | None = None
+        self.question: asking.OpenQuestion | None = None
         self.came = now
         self.since = now  # time of the last read, or since data waits
         self.mask = 0
@@ -135,7 +108,7 @@ class _Follower:
         if self.question is not None:
             if now > self.question.deadline:
                 return "late"
-            if self.waiting and now - self.since > STALLED_S:
+            if self.waiting and now - self.since > asking.STALLED_S:
                 return "deaf"
         return "deaf" if self.waiting and now - self.since > _DEAF_S else ""
 
@@ -178,7 +151,7 @@ class EventServer:
         token: bytes,
         waiting_max: int,
         kept: Bounds,
-        questions: Questions,
+        questions: asking.Questions,
     ) -> None:
         """Take over the listeners.
 
@@ -197,10 +170,7 @@ class EventServer:
         self._topic = topic
         self._token = token
         self._waiting_max = waiting_max
-        self._bounds = kept
-        self._kept: deque[Kept] = deque()
-        self._kept_bytes = 0
-        self._dropped_kept = 0  # batches removed from the kept ones so far
+        self._kept = KeptBatches(kept)
         self._listeners = {live.socket: (live, zmtp.PUB)}
         if replay is not None:
             self._listeners[replay.socket] = (replay, zmtp.ROUTER)
@@ -251,12 +221,7 @@ class EventServer:
             else:
                 self.counts["lost"] += 1
         if self._keeps:
-            self._kept.append(Kept(sequence, payload))
-            self._kept_bytes += len(payload)
-            most = self._bounds
-            while len(self._kept) > most.batches or self._kept_bytes > most.payload_bytes:
-                self._kept_bytes -= len(self._kept.popleft().payload)
-                self._dropped_kept += 1
+            self._kept.add(sequence, payload)
 
     def flush(self) -> bool:
         """Write as much as sockets accept; returns True if live batches still wait."""
@@ -397,16 +362,15 @@ class EventServer:
             return False
         else:
             first = int.from_bytes(message[1], "big")
-            at = bisect_left(self._kept, first, key=lambda kept: kept.sequence)
-            follower.replays.append(self._dropped_kept + at)
+            follower.replays.append(self._kept.position(first))
         return self._bounded(follower)
 
     def _ask(self, follower: _Follower, message: zmtp.Message) -> None:
         """Begin to answer a question, or refuse it."""
         try:
             follower.question = self._questions.begin(message, follower.question)
-        except RefusedError as error:
-            follower.queue(self._replayed(REFUSED, error.payload))
+        except asking.RefusedError as error:
+            follower.queue(self._replayed(asking.REFUSED, error.payload))
 
     def _bounded(self, follower: _Follower) -> bool:
         """Whether the waiting bytes of a follower are within the limit; else close it."""
@@ -439,9 +403,9 @@ class EventServer:
     def _replay(self, follower: _Follower) -> Iterator[bytes]:
         """The next messages of its replays, as long as few bytes wait for it."""
         while follower.replays and follower.waiting_bytes < _REPLAY_BYTES:
-            at = max(follower.replays[0], self._dropped_kept)
-            if at - self._dropped_kept < len(self._kept):
-                kept = self._kept[at - self._dropped_kept]
+            found = self._kept.next(follower.replays[0])
+            if found is not None:
+                at, kept = found
                 follower.replays[0] = at + 1
                 yield self._replayed(kept.sequence.to_bytes(8, "big"), kept.payload)
             else:
@@ -456,8 +420,8 @@ class EventServer:
             if message is None:
                 return
             word, payload = message
-            if word in (END, REFUSED):
-                self._questions.end(follower.question, answered=word == END)
+            if word in (asking.END, asking.REFUSED):
+                self._questions.end(follower.question, answered=word == asking.END)
                 follower.question = None
             yield self._replayed(word, payload)
 

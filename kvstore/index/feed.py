@@ -154,6 +154,11 @@ class WorkerFeed:
         self.live(counts=False)
 
     @property
+    def workspace(self) -> Workspace:
+        """What decoding events needs."""
+        return self._feeds.workspace
+
+    @property
     def published(self) -> float:
         """Publication time of the newest batch, seconds since the epoch."""
         return self._ingest.published

@@ -98,7 +98,7 @@ class Follower:
         self.resyncs = 0
         self.sequence = Sequence()
         self.feed = feed
-        self.told = ToldPages()
+        self.told = ToldPages(feed.workspace)
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
         self._turn_ends = 0.0

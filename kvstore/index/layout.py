@@ -6,8 +6,10 @@ any number read it. ``docs/internals/index.md`` describes what a reader may assu
 
 A *chain* (64 bits) names a prefix. Multiplied by a secret odd number it gives the segment (its
 first bits) and a tag of 40 bits (the following ones). A **slot** is one word: the tag, and 24 bits
-with the number of a holder set. 0 is an empty slot; a slot with a tag and set 0 is dead. The first
-slot to probe grows with the tag, and probing goes up, so a segment is read without wrapping.
+with the number of a holder set. 0 is an empty slot; a slot with a tag and set 0 is dead. Eight
+slots are a cache **line**, filled from its first slot on: an entry is in its first line, or, as
+long as lines are full, in one of those after it. The first line grows with the tag, so a segment is
+rebuilt in the order of its tags, and read without wrapping.
 """
 
 from typing import Final, NamedTuple, TypeVar
@@ -19,7 +21,7 @@ Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
-AnyWords = TypeVar("AnyWords", np.uint64, Words)
+AnyNumber = TypeVar("AnyNumber", int, Numbers)
 
 HOLDER_BITS_MAX: Final = 1024
 """Bits of a holder set: (worker, medium, shard, group) that can be told apart."""
@@ -31,8 +33,10 @@ PAGE_BYTES: Final = 4096
 PAGE_SLOTS: Final = PAGE_BYTES // 8
 SEGMENT_ENTRIES: Final = 6144
 """Maximum mean number of entries in a segment: a rebuild takes about 0.1 ms."""
-OVERRUN_SLOTS: Final = 64
-"""Slots at the end of a segment that are no entry's first."""
+LINE_SLOTS: Final = 8
+PAGE_LINES: Final = PAGE_SLOTS // LINE_SLOTS
+OVERRUN_LINES: Final = 8
+"""Lines at the end of a segment that are no entry's first."""
 LOAD_MAX: Final = 0.76
 """Fraction of slots with a tag, live or dead, above which a segment is rebuilt."""
 LOAD_REBUILT: Final = 0.6
@@ -40,8 +44,16 @@ LOAD_REBUILT: Final = 0.6
 
 SET_BITS: Final = np.uint64(24)
 SET_MASK: Final = np.uint64((1 << 24) - 1)
-LINE_SLOTS: Final = 8
-"""Slots in a cache line."""
+NO_LANE: Final = LINE_SLOTS
+_NEXT_LINES: Final = np.arange(4)
+"""Lines read at once after the first, which most entries are in."""
+_ONE: Final = np.uint64(1)
+_EACH_BYTE: Final = np.uint64(0x0101_0101_0101_0101)
+_LAST_BYTE: Final = np.uint64(56)
+_TAG_BITS: Final = np.uint64(40)
+_TAG_MASK: Final = np.uint64((1 << 40) - 1)
+_SIZE_MASK: Final = np.uint64((1 << 31) - 1)
+_HALF_SHIFT: Final = np.uint64(31)
 _MAGIC: Final = 0x3130_5849_5653_564B
 """``KVSVIX01``: changes with the layout."""
 
@@ -74,7 +86,7 @@ class TableLayout:
         self.segments = 1 << self.segment_bits
         mean = entries_max / self.segments
         most = min(entries_max, mean + 8 * mean**0.5 + 64)  # of a random distribution
-        self.region_pages = int((most / LOAD_REBUILT + OVERRUN_SLOTS) // PAGE_SLOTS) + 2
+        self.region_pages = int(most / LOAD_REBUILT // PAGE_SLOTS) + 2
         self.states_at = PAGE_BYTES
         self.rows_at = self.states_at + _whole_pages(8 * self.segments)
         self.directories_at = self.rows_at + _whole_pages(8 * ROW_WORDS * sets_max)
@@ -90,13 +102,40 @@ class Located(NamedTuple):
     """Where some chains are, or where their probing ended.
 
     Attributes:
-        positions: index of a slot; if the chain is absent, of the first empty slot, or -1 if there
-            is none up to the end of the segment.
+        lines: the line; -1 if there was neither the chain nor an empty slot in its segment.
+        lanes: the slot in the line; NO_LANE if the chain is absent.
         words: content of that slot when it was read; 0 if the chain is absent.
     """
 
-    positions: Numbers
+    lines: Numbers
+    lanes: Numbers
     words: Words
+
+    def positions(self) -> Numbers:
+        """Index of the slot; -1 if the chain is absent."""
+        return np.where(self.lanes < NO_LANE, self.lines * LINE_SLOTS + self.lanes, -1)
+
+    def only(self, which: Numbers) -> "Located":
+        """Some of them."""
+        return Located(self.lines[which], self.lanes[which], self.words[which])
+
+
+class Geometry:
+    """Where all segments are, as long as their states are these."""
+
+    def __init__(self, states: Words, region_lines: int) -> None:
+        """Work it out.
+
+        Args:
+            states: uint64 [segments], a copy.
+            region_lines: lines in a region.
+        """
+        self.states = states
+        pages = (states & _SIZE_MASK).view(np.int64)
+        halves = ((states >> _HALF_SHIFT) & _ONE).view(np.int64)
+        self.starts = (2 * np.arange(len(states)) + halves) * region_lines
+        self.lasts = self.starts + pages * PAGE_LINES - 1
+        self.firsts = first_lines(pages).view(np.uint64)
 
 
 class TableView:
@@ -120,98 +159,73 @@ class TableView:
         self.directories: Bytes = np.frombuffer(
             buffer, dtype=np.uint8, count=2 * DIRECTORY_BYTES, offset=layout.directories_at
         ).reshape(2, -1)
-        self.region = layout.region_pages * PAGE_SLOTS
-        self.slots = words(layout.slots_at, 2 * layout.segments * self.region)
-        self._lines = self.slots.reshape(-1, LINE_SLOTS)
+        self.region_lines = layout.region_pages * PAGE_LINES
+        self.slots = words(layout.slots_at, 2 * layout.segments * layout.region_pages * PAGE_SLOTS)
+        self.lines = self.slots.reshape(-1, LINE_SLOTS)
         self._factor = np.uint64((2 * int(self.header[Field.SECRET]) + 1) % (1 << 64))
         self._tag_shift = np.uint64(24 - layout.segment_bits)
-        self._tag_mask = np.uint64((1 << 40) - 1)
         self._segment_shift = np.uint64(63 - layout.segment_bits)
-        self._one = np.uint64(1)
+        self._geometry = Geometry(np.zeros_like(self.states), self.region_lines)
+
+    def geometry(self) -> Geometry:
+        """Where the segments are now; the same object as long as nothing changes."""
+        if not np.array_equal(self.states, self._geometry.states):
+            self._geometry = Geometry(self.states.copy(), self.region_lines)
+        return self._geometry
 
     def hashed(self, chains: Words) -> tuple[Numbers, Words]:
         """The segment and the tag of each chain."""
         mixed = chains * self._factor
-        segments = ((mixed >> self._one) >> self._segment_shift).view(np.int64)
-        tags = (mixed >> self._tag_shift) & self._tag_mask
-        return segments, np.maximum(tags, self._one)  # no word with a tag is 0
+        segments = ((mixed >> _ONE) >> self._segment_shift).view(np.int64)
+        tags = (mixed >> self._tag_shift) & _TAG_MASK
+        return segments, np.maximum(tags, _ONE)  # no word with a tag is 0
 
-    def locate(self, segments: Numbers, tags: Words, states: Words) -> Located:
-        """Find the slots of tags in segments, with the states of these as they were read."""
-        pages = states & _PAGES_MASK
-        region = 2 * segments + ((states >> _HALF_SHIFT) & self._one).view(np.int64)
-        start = region * self.region
-        first = (tags * first_slots(pages)) >> _TAG_BITS
-        positions = start + first.view(np.int64)
-        found = self.slots.take(positions)
-        left = np.flatnonzero(((found >> SET_BITS) != tags) & (found != 0))
+    def locate(self, segments: Numbers, tags: Words, geometry: Geometry) -> Located:
+        """Find the slots of tags in segments."""
+        first = (tags * geometry.firsts.take(segments)) >> _TAG_BITS
+        lines = first.view(np.int64) + geometry.starts.take(segments)
+        read = self.lines.take(lines, axis=0)
+        lanes = _lanes(((read >> SET_BITS) == tags[:, None]).view(np.uint64).ravel())
+        # Of an absent chain, the line's last slot: 0 unless the line is full.
+        slots = np.arange(0, read.size, LINE_SLOTS) + np.minimum(lanes, LINE_SLOTS - 1)
+        words = read.ravel().take(slots)
+        left = np.flatnonzero((lanes == NO_LANE) & (words != 0))
+        found = Located(lines, lanes, words)
         if len(left):
-            ends = (start + (pages * _PAGE_SLOTS).view(np.int64)).take(left)
-            self._probe(tags.take(left), positions.take(left) + 1, ends, left, positions, found)
-        return Located(positions, found)
+            self._probe_on(found, left, tags[left], geometry.lasts[segments[left]])
+        return found
 
-    def _probe(
-        self,
-        tags: Words,
-        at: Numbers,
-        ends: Numbers,
-        which: Numbers,
-        positions: Numbers,
-        found: Words,
-    ) -> None:
-        """Probe from ``at`` up to the slot with the tag, an empty one, or the end, line by line.
-
-        The results of ``which`` are written to ``positions`` and ``found``.
-        """
-        line, last = at >> 3, (ends >> 3) - 1
-        lanes = _FROM_LANE.take(at & 7)
-        count = 1  # lines to read at once; few probe further than the first
-        while True:
-            every = line if count == 1 else (line[:, None] + np.arange(count)).ravel()
-            words = self._lines.take(every, axis=0, mode="clip")  # what is beyond does not count
-            seen = words >> SET_BITS
-            wanted = tags if count == 1 else tags.repeat(count)
-            stop = (seen == wanted[:, None]) | (seen == 0)
-            # A byte of 1 for each slot to stop at.
-            stops = stop.view(np.uint64).ravel()
-            if count == 1:
-                stops &= lanes
-            else:
-                first = (stops.reshape(-1, count) != 0).argmax(axis=1)
-                chosen = np.arange(0, len(stops), count) + first
-                stops, words, line = stops[chosen], words[chosen], line + first
-            inside = line <= last
-            # The number of slots before the first to stop at.
-            before = stops - _ONE & ~stops & _EACH_BYTE
-            step = np.minimum((before * _EACH_BYTE >> _LAST_BYTE).view(np.int64), 7)
-            stopped = (stops != 0) & inside
-            word = words.ravel().take(np.arange(0, 8 * len(line), 8) + step)
-            positions[which] = np.where(stopped, (line << 3) + step, -1)
-            found[which] = np.where(stopped, word, 0)
-            # Where nothing stopped, the first of the lines that were read was chosen.
-            line += count
-            on = np.flatnonzero((stops == 0) & (line <= last))
-            if not len(on):
-                return
-            which, tags, last, line = which[on], tags[on], last[on], line[on]
-            lanes, count = _FROM_LANE[:1], min(2 * count, _LINES_MAX)
+    def _probe_on(self, found: Located, left: Numbers, tags: Words, lasts: Numbers) -> None:
+        """Probe the lines after the first, up to the last of the segment."""
+        line = found.lines[left] + 1
+        while len(left):
+            every = line[:, None] + _NEXT_LINES
+            # Not beyond the segment: reading would allocate its next page.
+            read = self.lines.take(np.minimum(every, lasts[:, None]).ravel(), axis=0)
+            same = (read >> SET_BITS) == tags.repeat(len(_NEXT_LINES))[:, None]
+            hits = same.view(np.uint64).reshape(every.shape)
+            over = every > lasts[:, None]
+            stop = (hits != 0) | (read[:, -1] == 0).reshape(every.shape) | over
+            rows, first = np.arange(len(left)), stop.argmax(axis=1)
+            ended, over = every[rows, first], over[rows, first]
+            lanes = np.where(over, NO_LANE, _lanes(hits[rows, first]))
+            words = read.reshape(*every.shape, -1)[rows, first, np.minimum(lanes, LINE_SLOTS - 1)]
+            found.lines[left] = np.where(over, -1, ended)
+            found.lanes[left] = lanes
+            found.words[left] = np.where(over, 0, words)
+            on = np.flatnonzero(~stop[rows, first])
+            left, tags, lasts = left[on], tags[on], lasts[on]
+            line = line[on] + len(_NEXT_LINES)
 
 
-_ONE: Final = np.uint64(1)
-_EACH_BYTE: Final = np.uint64(0x0101_0101_0101_0101)
-_LINES_MAX: Final = 16
-_LAST_BYTE: Final = np.uint64(56)
-_FROM_LANE: Final[Words] = ~np.uint64(0) << np.arange(0, 64, 8, dtype=np.uint64)
-"""For each slot of a line, all bytes from it on."""
-_TAG_BITS: Final = np.uint64(40)
-_PAGE_SLOTS: Final = np.uint64(PAGE_SLOTS)
-_PAGES_MASK: Final = np.uint64((1 << 31) - 1)
-_HALF_SHIFT: Final = np.uint64(31)
+def _lanes(hits: Words) -> Numbers:
+    """The byte that is 1 in each word; NO_LANE if it is 0."""
+    return (((hits - _ONE) & _EACH_BYTE) * _EACH_BYTE >> _LAST_BYTE).view(np.int64)
 
 
-def first_slots(pages: AnyWords) -> AnyWords:
-    """Number of slots of a segment that are first ones, for its number of pages."""
-    return pages * np.uint64(PAGE_SLOTS) - np.uint64(OVERRUN_SLOTS)
+def first_lines(pages: AnyNumber) -> AnyNumber:
+    """Number of lines of a segment that are first ones, for its number of pages."""
+    return pages * PAGE_LINES - OVERRUN_LINES
 
 
 class Switch(NamedTuple):

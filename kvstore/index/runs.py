@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.layout import ROW_WORDS, Bytes, Flags, Numbers, Words
 
-_RUNS_AT_ONCE: Final = 256
+_RUNS_AT_ONCE: Final = 512
 
 
 class PartNeed(NamedTuple):
@@ -138,13 +138,13 @@ class PrefixNeeds:
 
     def _leading_runs(self, rows: Words) -> Numbers:
         """Number of leading runs in which each part is there: int64 [parts]."""
-        result = np.zeros(len(self._order), dtype=np.int64)
-        for start in range(0, len(rows), _RUNS_AT_ONCE):
+        result: Numbers = self._present(rows[:_RUNS_AT_ONCE]).argmin(axis=1)
+        for start in range(_RUNS_AT_ONCE, len(rows), _RUNS_AT_ONCE):
+            if (result < start).all():
+                break
             some = self._present(rows[start : start + _RUNS_AT_ONCE])
             leading = some.argmin(axis=1)
             result = np.where(result == start, start + leading, result)
-            if (result < start + some.shape[1] - 1).all():
-                break
         return result
 
     def _windowed(self, windows: Numbers, rows: Words, ends: Numbers) -> Numbers:

@@ -10,9 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.index.layout import (
+    LINE_SLOTS,
     LOAD_MAX,
     LOAD_REBUILT,
-    OVERRUN_SLOTS,
+    OVERRUN_LINES,
     PAGE_BYTES,
     PAGE_SLOTS,
     SET_BITS,
@@ -23,11 +24,11 @@ from kvstore.index.layout import (
     Switch,
     TableView,
     Words,
-    first_slots,
+    first_lines,
 )
 
 _LOAD_SPREAD = 0.1
-"""TableSegments are rebuilt at different loads, so that not all of them grow at the same time."""
+"""Segments are rebuilt at different loads, so that not all of them grow at the same time."""
 _LOAD_LARGEST = 0.9
 """Of a segment that cannot grow."""
 
@@ -64,13 +65,13 @@ class TableSegments:
         segments = table.layout.segments
         self._load_max = LOAD_MAX - _LOAD_SPREAD * (np.arange(segments) * 0.618034 % 1)
         self._used: Numbers = np.zeros(segments, dtype=np.int64)  # slots with a tag, live or dead
-        first = int(first_slots(np.uint64(1)))
+        first = first_lines(1) * LINE_SLOTS
         self._limits: Numbers = (self._load_max * first).astype(np.int64)  # of used slots
         self.rebuilds = 0
 
     def locate(self, segments: Numbers, tags: Words) -> Located:
         """Find the slots of entries."""
-        return self._table.locate(segments, tags, self._table.states[segments])
+        return self._table.locate(segments, tags, self._table.geometry())
 
     def slots(self, segment: int) -> Words:
         """All slots of one segment, in the table itself."""
@@ -79,7 +80,8 @@ class TableSegments:
 
     def _region(self, segment: int, state: Switch) -> tuple[int, int]:
         """First slot, and number of slots."""
-        return (2 * segment + state.half) * self._table.region, state.size * PAGE_SLOTS
+        region = (2 * segment + state.half) * self._table.region_lines
+        return region * LINE_SLOTS, state.size * PAGE_SLOTS
 
     def place(self, segments: Numbers, tags: Words, found: Located) -> tuple[Numbers, Numbers]:
         """Give slots to distinct entries that are absent or dead; they are dead afterwards.
@@ -93,32 +95,46 @@ class TableSegments:
             The slot of each, -1 if its segment is full; and the rebuilt segments, where the slots
             of other entries have moved, and those of dead ones are gone.
         """
-        at, absent = found.positions, found.words == 0
-        going = np.arange(len(at))
+        absent = found.words == 0
         entering = self._counted(segments[absent])
         crowded = np.flatnonzero(self._used + entering > self._limits)
-        overrun = segments[at < 0]
+        overrun = segments[found.lines < 0]
         if len(overrun):
             crowded = np.union1d(crowded, overrun)
+        lines = found.lines
+        full = np.zeros(len(lines), dtype=np.bool_)
         if len(crowded):
             entering = self._counted(segments)
             for segment in crowded.tolist():
                 self._rebuild(segment, int(entering[segment]))
             moved = np.flatnonzero(self.among(crowded, segments))
             again = self.locate(segments[moved], tags[moved])
-            full = (self._used + entering > self._limits)[segments[moved]]
-            at[moved] = np.where(full, -1, again.positions)
+            full[moved] = (self._used + entering > self._limits)[segments[moved]]
+            lines[moved], found.lanes[moved] = again.lines, again.lanes
             absent[moved] = again.words == 0
+        at = found.positions()
         words = tags << SET_BITS
+        going = np.flatnonzero(absent & ~full)
+        at[absent] = -1
         while len(going):
-            going = going[at[going] >= 0]
-            places = at[going]
-            self._table.slots[places] = words[going]  # of several for one slot, the last wins
-            going = going[self._table.slots[places] != words[going]]
-            at[going] = self.locate(segments[going], tags[going]).positions
+            going = going[lines[going] >= 0]
+            places = self._first_empty(lines[going])
+            # Of several for one slot the last one written wins: the first of the batch.
+            self._table.slots[places[::-1]] = words[going[::-1]]
+            at[going] = places
+            lost = self._table.slots[places] != words[going]
+            at[going[lost]] = -1
+            going = going[lost]
+            lines[going] = self.locate(segments[going], tags[going]).lines
         self._used += self._counted(segments[absent & (at >= 0)])
         self._at_step("slots placed")
         return at, crowded
+
+    def _first_empty(self, lines: Numbers) -> Numbers:
+        """The first empty slot of each line that has one."""
+        used = (self._table.lines[lines] != 0).sum(axis=1)
+        result: Numbers = lines * LINE_SLOTS + used
+        return result
 
     def among(self, some: Numbers, segments: Numbers) -> Flags:
         """Which segments are among some."""
@@ -137,16 +153,17 @@ class TableSegments:
         every = self._table.slots[start : start + slots]
         live = every[(every & SET_MASK) != 0]
         live.sort()  # by tag, and so by the first slot to probe
-        firsts = int((len(live) + entering) / LOAD_REBUILT)
-        pages = min(-(-(firsts + OVERRUN_SLOTS) // PAGE_SLOTS), self._table.layout.region_pages)
+        largest = self._table.layout.region_pages
+        lines = int((len(live) + entering) / LOAD_REBUILT) // LINE_SLOTS + 1 + OVERRUN_LINES
+        pages = min(-(-lines * LINE_SLOTS // PAGE_SLOTS), largest)
         steps = np.arange(len(live))
         while True:
-            first = first_slots(np.uint64(pages))
-            home = (((live >> SET_BITS) * first) >> np.uint64(40)).view(np.int64)
-            offsets = np.maximum.accumulate(home - steps) + steps
+            first = first_lines(pages)
+            home = ((live >> SET_BITS) * np.uint64(first) >> np.uint64(40)).view(np.int64)
+            offsets = np.maximum.accumulate(home * LINE_SLOTS - steps) + steps
             if not len(live) or offsets[-1] < pages * PAGE_SLOTS:
                 break
-            if pages == self._table.layout.region_pages:
+            if pages == largest:
                 return  # as it is: what has no place here is left out
             pages += 1
         after = state.switched(pages)
@@ -157,9 +174,8 @@ class TableSegments:
         self._at_step("segment switched")
         self._memory.release(self._table.layout.slots_at + 8 * start, state.size * PAGE_BYTES)
         self._used[segment] = len(live)
-        largest = pages == self._table.layout.region_pages
-        load = _LOAD_LARGEST if largest else self._load_max[segment]
-        self._limits[segment] = int(load * int(first))
+        load = _LOAD_LARGEST if pages == largest else self._load_max[segment]
+        self._limits[segment] = int(load * first * LINE_SLOTS)
         self.rebuilds += 1
 
     def live(self) -> Words:
@@ -169,6 +185,7 @@ class TableSegments:
 
     def check(self) -> None:
         """Assert every invariant; slow."""
+        region = self._table.region_lines * LINE_SLOTS
         for segment in range(len(self._used)):
             state = Switch.read(self._table.states[segment])
             start, count = self._region(segment, state)
@@ -178,9 +195,11 @@ class TableSegments:
             tags = slots[used] >> SET_BITS
             assert len(np.unique(tags)) == len(tags)
             found = self.locate(np.full(len(tags), segment), tags)
-            assert np.array_equal(found.positions, start + used)
+            assert np.array_equal(found.positions(), start + used)
+            lines = slots.reshape(-1, LINE_SLOTS) != 0
+            assert (lines[:, :-1] >= lines[:, 1:]).all(), "filled from the first slot on"
             assert 1 <= state.size <= self._table.layout.region_pages
             other, _ = self._region(segment, state.switched(0))
-            assert not self._table.slots[other : other + self._table.region].any()
-            beyond = slice(start + count, start + self._table.region)
+            assert not self._table.slots[other : other + region].any()
+            beyond = slice(start + count, start + region)
             assert not self._table.slots[beyond].any()

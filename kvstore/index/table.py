@@ -14,6 +14,7 @@ from kvstore.index.layout import (
     ROW_WORDS,
     SET_MASK,
     Field,
+    Geometry,
     Numbers,
     Switch,
     TableView,
@@ -27,6 +28,7 @@ _TRIES: Final = 8
 _UNREADABLE: Final = -1
 _NO_CHAINS: Final = np.zeros(0, dtype=np.uint64)
 _FIRST: Final = np.zeros(1, dtype=np.int64)
+_NONE: Final = np.zeros(0, dtype=np.int64)
 _NOTHING: Final = HolderDirectory(_UNREADABLE, {})
 
 
@@ -57,7 +59,7 @@ class IndexReader:
         return int(table.header[Field.SECRET]) if table else 0
 
     def age_ns(self, now_ns: int) -> int:
-        """Time since the writer's last heartbeat, which may be its first.
+        """Time since the writer's last heartbeat; ``now_ns`` itself before the first.
 
         Args:
             now_ns: the writer's monotonic clock.
@@ -98,7 +100,7 @@ class IndexReader:
         if table is None:
             return [_absent(length, _UNREADABLE) for length in lengths]
         chains = prompts[0] if len(prompts) == 1 else np.concatenate([_NO_CHAINS, *prompts])
-        cuts = np.unique(ends[(ends > 0) & (ends < total)])
+        cuts = ends[(ends > 0) & (ends < total)] if len(prompts) > 1 else _NONE
         for _ in range(_TRIES):
             recycled = table.header[Field.RECYCLED]
             directory = table.header[Field.DIRECTORY]
@@ -107,7 +109,7 @@ class IndexReader:
             if len(cuts):
                 changes[cuts - 1] = True
             starts = np.concatenate((_FIRST[:total], np.flatnonzero(changes) + 1))
-            rows = table.rows.take(sets[starts], axis=0)
+            rows = table.rows.take(sets[starts], axis=0, mode="clip")
             same = table.header[Field.RECYCLED] == recycled
             if same and table.header[Field.DIRECTORY] == directory:
                 self.undecided += len(undecided)
@@ -131,6 +133,8 @@ class IndexReader:
             found = self.find_many(prompts)
             if not found or found[0].version == directory.version:
                 break
+        else:
+            self.undecided += sum(map(len, prompts))
         result = np.zeros((len(prompts), len(needs)), dtype=np.int64)
         for number, runs in enumerate(found):
             result[number] = needs.prefixes(runs)
@@ -140,19 +144,24 @@ class IndexReader:
 def _sets(table: TableView, chains: Words) -> tuple[Numbers, Numbers]:
     """The numbers of the sets of chains, 0 for absent ones; and which of them are undecided."""
     segments, tags = table.hashed(chains)
-    states = table.states[segments]
-    sets = (table.locate(segments, tags, states).words & SET_MASK).view(np.int64)
-    moved = np.flatnonzero(table.states[segments] != states)
+    geometry = table.geometry()
+    sets = (table.locate(segments, tags, geometry).words & SET_MASK).view(np.int64)
+    moved = _moved(table, geometry, segments)
     for _ in range(_TRIES):
         if not len(moved):
             break
-        again = segments[moved]
-        states = table.states[again]
-        found = table.locate(again, tags[moved], states).words & SET_MASK
+        geometry = table.geometry()
+        found = table.locate(segments[moved], tags[moved], geometry).words & SET_MASK
         sets[moved] = found.view(np.int64)
-        moved = moved[table.states[again] != states]
+        moved = moved[_moved(table, geometry, segments[moved])]
     sets[moved] = 0
     return sets, moved
+
+
+def _moved(table: TableView, geometry: Geometry, segments: Numbers) -> Numbers:
+    """Which of these segments are not where they were."""
+    changed = table.states != geometry.states
+    return np.flatnonzero(changed[segments]) if changed.any() else _NONE
 
 
 def _by_prompt(

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Final
 
+from kvstore.index.blocks import Workspace
 from kvstore.index.payload import BlocksStored, read_payload
 from kvstore.index.snapshot import SnapshotPages, packed_keys
 from kvstore.page import KEY_BYTES
@@ -19,8 +20,13 @@ _KINDS_MAX: Final = 16
 class ToldPages:
     """Keys of pages that were stored, some of them evicted again."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, workspace: Workspace) -> None:
+        """Start empty.
+
+        Args:
+            workspace: what decoding needs.
+        """
+        self._space = workspace
         self._batches = 0
         self._keys: dict[tuple[str, str, str], deque[bytes]] = {}
 
@@ -29,7 +35,8 @@ class ToldPages:
         self._batches += 1
         if self._batches % EVERY:
             return
-        stored = [event for event in read_payload(payload)[1] if type(event) is BlocksStored]
+        _, events, _ = read_payload(payload, self._space.chains, self._space.spots)
+        stored = [event for event in events if type(event) is BlocksStored]
         for event in stored[:_EVENTS]:
             kind = (event.space or "", event.shard_digest or "", event.medium or "")
             if all(kind) and (kind in self._keys or len(self._keys) < _KINDS_MAX):

@@ -19,7 +19,6 @@ from kvstore.index.layout import (
     SET_MASK,
     Field,
     Flags,
-    Located,
     Numbers,
     Switch,
     TableLayout,
@@ -308,11 +307,11 @@ class IndexWriter:
 
     def _make_places(self, todo: Operations, *, distinct: bool) -> Numbers:
         """The slot of each entry, a new one for what is stored; -1 for those without one."""
-        at, words = self._segments.locate(todo.segments, todo.tags)
-        new = todo.stored & ((words & SET_MASK) == 0)
+        found = self._segments.locate(todo.segments, todo.tags)
+        at = found.positions()
+        new = todo.stored & ((found.words & SET_MASK) == 0)
         room = self.layout.entries_max - self._live
         entering = np.flatnonzero(new)
-        at[(words == 0) & ~new] = -1
         if len(entering) > room:
             over = first_ranks(todo.keys()[entering]) >= room
             self._left_out += int(np.count_nonzero(over))
@@ -323,8 +322,8 @@ class IndexWriter:
         one = entering
         if not distinct:
             one = entering[np.unique(todo.keys()[entering], return_index=True)[1]]
-        found = Located(at[one], words[one])
-        at[one], moved = self._segments.place(todo.segments[one], todo.tags[one], found)
+        place = self._segments.place
+        at[one], moved = place(todo.segments[one], todo.tags[one], found.only(one))
         if not distinct:
             self._locate_again(todo, at, entering)
         self._left_out += int(np.count_nonzero(at[entering] < 0))
@@ -336,7 +335,7 @@ class IndexWriter:
     def _locate_again(self, todo: Operations, at: Numbers, which: Numbers) -> None:
         """Some slots have moved."""
         found = self._segments.locate(todo.segments[which], todo.tags[which])
-        at[which] = np.where(found.words != 0, found.positions, -1)
+        at[which] = found.positions()
 
     def _recycled(self) -> None:
         """Numbers of sets will be used again: readers that have read one look again."""

@@ -17,6 +17,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvstore.server.event_series import event_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -81,37 +82,6 @@ _CODES: Final = (
 """Error codes of refusals, likewise."""
 _SSD_CODES: Final = ("capacity", "page_corrupt", "tier_unavailable")
 """Error codes of failed jobs of the SSD tier, likewise."""
-_EVENTS: Final = {
-    "event_batches": ("batches_sent", "Batches of KV events that were published."),
-    "event_batches_dropped": (
-        "batches_dropped", "Batches of KV events dropped because the queue was full.",
-    ),
-    "event_batches_lost": (
-        "batches_lost", "Batches of KV events not sent to a slow follower, counted per follower.",
-    ),
-    "event_followers_cut": (
-        "followers_cut", "Connections of followers of KV events that the node refused or closed.",
-    ),
-    "event_replays": ("replays_served", "Requests for earlier batches that were answered."),
-    "event_replays_cut": (
-        "replays_cut", "Requests for earlier batches that were not answered completely.",
-    ),
-    "event_snapshots": ("snapshots_served", "Snapshots of all pages that followers got."),
-    "event_snapshots_cut": (
-        "snapshots_cut", "Snapshots that followers did not get completely.",
-    ),
-    "event_snapshots_refused": (
-        "snapshots_refused", "Snapshots refused because of too many others.",
-    ),
-    "event_snapshot_seconds": (
-        "snapshots_s", "Seconds that the snapshots that followers got took.",
-    ),
-    "event_audits": ("audits_served", "Audits and samples of pages that followers got."),
-    "event_audits_cut": ("audits_cut", "Audits and samples that followers did not get."),
-    "event_audits_refused": (
-        "audits_refused", "Audits and samples refused, and questions that are malformed.",
-    ),
-}  # fmt: skip
 
 
 class _Snapshot:
@@ -153,13 +123,7 @@ class _Snapshot:
             yield from _ssd(ssd, stats["counts"])
             yield from _wear(ssd["wear"])
         if events := stats["events"]:
-            for name, (of, help_text) in _EVENTS.items():
-                yield _counter(f"kvstore_{name}", help_text, events[of])
-            yield _gauge(
-                "kvstore_event_followers",
-                "Open connections of followers of KV events, live or replay.",
-                events["followers"],
-            )
+            yield from event_series(events)
 
 
 def _build(stats: Mapping[str, Any]) -> Metric:

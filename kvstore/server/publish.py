@@ -17,7 +17,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
-from kvstore.events.questions import Question
+from kvstore.events.questions import OpenQuestion
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.page import PrefixKey
 from kvstore.state.tree.actions import (
@@ -112,7 +112,7 @@ class Publication:
         """Number of the next batch; 0 if events are off."""
         return self._publisher.sequence_next if self._publisher else 0
 
-    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+    def answer_with(self, answer: Callable[[OpenQuestion], None] | None) -> None:
         """See :meth:`EventPublisher.answer_with`."""
         if self._publisher is not None:
             self._publisher.answer_with(answer)

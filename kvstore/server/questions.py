@@ -20,7 +20,7 @@ from kvstore.events.questions import (
     PAGES,
     SNAPSHOT,
     TIERS,
-    Question,
+    OpenQuestion,
     RefusedError,
 )
 from kvstore.node.desk import Desk
@@ -56,7 +56,7 @@ class FollowerQuestions:
         self._publication.answer_with(None)
         self._turns.close()
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: OpenQuestion) -> None:
         """Take a question, on the publisher's thread.
 
         Raises:
@@ -67,7 +67,7 @@ class FollowerQuestions:
         except RuntimeError as error:  # the loop is closed
             raise RefusedError("unavailable", "the node is stopping") from error
 
-    def _begin(self, question: Question) -> None:
+    def _begin(self, question: OpenQuestion) -> None:
         asked = question.asked
         if asked.kind == AUDIT:
             work = self._audit(question)
@@ -78,7 +78,7 @@ class FollowerQuestions:
             work = self._pages(question, chosen)
         self._turns.start(work, lambda _: None)
 
-    def _pages(self, question: Question, steps: Iterator[list[HeldPages]]) -> Work[None]:
+    def _pages(self, question: OpenQuestion, steps: Iterator[list[HeldPages]]) -> Work[None]:
         """Send the pages of some steps."""
         self._head(question)
         pages, message = 0, _PagesMessage()
@@ -98,7 +98,7 @@ class FollowerQuestions:
             question.put(PAGES, message.batch())
         yield from self._end(question, pages)
 
-    def _audit(self, question: Question) -> Work[None]:
+    def _audit(self, question: OpenQuestion) -> Work[None]:
         """Send the tiers of some pages; a space or shard that is not known has none."""
         self._head(question)
         asked, found = question.asked, bytearray()
@@ -112,12 +112,12 @@ class FollowerQuestions:
         question.put(TIERS, {"media": media, "tiers": tiers})
         yield from self._end(question, asked.keys - tiers.count(0))
 
-    def _head(self, question: Question) -> None:
+    def _head(self, question: OpenQuestion) -> None:
         publication = self._publication
         told = {"boot": publication.boot, "sequence_first": publication.sequence_next}
         question.put(HEAD, told)
 
-    def _end(self, question: Question, pages: int) -> Work[None]:
+    def _end(self, question: OpenQuestion, pages: int) -> Work[None]:
         """End an answer once the events of all that it has seen are numbered."""
         yield 0.0  # the desk publishes at the end of a turn
         end = {"sequence_end": self._publication.sequence_next, "pages": pages}
@@ -163,6 +163,6 @@ class _PagesMessage:
         return EventBatch(wall_clock(), events)
 
 
-def _is_over(question: Question) -> bool:
+def _is_over(question: OpenQuestion) -> bool:
     """Whether nobody waits for the answer any more."""
     return question.given_up or monotonic() > question.deadline

@@ -27,6 +27,7 @@ class FakeEngine:
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
         status: answer completions with this status instead.
+        keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
@@ -47,6 +48,7 @@ class FakeEngine:
             **described,
         }
         self.describes = True
+        self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
@@ -94,7 +96,8 @@ class FakeEngine:
         return web.json_response({}, status=200 if self.healthy else 500)
 
     async def _describe(self, _: web.Request) -> web.Response:
-        return web.json_response(self.described, status=200 if self.describes else 404)
+        status = 401 if self.keyed else 200 if self.describes else 404
+        return web.json_response(self.described, status=status)
 
     async def _models(self, _: web.Request) -> web.Response:
         adapter = {"id": "adapter", "parent": self.described["model"]}
@@ -252,6 +255,18 @@ class FakeNode:
         end = cursor + limit
         more = end if end < len(self.sessions) else None
         return web.json_response({"sessions": self.sessions[cursor:end], "next": more})
+
+
+@asynccontextmanager
+async def beside(*nodes: FakeNode) -> AsyncIterator[None]:
+    """Nodes that end with the context."""
+    try:
+        for node in nodes:
+            await node.start()
+        yield
+    finally:
+        for node in nodes:
+            await node.stop()
 
 
 def session_of(

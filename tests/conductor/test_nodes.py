@@ -1,11 +1,9 @@
 """Engines and nodes find each other: id, role and URL suffice, and URL and read token of a node."""
 
-from contextlib import asynccontextmanager
-
 import pytest
 
 from kvstore.events.publisher import EventPublisher
-from tests.conductor.fakes import FakeEngine, FakeNode, serving, session_of
+from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving, session_of
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
 from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop
@@ -27,18 +25,6 @@ async def engine_of(client, engine_id="e"):
 async def node_of(client):
     [shown] = (await client.get("/v1/nodes"))[1]["nodes"]
     return shown
-
-
-@asynccontextmanager
-async def beside(*nodes):
-    """Nodes that end with the context."""
-    try:
-        for node in nodes:
-            await node.start()
-        yield
-    finally:
-        for node in nodes:
-            await node.stop()
 
 
 def like_vllm(engine_id="e", **described):
@@ -117,11 +103,31 @@ async def test_a_session_may_come_after_both_have_registered_and_may_leave_again
         reads = node.reads
         await eventually(lambda: node.reads > reads + 2)
         assert engine.info.page_tokens == 8, "an engine that restarts is what it was"
+        node.sessions = [session_of("e/dp1") | {"spaces": []}]
+        reads = node.reads
+        await eventually(lambda: node.reads > reads + 2)
+        assert engine.info.page_tokens == 8, "until it has opened its space"
         node.sessions = [session_of("e", "ef" * 32, 16)]
         await eventually(lambda: engine.info.domain == "ef" * 32)
     said = [r.message for r in caplog.records if "so pages on nodes do not count" in r.message]
     assert len(said) == 1, "a gap is logged when it appears"
     assert "option `engine`" in said[0]
+
+
+@in_loop
+async def test_an_engine_that_cannot_be_asked_for_its_model_must_be_told() -> None:
+    engine = await like_vllm(model="served").start()
+    engine.keyed = True
+    async with serving() as client:
+        body = {"id": "e", "role": "mixed", "url": engine.url}
+        status, answer, _ = await client.operate("/v1/engines", body)
+        assert (status, answer["error"]["param"]) == (502, "url")
+        assert "status 401" in answer["error"]["message"]
+        assert "register it with `model`" in answer["error"]["message"]
+        assert (await client.operate("/v1/engines", {**body, "model": "m"}))[0] == 201
+        engine.keyed = False
+        assert (await client.operate("/v1/engines", body))[1]["model"] == "served"
+    await engine.stop()
 
 
 @in_loop

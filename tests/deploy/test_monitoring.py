@@ -23,7 +23,7 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, serving
+from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
 from tests.loops import eventually
@@ -88,26 +88,25 @@ def conductor_series() -> dict[str, Series]:
 
     async def scraped() -> str:
         with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"x@a@m") as events:
-            a = FakeEngine("a", "mixed", events=events.bound_endpoint)
-            async with serving(a) as client:
-                await eventually(
-                    lambda: client.conductor.followers.gauges()["events_connected"] == {
-                        ("engine/a",): 1.0
-                    }
-                )  # fmt: skip
+            a, node = FakeEngine("a", "mixed", events=events.bound_endpoint), FakeNode("n")
+            async with beside(node), serving(a) as client:
+                assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
+                await eventually(lambda: client.is_current("engine/a"))
                 key = b"k" * 32
                 stored = StoredEvent(
                     block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=4,
                     medium="GPU", space="ab" * 32, shard=0,
                 )  # fmt: skip
                 events.publish([stored])
-                await eventually(lambda: len(client.conductor.index) == 1)
+                await eventually(lambda: client.entries == 1)
                 assert (await client.complete("a prompt"))[0] == 200
                 a.broken = "reset"
                 assert (await client.complete("a prompt"))[0] >= 500
                 a.broken = "midway"
                 await client.complete("a prompt", stream=True)
-                client.conductor.followers._followers["engine/a"].faults.note("frames", "none")
+                follower = client.followed("engine/a")
+                assert follower is not None
+                follower.faults.note("frames", "none")
                 return (await client.get("/metrics"))[1]
 
     return series_of(asyncio.run(scraped()))

@@ -46,8 +46,7 @@ SECTIONS: Final = {
     "Errors": [
         "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "InvalidArgument",
         "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable",
-        "TierUnavailable",
-        "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
+        "TierUnavailable", "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
     ],
 }  # fmt: skip
 """All of ``kvstore.__all__`` but ``__version__``."""

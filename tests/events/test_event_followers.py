@@ -279,7 +279,7 @@ def test_much_at_once_is_published_in_pieces_that_say_the_same(tmp_path, follow,
     with publishing(tmp_path) as publisher:
         publisher.publish([stored, ClearedEvent(), removed, ClearedEvent()])
         wait_until(lambda: publisher.stats().batches_queued == 0)
-        kept = list(publisher._server._kept)
+        kept = list(publisher._server._kept._batches)
 
     batches = [msgspec.msgpack.decode(one.payload)[1] for one in kept]
     events = [event for batch in batches for event in batch]

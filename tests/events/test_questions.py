@@ -20,7 +20,7 @@ from kvstore.events.questions import (
     SAMPLE,
     SNAPSHOT,
     Asked,
-    Question,
+    OpenQuestion,
     RefusedError,
     encode_question,
     read_question,
@@ -48,6 +48,7 @@ GARBAGE = {
     "a space with a long name": [b"", b"ask", b"audit", b"a" * 65, b"cd", bytes(32)],
     "an audit of no shard": [b"", b"ask", b"audit", b"ab", bytes(32)],
 }
+ALL = Asked(SNAPSHOT)
 LARGE = {"keys": bytes(100_000)}
 
 
@@ -55,11 +56,11 @@ class Node:
     """Takes questions, and answers when the test says so."""
 
     def __init__(self, publisher: EventPublisher) -> None:
-        self.asked: list[Question] = []
+        self.asked: list[OpenQuestion] = []
         publisher.answer_with(self.asked.append)
 
 
-def ask(follow: Follow, publisher: EventPublisher, asked: Asked = Asked(SNAPSHOT)) -> Follower:
+def ask(follow: Follow, publisher: EventPublisher, asked: Asked = ALL) -> Follower:
     follower = follow(publisher.bound_replay_endpoint, zmtp.DEALER).meet()
     follower.say(*encode_question(asked))
     return follower
@@ -166,7 +167,7 @@ def test_a_publisher_without_a_node_refuses_and_one_of_an_engine_ends_a_replay(t
 
 
 def test_a_node_that_refuses_is_asked_no_more(tmp_path, follow):
-    def refuse(question: Question) -> None:
+    def refuse(question: OpenQuestion) -> None:
         raise RefusedError("unavailable", "it is stopping")
 
     with publishing(tmp_path) as publisher:
@@ -191,7 +192,7 @@ def test_the_answer_of_a_follower_that_leaves_is_given_up(tmp_path, follow, wait
         assert publisher.stats().followers_cut == 0, "it may leave"
 
 
-def fill(question: Question) -> int:
+def fill(question: OpenQuestion) -> int:
     """Put messages until the node has to wait; how many."""
     count = 0
     while not question.is_full:
@@ -203,7 +204,7 @@ def fill(question: Question) -> int:
 def test_who_does_not_read_stops_the_node_and_is_disconnected(
     tmp_path, follow, monkeypatch, wait_until
 ):
-    monkeypatch.setattr(eventserver, "STALLED_S", 0.3)
+    monkeypatch.setattr(asking, "STALLED_S", 0.3)
     monkeypatch.setattr(eventserver, "_CHECK_S", 0.01)
     with publishing(tmp_path) as publisher:
         node = Node(publisher)

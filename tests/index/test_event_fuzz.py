@@ -19,9 +19,20 @@ from pathlib import Path
 import pytest
 
 from kvstore.events import zmtp
+from kvstore.events.kept import Bounds
 from kvstore.events.publisher import END_OF_REPLAY, EventPublisher, RemovedEvent, StoredEvent
-from kvstore.events.questions import Questions
-from kvstore.events.server import PEERS_MAX, Bounds, EventServer
+from kvstore.events.questions import (
+    AUDIT,
+    END,
+    PAGES,
+    SAMPLE,
+    SNAPSHOT,
+    Asked,
+    OpenQuestion,
+    Questions,
+    encode_question,
+)
+from kvstore.events.server import PEERS_MAX, EventServer
 from kvstore.index import followers as following
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.feed import PageFeeds
@@ -282,6 +293,15 @@ async def publish_honestly(
     return there
 
 
+def answer(hostile: Hostile, asked: list[OpenQuestion]) -> None:
+    """Go on with the answers to some questions, as long as somebody reads them."""
+    asked[:] = [question for question in asked if not question.given_up]
+    for question in hostile.sample(asked, min(2, len(asked))):
+        if not question.is_full:
+            word = END if hostile.random() < 0.1 else PAGES
+            question.put(word, bytes(hostile.randrange(100_000)))
+
+
 class HostileFollower:
     """A connection that says what chance says, and mostly does not listen."""
 
@@ -312,6 +332,12 @@ class HostileFollower:
                             [b"\x01"], [b"\x00"], [b"\x01" + hostile.choice(TOPICS)[:900]],
                             [b"", hostile.number(5)], [b"", bytes(8)], [b"", b""], [b""] * 8,
                             [hostile.randbytes(hostile.randrange(3_000))],
+                            encode_question(Asked(SNAPSHOT)), [b"", b"ask", b"everything"],
+                            encode_question(Asked(SAMPLE, hostile.randrange(2**32))),
+                            encode_question(
+                                Asked(AUDIT, space="ab", shard="cd",
+                                      packed=bytes(hostile.choice([0, 31, 32, 1 << 17, 1 << 18])))
+                            ),
                         ]
                     )
                 )  # fmt: skip
@@ -332,9 +358,11 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
     with seeded(seconds) as hostile, contextlib.ExitStack() as stack:
         paths = [str(tmp_path / name) for name in ("live", "replay")]
         listeners = [Listener("endpoint", Unix(path), 0o600) for path in paths]
+        questions, asked = Questions(lambda: None), list[OpenQuestion]()
+        questions.answer = asked.append
         server = EventServer(
             *listeners, topic=TOPICS[2], token=b"", waiting_max=100, kept=Bounds(50, 1 << 20),
-            questions=Questions(lambda: None),
+            questions=questions,
         )  # fmt: skip
         stack.callback(server.close)
         honest = zmtp.ZmtpPeer(zmtp.SUB, zmtp.MessageLimits(1 << 20, 8))
@@ -342,16 +370,16 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
         raw.connect(paths[0])
         raw.setblocking(False)
         heard: list[int] = []
-        asked = False
+        follows = False
 
         def listen() -> None:
-            nonlocal asked
+            nonlocal follows
             with contextlib.suppress(BlockingIOError):
                 if said := honest.outgoing():
                     raw.sendall(said)
-                if honest.ready and not asked:
+                if honest.ready and not follows:
                     raw.sendall(zmtp.encode([b"\x01"]))
-                    asked = True
+                    follows = True
                 messages = honest.feed(raw.recv(1 << 18))
                 heard.extend(int.from_bytes(message[1], "big") for message in messages)
 
@@ -366,7 +394,8 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
                     others.remove(other)
             watch._before = time.thread_time()
             server.turn(0.0)
-            if asked and hostile.random() < 0.2:
+            answer(hostile, asked)
+            if follows and hostile.random() < 0.2:
                 server.send(number, hostile.randbytes(hostile.randrange(20_000)))
                 number += 1
             server.flush()
@@ -383,4 +412,8 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
         assert heard[-1] == number - 1
         assert heard == list(range(heard[0], number)), "the honest one got everything"
         assert len(server.faults.counts) > 3
+        assert not questions._open
+        assert {name for name, count in questions.counts.items() if count} > {
+            "snapshots_served", "snapshots_cut", "audits_refused",
+        }  # fmt: skip
         assert watch.worst < STALL_S

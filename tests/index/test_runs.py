@@ -71,10 +71,10 @@ def test_prefixes_without_windows_are_those_counted_block_by_block(runs, candida
 
 
 def test_many_runs_are_looked_at_in_several_steps() -> None:
-    runs = [(1, {0, 1 + run % 2} if run < 700 else {1 + run % 2}) for run in range(1000)]
+    runs = [(1, {0, 1 + run % 2} if run < 1700 else {1 + run % 2}) for run in range(2000)]
     candidates = [[([0], None)], [([1, 2], None)], [([1], None)], [([0], None), ([1, 2], None)]]
 
-    assert prepared(candidates).prefixes(runs_of(runs)).tolist() == [700, 1000, 1, 700]
+    assert prepared(candidates).prefixes(runs_of(runs)).tolist() == [1700, 2000, 1, 1700]
 
 
 def test_runs_of_another_directory_have_no_prefix() -> None:

@@ -337,10 +337,56 @@ def test_only_memory_that_cannot_shrink_is_read_and_it_is_read_only(
 
 
 def test_a_rebuilt_segment_gives_its_memory_back(opened: list[TableMemory]) -> None:
-    memory, made, _ = table(4000)
+    memory, made, reader = table(4000)
     opened.append(memory)
     made.apply(*arrays(made, [(chain, 0, True) for chain in range(3000)]))
     before = memory.used_bytes()
     for _ in range(5):
         made._segments._rebuild(0, 0)
+        assert len(held(reader, CHAINS)) == len(CHAINS)
     assert memory.used_bytes() <= before
+
+
+def test_what_comes_late_does_not_count_for_the_holder_that_has_the_bit_now(
+    opened: list[TableMemory],
+) -> None:
+    made, reader = open_table(opened, 100)
+    ops = arrays(made, [(0, 0, True)])
+    made.apply(*ops)
+    bit = made.holder(HOLDERS[0]) % HOLDER_BITS_MAX
+    made.drop(HOLDERS[0].worker)
+    assert not made.sweep(1 << 20)
+    assert made.holder(HOLDERS[3]) % HOLDER_BITS_MAX == bit
+    assert made.apply(*ops) == 0
+    assert made.stats().late == 1
+    assert held(reader, CHAINS[:1]) == [set()]
+
+
+def test_entries_that_have_no_place_at_the_end_of_a_segment_are_left_out(
+    opened: list[TableMemory],
+) -> None:
+    made, reader = open_table(opened, 4000)
+    back = pow(2 * 99 + 1, -1, 1 << 64)  # from a tag to a chain
+    highest = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100)]
+    chains = np.array(highest, dtype=np.uint64)
+    numbers = np.full(100, made.holder(HOLDERS[0]), dtype=np.int32)
+    room = (layout.OVERRUN_LINES + 1) * layout.LINE_SLOTS
+    assert made.apply(chains, numbers, np.ones(100, dtype=np.bool_)) == 100 - room
+    made.check()
+    assert held(reader, chains) == [{HOLDERS[0]}] * room + [set()] * (100 - room)
+    assert made.apply(*arrays(made, [(chain, 1, True) for chain in range(2500)])) < 30
+    made.check()
+    assert sum(map(bool, held(reader, chains))) == room
+
+
+def test_looking_up_what_is_absent_allocates_no_memory(opened: list[TableMemory]) -> None:
+    memory, made, reader = table(4000)
+    opened.append(memory)
+    made.apply(*arrays(made, [(chain, 0, True) for chain in range(150)]))
+    back = pow(2 * 99 + 1, -1, 1 << 64)
+    last = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100)]
+    before = memory.used_bytes()
+    made.apply(np.array(last, dtype=np.uint64), *arrays(made, [(0, 0, True)] * 100)[1:])
+    absent = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100, 5000)]
+    assert not any(held(reader, np.array(absent, dtype=np.uint64)))
+    assert memory.used_bytes() == before

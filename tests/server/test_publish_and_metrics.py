@@ -113,7 +113,9 @@ def test_events_can_be_configured_off():
 
 
 EVENTS = {"batches_sent": 4, "batches_dropped": 1, "batches_lost": 0, "followers": 2,
-          "followers_cut": 0, "replays_served": 0, "replays_cut": 0}  # fmt: skip
+          "followers_cut": 0, "replays_served": 0, "replays_cut": 0, "snapshots_served": 3,
+          "snapshots_cut": 0, "snapshots_refused": 2, "snapshots_s": 1.5, "audits_served": 7,
+          "audits_cut": 0, "audits_refused": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("events", [{}, EVENTS])
@@ -154,7 +156,13 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_loop_lag_seconds",] == 0.5
     (build,) = [dict(name[1:]) for name in found if name[0] == "kvstore_build_info"]
     assert build["core"] == stats["core"]
-    assert ("kvstore_event_batches_total",) in found or not events
+    if events:
+        assert found["kvstore_event_batches_total",] == 4
+        assert found["kvstore_event_snapshot_seconds_total",] == 1.5
+        ended = {name[1:]: value for name, value in found.items() if "questions_total" in name[0]}
+        assert len(ended) == 6
+        assert ended[("end", "refused"), ("kind", "snapshots")] == 2
+        assert ended[("end", "served"), ("kind", "audits")] == 7
 
 
 def test_a_tier_is_a_medium_and_runs_of_pages_are_one_event():

@@ -23,7 +23,7 @@ from kvstore.events.questions import (
     SAMPLE,
     SNAPSHOT,
     Asked,
-    Question,
+    OpenQuestion,
     RefusedError,
 )
 from kvstore.index.channel import EventConnection
@@ -293,9 +293,9 @@ class Publication:
     sequence_next = 7
 
     def __init__(self) -> None:
-        self.ask: Callable[[Question], None] | None = None
+        self.ask: Callable[[OpenQuestion], None] | None = None
 
-    def answer_with(self, answer: Callable[[Question], None] | None) -> None:
+    def answer_with(self, answer: Callable[[OpenQuestion], None] | None) -> None:
         self.ask = answer
 
 
@@ -307,8 +307,8 @@ class Asking(NamedTuple):
     lone: LoneNode
     engine: Engine
 
-    def ask(self, asked: Asked) -> Question:
-        question = Question(asked, lambda: None)
+    def ask(self, asked: Asked) -> OpenQuestion:
+        question = OpenQuestion(asked, lambda: None)
         assert self.publication.ask is not None
         self.publication.ask(question)
         return question
@@ -328,7 +328,7 @@ async def asking(pages: int) -> AsyncIterator[Asking]:
     assert len(questions._turns) == 0
 
 
-def words(question: Question) -> list[bytes]:
+def words(question: OpenQuestion) -> list[bytes]:
     """What waits to be sent."""
     taken = iter(question.take, None)
     return [word for word, _ in taken]
@@ -421,4 +421,4 @@ async def test_a_stopping_node_refuses_questions():
     loop.close()
     here.questions._loop = loop
     with pytest.raises(RefusedError, match="stopping"):
-        ask(Question(Asked(SAMPLE, 1), lambda: None))
+        ask(OpenQuestion(Asked(SAMPLE, 1), lambda: None))

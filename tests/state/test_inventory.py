@@ -88,9 +88,8 @@ def test_a_walk_and_the_events_since_it_began_are_what_the_node_has(stored, othe
         if chance.random() < 0.3:
             spread(spaces[0])
     world.table.actions.clear()
-    follower, steps = Follower(), 0
+    follower = Follower()
     for held in walk(world.table):
-        steps += 1
         follower.add(held)
         for _ in range(chance.randrange(4)):
             change(world, process, chance.choice(spaces), chance)

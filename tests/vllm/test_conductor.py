@@ -16,6 +16,7 @@ from tests.vllm.engines import ENGINE, ENVIRONMENT, START_WAIT_S, transfer_confi
 
 OPERATE, READ = "operate-token-of-tests", "read-token-of-the-node"
 PAGE_TOKENS = 64
+WAIT_S = 60.0
 BLOCK_TOKENS = ENGINE["block_size"]
 SERVER = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -89,16 +90,16 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         ask(f"{conductor}/v1/engines", engine, OPERATE)
         ask(f"{conductor}/v1/nodes", registered, OPERATE)
 
-        wait_until(lambda: not ask(f"{conductor}/v1/engines/P")["gaps"], what="nothing is missing")
+        wait_until(lambda: not ask(f"{conductor}/v1/engines/P")["gaps"], WAIT_S, "no gaps")
         shown = ask(f"{conductor}/v1/engines/P")
         assert (shown["model"], shown["node"]) == ("tiny", "local")
         assert (shown["page_tokens"], shown["block_tokens"]) == (PAGE_TOKENS, BLOCK_TOKENS)
         assert (len(shown["spaces"]), len(shown["shards"])) == (1, 1)
-        first = prompt(300, 7)
+        first, wanted = prompt(300, 7), {"engine/P": 4, "node/local": 4}
         for tokens in (first, first + prompt(100, 8)):
             body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0.0}
             ask(f"{conductor}/v1/completions", body)
-            wait_until(lambda: known_pages(conductor) >= {"engine/P": 4, "node/local": 4}.items())
+            wait_until(lambda: known_pages(conductor) >= wanted.items(), WAIT_S, "pages are known")
 
         [second, before] = ask(f"{conductor}/v1/decisions?limit=2")["decisions"]
         assert before["attempts"][-1]["predicted_hit_tokens"] == 0
