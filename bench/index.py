@@ -287,7 +287,7 @@ async def _ingest(bench: Bench, names: list[str]) -> AsyncIterator[IndexResult]:
         fleet = fleet._replace(pages=sum(worker.pages for worker in fleet.workers()))
         bench.progress.step(f"{name}: {fleet.pages:,} blocks")
         made = await bench.ask("make", fleet=fleet, blocks=int(blocks))
-        decoding_s = await bench.ask("decode")
+        decoding_s, decoding_cpu_s = await bench.ask("decode")
         ours, theirs = [], []
         for _ in range(bench.rounds):
             ours.append(await _ingest_ours(bench, fleet))
@@ -300,7 +300,7 @@ async def _ingest(bench: Bench, names: list[str]) -> AsyncIterator[IndexResult]:
         )
         mine = median(one.blocks_per_s for one in ours)
         cpu_us = median(one.cpu_us for one in ours)
-        bound, bound_cpu_us = decoding, None
+        bound, bound_cpu_us = decoding, 1e6 * decoding_cpu_s / fleet.pages
         if theirs:
             bound = median(one.blocks_per_s for one in theirs)
             bound_cpu_us = median(one.cpu_us for one in theirs)

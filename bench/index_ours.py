@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import numpy as np
+
+from bench.index_feed import MODEL, SPACE, FeedError, keys
+from bench.index_fleet import PAGE_TOKENS, Fleet, Prompt, Worker, tokens
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import ChainValues, key_chains, scope_seed, token_chains
 from kvstore.index.table import IndexReader
-
-from bench.index_feed import MODEL, SPACE, FeedError, keys
-from bench.index_fleet import PAGE_TOKENS, Fleet, Prompt, Worker, tokens
 from kvstore.page import page_keys
 
 _READY_S: Final = 60.0
