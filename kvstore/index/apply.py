@@ -149,6 +149,8 @@ class EventIngest:
                     self._node_keys(event, event.space, batch, stored=True)
                 else:
                     self._stored(event, batch)
+                    while self.blocks.wake(self.block_tokens, batch):
+                        yield
             elif type(event) is BlocksRemoved:
                 if event.space is not None:
                     self._node_keys(event, event.space, batch, stored=False)
