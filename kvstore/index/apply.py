@@ -149,6 +149,8 @@ class EventIngest:
                     self._node_keys(event, event.space, batch, stored=True)
                 else:
                     self._stored(event, batch)
+                    while self.blocks.wake(self.block_tokens, batch):
+                        yield
             elif type(event) is BlocksRemoved:
                 if event.space is not None:
                     self._node_keys(event, event.space, batch, stored=False)
@@ -251,10 +253,12 @@ class EventIngest:
             self.block_tokens = size
             self._set_seed()
         spec = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, size)
-        if self._specs.get(group) != spec:
-            if len(self._specs) < GROUPS_MAX or group in self._specs:
-                self._specs[group] = spec
-            if group in self._specs and (group not in self.groups or spec[0] is not None):
+        if self._specs.get(group) != spec and (
+            group in self._specs or len(self._specs) < GROUPS_MAX
+        ):
+            self._specs[group] = spec
+            known, is_ours = self.groups.get(group), size == self.block_tokens
+            if known is None or (is_ours and (spec[0] is not None or known.block_tokens != size)):
                 self.groups[group] = KvGroup(_last_blocks(*spec), size)
         return size == self.block_tokens
 

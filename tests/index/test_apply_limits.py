@@ -37,6 +37,18 @@ def test_long_batches_are_applied_in_steps() -> None:
     assert len(applied.entries) == 3_000
 
 
+def test_blocks_that_have_waited_for_one_are_stored_in_steps() -> None:
+    ids = prompt(8_004)
+    applied = Applied(limits=BlockLimits(10_000, 10_000, 1 << 24))
+    applied.apply(*(stored([n], ids[4 * n : 4 * n + 4], n - 1) for n in range(1, 1_001)))
+    applied.apply(*(stored([n], ids[4 * n : 4 * n + 4], 0) for n in range(1_001, 2_001)))
+    assert applied.ingest.blocks.waiting == 2_000
+
+    assert applied.apply(stored([0], ids[:4])) > 2_000 // 256
+    assert len(applied.entries) == 2_001
+    assert applied.ingest.blocks.waiting == 0
+
+
 def test_media_and_groups_that_nobody_has_heard_of_are_bounded() -> None:
     applied = Applied()
     ids = prompt(4)
