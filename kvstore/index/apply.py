@@ -27,6 +27,8 @@ MEDIA_MAX: Final = 8
 """Maximum media of one worker; events of further media are not applied."""
 GROUPS_MAX: Final = 64
 """KV groups have smaller numbers."""
+NAMES_MAX = 2_048
+"""Maximum names that one worker has for its holders: shards have a number and a digest."""
 BLOCK_TOKENS_MAX: Final = 65_536
 _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
@@ -295,7 +297,8 @@ class EventIngest:
         """Number of a holder that has not stored anything yet; None if there are too many."""
         medium = at[0] or _MEDIUM_DEFAULT
         known_media = medium in self._media or len(self._media) < MEDIA_MAX
-        if not known_media or not 0 <= group < GROUPS_MAX:
+        is_full = len(self._holders) >= NAMES_MAX
+        if is_full or not known_media or not 0 <= group < GROUPS_MAX:
             self.skipped += 1
             return None
         holder = self._find_holder(self._worker, medium, shard, group)

@@ -63,6 +63,25 @@ def test_media_and_groups_that_nobody_has_heard_of_are_bounded() -> None:
     assert len(applied.ingest.groups) <= applying.GROUPS_MAX
 
 
+def test_extra_keys_of_more_blocks_than_an_event_may_have_are_not_mapped() -> None:
+    applied = Applied()
+    extra = [[["x", 1]]] * 200_000
+    applied.apply(stored([1], [5]))
+    applied.apply({**stored([2], [5] * 200_000, extra_keys=extra), "block_size": 1})
+    assert len(applied.entries) == 1
+    assert applied.ingest.blocks.unmapped == 1
+
+
+def test_names_of_shards_that_mean_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applying, "NAMES_MAX", 10)
+    applied = Applied()
+    applied.apply(*(pages(KEYS[n : n + 1], shard_digest=f"?{n}") for n in range(20)))
+    assert len(applied.entries) == 10
+    assert applied.ingest.skipped == 10
+    applied.apply(*(pages_gone(KEYS[n : n + 1], shard_digest=f"?{n}") for n in range(20)))
+    assert not applied.entries
+
+
 def test_holders_beyond_what_there_is_room_for_are_counted() -> None:
     applied = Applied(holders_max=2)
     applied.apply(*(pages(KEYS[:1], shard=shard) for shard in (0, 1, 2, 0, 2)))
