@@ -80,6 +80,7 @@ def _followed(folder: Path, pages: int, *, ssd: bool) -> tuple[dict[str, float],
         undo.callback(world.close)
         undo.enter_context(world.collector)
         world.fill()
+        world.put()  # the first one after all pages have grown old takes longer
         while ssd and world.lone.stored() < 0.9 * pages:
             world.put()
         loop = WatchedLoop(world.watch)

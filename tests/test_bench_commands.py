@@ -261,3 +261,14 @@ def test_structure_counts_what_a_reader_reads_and_who_knows_whom():
     assert counted["path_lines"] == sum(counted["path"].values()) <= 1_806, "less, not more"
     assert counted["room_pairs"] == len(counted["pairs"]) <= 67
     assert ["state", "node"] not in counted["pairs"], "no arrow points up"
+
+
+def test_snapshot_measures_what_a_follower_gets_and_the_turns_meanwhile():
+    results = {str(one["case"]): one for one in printed("snapshot", "--pages", "5000")}
+
+    for result in results.values():
+        assert_keeps_the_contract(result)
+    assert {name.rpartition("/")[2] for name in results} == {
+        "seconds", "longest_put_turn", "longest_question_turn", "longest_collector_turn",
+        "audit_4096", "sample_4096",
+    }  # fmt: skip

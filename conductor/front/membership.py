@@ -388,6 +388,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),
         shards=opened.shards if opened else (),
+        windows=opened.windows if opened else {},
         block_tokens=found.block_tokens if found else None,
         events=events,
         events_bind=events_bind,
@@ -401,29 +402,39 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
 def _events(
     entry: EngineEntry, said: _Described, found: FoundSessions | None
 ) -> tuple[str | None, str | None, str | None]:
-    """``events``, ``events_bind`` and ``events_replay`` of the first source that names one.
+    """``events``, ``events_bind`` and ``events_replay``.
+
+    Those of its sessions count only if neither the registration nor the engine names any.
 
     Raises:
         BadRequestError: the engine's answer has an invalid endpoint; names the field. Invalid ones
             of a session are left out.
     """
-    for one in (entry, said):
-        if one.events or one.events_bind:
-            endpoints = (one.events, one.events_bind, one.events_replay)
-            for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
-                try:
-                    check_endpoint(field, endpoint)
-                except ValueError as error:
-                    raise BadRequestError(field, str(error).removeprefix(f"{field}: ")) from error
-            return endpoints
-    if found is not None and found.ranks:
-        first = found.ranks[0]
-        endpoints = (first.events, first.events_bind, first.events_replay)
-        try:
-            for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
-                check_endpoint(field, endpoint)
-        except ValueError as error:
-            _log.warning("engine %s: its session names an invalid endpoint: %s", entry.id, error)
-        else:
-            return endpoints
-    return None, None, None
+    first = entry if entry.events or entry.events_bind else said
+    replay = entry.events_replay or said.events_replay
+    named = (first.events, first.events_bind, replay)
+    try:
+        _check_endpoints(named)
+    except ValueError as error:
+        field, _, what = str(error).partition(": ")
+        raise BadRequestError(field, what) from error
+    if first.events or first.events_bind or found is None or not found.ranks:
+        return named
+    rank = found.ranks[0]
+    told = (rank.events, rank.events_bind, replay or rank.events_replay)
+    try:
+        _check_endpoints(told)
+    except ValueError as error:
+        _log.info("engine %s: its session names an invalid endpoint: %s", entry.id, error)
+        return named
+    return told
+
+
+def _check_endpoints(endpoints: tuple[str | None, str | None, str | None]) -> None:
+    """Refuse invalid endpoints.
+
+    Raises:
+        ValueError: the message begins with the name of the field.
+    """
+    for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
+        check_endpoint(field, endpoint)

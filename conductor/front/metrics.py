@@ -125,7 +125,6 @@ def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
             (one.worker, kind): float(count)
             for one in workers
             for kind, count in (("missing", one.missing), ("stale", one.stale))
-            if one.audited
         },
         "events_connected": {(one.worker,): float(one.connected) for one in workers},
         "events_current": {(one.worker,): float(one.current) for one in workers},

@@ -35,6 +35,10 @@ SESSIONS_MAX: Final = 2000
 _SESSIONS_PART: Final = 100
 ANSWER_BYTES_MAX: Final = 4 << 20
 _REFUSED: Final = (401, 403)
+_STATUSES: Final = {
+    **dict.fromkeys(_REFUSED, ": it refuses the token"),
+    404: ": a node of an earlier version, or none; register it with `id` and `events`",
+}
 _Text = Annotated[str, Meta(max_length=512)]
 T = TypeVar("T")
 
@@ -152,7 +156,7 @@ class NodeApi:
                 body = await read_limited(answer, ANSWER_BYTES_MAX)
                 if answer.status != 200:
                     refused = answer.status in _REFUSED
-                    why = ": it refuses the token" if refused else ""
+                    why = _STATUSES.get(answer.status, "")
                     raise NodeUnreadableError(
                         f"{what}: status {answer.status}{why}", refused=refused
                     )

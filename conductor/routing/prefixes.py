@@ -140,9 +140,9 @@ class _Plan:
                 needs = [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
                 expected.setdefault(scope, []).append((row, needs))
                 if pages is not None:
-                    same.setdefault(pages, []).append((row, _page_needs(name, (), directory)))
+                    same.setdefault(pages, []).append((row, _page_needs(name, None, directory)))
                     if info.node is not None:
-                        held = _page_needs(node_worker(info.node), info.shards, directory)
+                        held = _page_needs(node_worker(info.node), info, directory)
                         on_node.setdefault(pages, []).append((row, held))
         self.own, self.expected = _parts(own), _parts(expected)
         self.same, self.on_node = _parts(same), _parts(on_node)
@@ -210,13 +210,16 @@ def _own_needs(
     ]
 
 
-def _page_needs(name: str, shards: Sequence[str], directory: HolderDirectory) -> list[PartNeed]:
-    """What a hit needs of a worker's pages: these shards, or all that it has if unknown."""
+def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory) -> list[PartNeed]:
+    """What a hit needs of a worker's pages: the shards of who reads them, or all if unknown."""
+    shards = reader.shards if reader is not None else ()
+    windows = reader.windows if reader is not None else {}
     of_shard: dict[str, list[PageHolder]] = {digest[:_SHARD_DIGITS]: [] for digest in shards}
+    last = {digest[:_SHARD_DIGITS]: pages for digest, pages in windows.items()}
     for holder in directory.by_worker.get(name, ()):
         if holder.shard and (not shards or holder.shard in of_shard):
             of_shard.setdefault(holder.shard, []).append(holder)
-    return [PartNeed(holders) for holders in of_shard.values()]
+    return [PartNeed(holders, last.get(shard)) for shard, holders in of_shard.items()]
 
 
 class PrefixView:

@@ -190,10 +190,11 @@ class Questions:
                 kind == SNAPSHOT and snapshots >= SNAPSHOTS_MAX
             ):
                 raise RefusedError("busy", "too many ask at a time; ask again later", _AGAIN_S)
-            if self.answer is None:
+            answer = self.answer  # another thread may set it to None
+            if answer is None:
                 raise RefusedError("unavailable", "it answers no questions now", _AGAIN_S)
             question = OpenQuestion(asked, self._wake)
-            self.answer(question)
+            answer(question)
         except RefusedError:
             self.counts[_name(kind, "refused")] += 1
             raise

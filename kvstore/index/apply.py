@@ -27,6 +27,8 @@ MEDIA_MAX: Final = 8
 """Maximum media of one worker; events of further media are not applied."""
 GROUPS_MAX: Final = 64
 """KV groups have smaller numbers."""
+NAMES_MAX = 2_048
+"""Maximum names that one worker has for its holders: shards have a number and a digest."""
 BLOCK_TOKENS_MAX: Final = 65_536
 _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
@@ -149,6 +151,8 @@ class EventIngest:
                     self._node_keys(event, event.space, batch, stored=True)
                 else:
                     self._stored(event, batch)
+                    while self.blocks.wake(self.block_tokens, batch):
+                        yield
             elif type(event) is BlocksRemoved:
                 if event.space is not None:
                     self._node_keys(event, event.space, batch, stored=False)
@@ -251,10 +255,12 @@ class EventIngest:
             self.block_tokens = size
             self._set_seed()
         spec = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, size)
-        if self._specs.get(group) != spec:
-            if len(self._specs) < GROUPS_MAX or group in self._specs:
-                self._specs[group] = spec
-            if group in self._specs and (group not in self.groups or spec[0] is not None):
+        if self._specs.get(group) != spec and (
+            group in self._specs or len(self._specs) < GROUPS_MAX
+        ):
+            self._specs[group] = spec
+            known, is_ours = self.groups.get(group), size == self.block_tokens
+            if known is None or (is_ours and (spec[0] is not None or known.block_tokens != size)):
                 self.groups[group] = KvGroup(_last_blocks(*spec), size)
         return size == self.block_tokens
 
@@ -291,7 +297,8 @@ class EventIngest:
         """Number of a holder that has not stored anything yet; None if there are too many."""
         medium = at[0] or _MEDIUM_DEFAULT
         known_media = medium in self._media or len(self._media) < MEDIA_MAX
-        if not known_media or not 0 <= group < GROUPS_MAX:
+        is_full = len(self._holders) >= NAMES_MAX
+        if is_full or not known_media or not 0 <= group < GROUPS_MAX:
             self.skipped += 1
             return None
         holder = self._find_holder(self._worker, medium, shard, group)

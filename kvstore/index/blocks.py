@@ -21,6 +21,8 @@ from kvstore.mover.chains import CHAINS, Chains, WordBuffer, block_chain, name_o
 
 TOKENS_MAX: Final = 262_144
 """Maximum tokens in one event: those of one step of an engine."""
+_WAKE_STEP: Final = 256
+"""Blocks and events of one step of waking: a few milliseconds."""
 
 
 class BlockLimits(NamedTuple):
@@ -93,6 +95,7 @@ class EngineBlocks:
         self._waiting = WaitingEvents(limits.waiting, limits.waiting_bytes)
         self._bits: dict[int, int] = {}  # holder → bit
         self._holders: list[int] = []  # by bit
+        self._awake: list[tuple[int, int]] = []  # blocks that may have been waited for
         self.unmapped = 0
         self.dropped = 0
 
@@ -108,13 +111,14 @@ class EngineBlocks:
         """Forget all blocks and holders."""
         self._map.clear()
         self._waiting.clear()
+        self._awake.clear()
         self._bits.clear()
         self._holders.clear()
 
     def stored(
         self, event: StoredBlocks, block_tokens: int, holder: int, batch: ChangeBatch
     ) -> None:
-        """A holder has stored blocks; appends those that are known now.
+        """A holder has stored blocks; appends those that are known now. :meth:`wake` goes on.
 
         Raises:
             UnreadableError: the hashes are not block hashes.
@@ -136,7 +140,26 @@ class EngineBlocks:
         if found != count * block_tokens or not self._has_room(count):
             self._store_known(count, bit, batch)
         elif self._store(count, bit, batch) and self._waiting:
-            self._wake(count, block_tokens, batch)
+            names = self._space.names.array[:count].tolist()
+            chains = batch.chains.array[batch.used - count : batch.used].tolist()
+            self._awake += zip(names, chains, strict=True)
+
+    def wake(self, block_tokens: int, batch: ChangeBatch) -> bool:
+        """Append some of the blocks that have waited for those that were stored last.
+
+        To be called after :meth:`stored`, until it returns False: there are no more.
+        """
+        for _ in range(_WAKE_STEP):
+            if not self._awake or not self._waiting:
+                self._awake.clear()
+                return False
+            name, chain = self._awake[-1]
+            event = self._waiting.take(name)
+            if event is None:
+                self._awake.pop()
+            else:
+                self._store_waiting(event, chain, block_tokens, batch)
+        return True
 
     def named(self, hashes: bytes, count: int, holder: int, batch: ChangeBatch) -> None:
         """A holder has stored blocks whose chain values are behind the used ones of ``batch``.
@@ -229,7 +252,7 @@ class EngineBlocks:
                 event.tokens, space.ids, block_tokens, chain, batch.chains, at
             )
         count = space.chains.read_ids(event.tokens, space.ids)
-        if count != len(event.extras) * block_tokens:
+        if len(event.extras) > HASHES_MAX or count != len(event.extras) * block_tokens:
             return -1
         packed, step = space.ids.array[:count].tobytes(), 4 * block_tokens
         for number, extra in enumerate(event.extras):
@@ -300,26 +323,22 @@ class EngineBlocks:
             )
         )
 
-    def _wake(self, count: int, block_tokens: int, batch: ChangeBatch) -> None:
-        """Store what waits for the present names, which have just been stored, and so on."""
-        names = self._space.names
-        before = names.array[:count].tolist()
-        chains = batch.chains.array[batch.used - count : batch.used].tolist()
-        known = list(zip(before, chains, strict=True))
-        while known and self._waiting:
-            name, chain = known.pop()
-            for event in self._waiting.take(name):
-                found = self._extend(event, block_tokens, chain, batch)
-                if found != len(event.names) * block_tokens or not self._has_room(len(event.there)):
-                    self.unmapped += len(event.there)
-                    continue
-                at = batch.used
-                new = batch.chains.array[at : at + len(event.names)].tolist()
-                known += zip(event.names, new, strict=True)
-                there = [pair for pair in known[-len(new) :] if pair[0] in event.there]
-                names.array[: len(there)] = [pair[0] for pair in there]
-                batch.chains.array[at : at + len(there)] = [pair[1] for pair in there]
-                self._store(len(there), event.bit, batch)
+    def _store_waiting(
+        self, event: WaitingBlocks, chain: int, block_tokens: int, batch: ChangeBatch
+    ) -> None:
+        """Store blocks that have waited; ``chain`` is the chain value of their parent."""
+        count, names = len(event.names), self._space.names
+        found = self._extend(event, block_tokens, chain, batch)
+        if found != count * block_tokens or not self._has_room(len(event.there)):
+            self.unmapped += len(event.there)
+            return
+        at = batch.used
+        pairs = list(zip(event.names, batch.chains.array[at : at + count].tolist(), strict=True))
+        self._awake += pairs
+        there = [pair for pair in pairs if pair[0] in event.there]
+        names.array[: len(there)] = [pair[0] for pair in there]
+        batch.chains.array[at : at + len(there)] = [pair[1] for pair in there]
+        self._store(len(there), event.bit, batch)
 
     def _has_room(self, count: int) -> bool:
         return len(self._map) + count <= self._limits.blocks

@@ -37,16 +37,17 @@ LINE_SLOTS: Final = 8
 PAGE_LINES: Final = PAGE_SLOTS // LINE_SLOTS
 OVERRUN_LINES: Final = 8
 """Lines at the end of a segment that are no entry's first."""
-LOAD_MAX: Final = 0.76
+LOAD_MAX: Final = 0.78
 """Fraction of slots with a tag, live or dead, above which a segment is rebuilt."""
-LOAD_REBUILT: Final = 0.6
-"""Fraction of slots in use after a rebuild: growth is by about 1.25."""
+LOAD_REBUILT: Final = 0.55
+"""Fraction of slots in use after a rebuild: growth is by about 1.3."""
 
 SET_BITS: Final = np.uint64(24)
 SET_MASK: Final = np.uint64((1 << 24) - 1)
 NO_LANE: Final = LINE_SLOTS
 _NEXT_LINES: Final = np.arange(4)
-"""Lines read at once after the first, which most entries are in."""
+"""Lines read at once after the first, for few entries; most are in the first one."""
+_FEW: Final = 200
 _ONE: Final = np.uint64(1)
 _EACH_BYTE: Final = np.uint64(0x0101_0101_0101_0101)
 _LAST_BYTE: Final = np.uint64(56)
@@ -199,10 +200,11 @@ class TableView:
         """Probe the lines after the first, up to the last of the segment."""
         line = found.lines[left] + 1
         while len(left):
-            every = line[:, None] + _NEXT_LINES
+            some = _NEXT_LINES if len(left) < _FEW else _NEXT_LINES[:2]
+            every = line[:, None] + some
             # Not beyond the segment: reading would allocate its next page.
             read = self.lines.take(np.minimum(every, lasts[:, None]).ravel(), axis=0)
-            same = (read >> SET_BITS) == tags.repeat(len(_NEXT_LINES))[:, None]
+            same = (read >> SET_BITS) == tags.repeat(len(some))[:, None]
             hits = same.view(np.uint64).reshape(every.shape)
             over = every > lasts[:, None]
             stop = (hits != 0) | (read[:, -1] == 0).reshape(every.shape) | over
@@ -215,12 +217,18 @@ class TableView:
             found.words[left] = np.where(over, 0, words)
             on = np.flatnonzero(~stop[rows, first])
             left, tags, lasts = left[on], tags[on], lasts[on]
-            line = line[on] + len(_NEXT_LINES)
+            line = line[on] + len(some)
 
 
 def _lanes(hits: Words) -> Numbers:
     """The byte that is 1 in each word; NO_LANE if it is 0."""
     return (((hits - _ONE) & _EACH_BYTE) * _EACH_BYTE >> _LAST_BYTE).view(np.int64)
+
+
+def slots_in_use(lines: Words) -> Numbers:
+    """Number of slots in use of each line."""
+    used: Words = (lines != 0).view(np.uint64).ravel()  # a byte of 1 for each
+    return (used * _EACH_BYTE >> _LAST_BYTE).view(np.int64)
 
 
 def first_lines(pages: AnyNumber) -> AnyNumber:

@@ -25,6 +25,7 @@ from kvstore.index.layout import (
     TableView,
     Words,
     first_lines,
+    slots_in_use,
 )
 
 _LOAD_SPREAD = 0.1
@@ -118,7 +119,8 @@ class TableSegments:
         at[absent] = -1
         while len(going):
             going = going[lines[going] >= 0]
-            places = self._first_empty(lines[going])
+            there = lines[going]
+            places = there * LINE_SLOTS + slots_in_use(self._table.lines.take(there, axis=0))
             # Of several for one slot the last one written wins: the first of the batch.
             self._table.slots[places[::-1]] = words[going[::-1]]
             at[going] = places
@@ -129,12 +131,6 @@ class TableSegments:
         self._used += self._counted(segments[absent & (at >= 0)])
         self._at_step("slots placed")
         return at, crowded
-
-    def _first_empty(self, lines: Numbers) -> Numbers:
-        """The first empty slot of each line that has one."""
-        used = (self._table.lines[lines] != 0).sum(axis=1)
-        result: Numbers = lines * LINE_SLOTS + used
-        return result
 
     def among(self, some: Numbers, segments: Numbers) -> Flags:
         """Which segments are among some."""

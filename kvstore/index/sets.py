@@ -44,7 +44,8 @@ class HolderSets:
         self._recycle_at = _RECYCLED_AT_LEAST
         self._postponed = 0
         self._leaving: Words = np.zeros(ROW_WORDS, dtype=np.uint64)
-        self._stripped: tuple[Numbers, bool] | None = None
+        self._stripped: Numbers | None = None  # number → that without dropped holders
+        self._stripped_lossy = False
         self._cache_keys: Numbers = np.full(1 << _CACHE_BITS, _NEVER, dtype=np.int64)
         self._cache_values: Numbers = np.zeros(1 << _CACHE_BITS, dtype=np.int64)
 
@@ -163,21 +164,28 @@ class HolderSets:
         self._cache_keys.fill(_NEVER)
         self._stripped = None
 
-    def stripped(self) -> tuple[Numbers, bool]:
-        """For each number, that of the set without the bits of dropped holders.
+    def stripped(self, sets: Numbers) -> tuple[Numbers, bool]:
+        """The sets without the bits of dropped holders.
 
-        Higher numbers have none of these bits. Where no number is left for the result it is 0, so
-        the other holders are lost, too; the second value says whether this happens.
+        Where no number is left for the result it is 0, so the other holders are lost, too; the
+        second value says whether this may have happened.
         """
         if self._stripped is None:
-            result = np.arange(self._top, dtype=np.int64)
-            rows = self._rows[: self._top]
-            used = self._references[: self._top] > 0
-            with_leaving = np.flatnonzero((rows & self._leaving).any(axis=1) & used)
-            without = rows[with_leaving] & ~self._leaving
-            result[with_leaving] = numbers = self._intern(without)
-            self._stripped = np.maximum(result, 0), bool((numbers < 0).any())
-        return self._stripped
+            self._stripped = np.full(self._top, _NEVER, dtype=np.int64)
+            self._stripped_lossy = False
+        known = self._stripped  # higher numbers are newer than the drop: they have no such bit
+        after = np.where(sets < len(known), known[np.minimum(sets, len(known) - 1)], sets)
+        missing = np.flatnonzero(after < 0)
+        if len(missing):
+            distinct, which = np.unique(sets[missing], return_inverse=True)
+            numbers = distinct.copy()
+            rows = self._rows[distinct]
+            leaving = np.flatnonzero((rows & self._leaving).any(axis=1))
+            numbers[leaving] = self._intern(rows[leaving] & ~self._leaving)
+            self._stripped_lossy |= bool((numbers < 0).any())
+            known[distinct] = np.maximum(numbers, 0)
+            after[missing] = known[distinct][which]
+        return after, self._stripped_lossy
 
     def holders(self, sets: Numbers) -> Numbers:
         """How many of these sets have each bit: int64 [1024]."""

@@ -84,12 +84,14 @@ class WaitingEvents:
         self.clear()
         return events
 
-    def take(self, parent: int) -> list[WaitingBlocks]:
-        """Remove and return the events that wait for this block, oldest first."""
-        events = list(self._by_parent.get(parent, ()))
-        for event in events:
-            self._forget(event)
-        return events
+    def take(self, parent: int) -> WaitingBlocks | None:
+        """Remove and return the oldest event that waits for this block; None if there is none."""
+        events = self._by_parent.get(parent)
+        if events is None:
+            return None
+        event = events[0]
+        self._forget(event)
+        return event
 
     def remove(self, names: list[int], bit: int) -> None:
         """Blocks were removed from a holder: they wait no more."""

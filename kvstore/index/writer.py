@@ -178,9 +178,8 @@ class IndexWriter:
     def _sweep_segment(self, segment: int) -> int:
         """Clear dropped holders in one segment; returns its number of slots."""
         slots = self._segments.slots(segment)
-        stripped, lossy = self._sets.stripped()
         sets = (slots & SET_MASK).view(np.int64)
-        after = np.where(sets < len(stripped), stripped[np.minimum(sets, len(stripped) - 1)], sets)
+        after, lossy = self._sets.stripped(sets)
         moved = np.flatnonzero(after != sets)
         if len(moved):
             before, after = sets[moved], after[moved]

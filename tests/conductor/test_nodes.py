@@ -155,6 +155,20 @@ async def test_what_the_registration_or_the_engine_says_is_not_overridden_by_a_s
 
 
 @in_loop
+async def test_the_registration_may_add_a_replay_endpoint_to_what_the_engine_says() -> None:
+    engine = await FakeEngine("e", "mixed", events="ipc:///run/e").start()
+    async with serving() as client:
+        body = {"id": "e", "role": "mixed", "url": engine.url, "events_replay": "ipc:///run/r"}
+        _, answer, _ = await client.operate("/v1/engines", body)
+        assert (answer["events"], answer["events_replay"]) == ("ipc:///run/e", "ipc:///run/r")
+        engine.described["events_replay"] = "udp://x"
+        del body["events_replay"]
+        status, answer, _ = await client.operate("/v1/engines", body)
+        assert (status, answer["error"]["param"]) == (400, "events_replay")
+    await engine.stop()
+
+
+@in_loop
 async def test_an_endpoint_of_a_session_that_is_none_is_left_out() -> None:
     node = FakeNode("n")
     node.sessions = [session_of("e", events="udp://nowhere")]
@@ -256,6 +270,9 @@ async def test_a_node_that_cannot_be_read_is_refused_unless_it_is_named() -> Non
         body = {"url": node.url, "read_token": "another-token-than-that"}
         status, answer, _ = await client.operate("/v1/nodes", body)
         assert (status, answer["error"]["param"]) == (400, "read_token")
+        node.status = 404
+        status, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
+        assert "register it with `id` and `events`" in answer["error"]["message"]
         node.status = 500
         status, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
         assert (status, answer["error"]["code"]) == (502, "node_unreachable")

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.events import publisher as publishing_thread
 from kvstore.events import questions as asking
 from kvstore.events import server as eventserver
 from kvstore.events import zmtp
@@ -254,6 +255,22 @@ def test_a_slow_reader_gets_all_as_long_as_it_reads(tmp_path, follow, wait_until
             heard += 1
 
         assert heard == put
+
+
+def test_an_answer_goes_out_as_fast_as_it_is_read_with_no_other_event(
+    follow, monkeypatch, wait_until
+):
+    monkeypatch.setattr(eventserver, "_CHECK_S", 60.0)  # nothing else wakes the thread
+    monkeypatch.setattr(publishing_thread, "_POLL_S", 60.0)
+    where = "tcp://127.0.0.1:*"  # its sockets take more at once than is queued for them
+    with EventPublisher(where, where, topic=TOPIC) as publisher:
+        node = Node(publisher)
+        follower = ask(follow, publisher)
+        wait_until(lambda: node.asked)
+        put = fill(node.asked[0])
+        node.asked[0].put(END, {})
+
+        assert [follower.hear()[2] for _ in range(put + 1)] == [PAGES] * put + [END]
 
 
 def test_live_events_go_on_while_an_answer_waits(tmp_path, follow, wait_until):

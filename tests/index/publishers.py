@@ -17,7 +17,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
-from kvstore.events.questions import END, HEAD, Question
+from kvstore.events.questions import END, HEAD, OpenQuestion
 from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceBounds
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
@@ -113,7 +113,7 @@ class FakePublisher:
 def as_node(publisher: EventPublisher, boot: str) -> EventPublisher:
     """Let a publisher answer as a node that has published everything that it has."""
 
-    def answer(question: Question) -> None:
+    def answer(question: OpenQuestion) -> None:
         question.put(HEAD, {"boot": boot, "sequence_first": 0})
         question.put(END, {"sequence_end": 0, "pages": 0})
 

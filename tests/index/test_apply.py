@@ -263,6 +263,9 @@ def test_every_group_has_its_own_blocks_and_says_what_a_hit_needs(chains: Chains
     applied.apply(stored([3], ids[8:12], 2), removed([2], group_idx=1))
     applied.apply(stored([4], ids[12:], 3, group_idx=1), stored([9], [1, 2], 4, group_idx=6))
 
+    # A block that is not full has another size, and changes nothing that is known of its group.
+    partial = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
+    applied.apply(stored([8], ids[:2], group_idx=1, **partial))
     needs = [applied.ingest.groups[group].last_blocks for group in range(6)]
     assert needs == [0, 3, 1, 0, 0, 0]
     assert applied.ingest.groups[6] == KvGroup(0, 2)

@@ -37,6 +37,18 @@ def test_long_batches_are_applied_in_steps() -> None:
     assert len(applied.entries) == 3_000
 
 
+def test_blocks_that_have_waited_for_one_are_stored_in_steps() -> None:
+    ids = prompt(8_004)
+    applied = Applied(limits=BlockLimits(10_000, 10_000, 1 << 24))
+    applied.apply(*(stored([n], ids[4 * n : 4 * n + 4], n - 1) for n in range(1, 1_001)))
+    applied.apply(*(stored([n], ids[4 * n : 4 * n + 4], 0) for n in range(1_001, 2_001)))
+    assert applied.ingest.blocks.waiting == 2_000
+
+    assert applied.apply(stored([0], ids[:4])) > 2_000 // 256
+    assert len(applied.entries) == 2_001
+    assert applied.ingest.blocks.waiting == 0
+
+
 def test_media_and_groups_that_nobody_has_heard_of_are_bounded() -> None:
     applied = Applied()
     ids = prompt(4)
@@ -49,6 +61,25 @@ def test_media_and_groups_that_nobody_has_heard_of_are_bounded() -> None:
         applied.apply(stored([number % 2**64], ids, group_idx=number))
     assert len(applied.entries) == applying.GROUPS_MAX
     assert len(applied.ingest.groups) <= applying.GROUPS_MAX
+
+
+def test_extra_keys_of_more_blocks_than_an_event_may_have_are_not_mapped() -> None:
+    applied = Applied()
+    extra = [[["x", 1]]] * 200_000
+    applied.apply(stored([1], [5]))
+    applied.apply({**stored([2], [5] * 200_000, extra_keys=extra), "block_size": 1})
+    assert len(applied.entries) == 1
+    assert applied.ingest.blocks.unmapped == 1
+
+
+def test_names_of_shards_that_mean_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applying, "NAMES_MAX", 10)
+    applied = Applied()
+    applied.apply(*(pages(KEYS[n : n + 1], shard_digest=f"?{n}") for n in range(20)))
+    assert len(applied.entries) == 10
+    assert applied.ingest.skipped == 10
+    applied.apply(*(pages_gone(KEYS[n : n + 1], shard_digest=f"?{n}") for n in range(20)))
+    assert not applied.entries
 
 
 def test_holders_beyond_what_there_is_room_for_are_counted() -> None:

@@ -43,7 +43,7 @@ from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
 from kvstore.testing.index import LocalIndex
-from tests.index.hostile import TOPICS, Hostile
+from tests.index.hostile import TOPICS, Hostile, Stopwatch
 from tests.index.publishers import node, usable
 from tests.loops import eventually, in_loop
 
@@ -80,19 +80,6 @@ def seeded(seconds: float) -> Iterator[Hostile]:
         raise
     finally:
         gc.unfreeze()
-
-
-class Stopwatch:
-    """CPU seconds of this thread between two looks: what neighbours do does not show in them."""
-
-    def __init__(self) -> None:
-        self.worst = 0.0
-        self._before = time.thread_time()
-
-    def look(self) -> None:
-        now = time.thread_time()
-        self.worst = max(self.worst, now - self._before)
-        self._before = now
 
 
 def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:

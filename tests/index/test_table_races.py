@@ -216,6 +216,20 @@ def test_a_directory_that_changes_again_and_again_is_no_directory(raced, monkeyp
     assert raced.reader.undecided >= 2000
 
 
+def test_a_directory_that_changes_before_each_search_gives_no_prefix(raced, monkeypatch) -> None:
+    find_many, times = IndexReader.find_many, []
+
+    def changed_before(self: IndexReader, prompts: list[np.ndarray]) -> list[HolderRuns]:
+        times.append(len(prompts))
+        raced.writer.set_live("w0", live=len(times) % 2 == 0)
+        return find_many(self, prompts)
+
+    monkeypatch.setattr(IndexReader, "find_many", changed_before)
+    assert raced.match() == [0, 0]
+    assert raced.reader.undecided == 1000
+    assert len(times) > 1
+
+
 def test_no_shared_memory_is_left_when_a_writer_is_killed(spawn: Spawn) -> None:
     before = set(Path("/dev/shm").iterdir())
     process = spawn(WRITER, ready=r"^table (\d+) (\d+)$")

@@ -24,6 +24,7 @@ SEED = 7
 
 needs_library = pytest.mark.skipif(BUILT is None, reason="built without a compiler")
 each = pytest.mark.parametrize("chains", EACH, ids=lambda one: type(one).__name__)
+HEADS = [bytes([0x91, kind]) for kind in range(0xC0, 0xE0)] + [b"\x90", b"\xdc", b"\xdd", b"\xdd\0"]
 words = st.integers(0, 2**64 - 1)
 
 
@@ -173,12 +174,17 @@ def guarded() -> Iterator[mmap.mmap]:
     ),
     cut=st.just(0) | st.integers(0, 12),
     change=st.none() | st.tuples(st.integers(0, 2_000), st.integers(0, 255)),
+    raw=st.none() | st.builds(bytes.__add__, st.sampled_from(HEADS), st.binary(max_size=6)),
 )  # fmt: skip
 def test_nothing_beyond_the_given_bytes_is_read_and_both_say_the_same(
-    guarded: mmap.mmap, value: list[Any], cut: int, change: tuple[int, int] | None
+    guarded: mmap.mmap,
+    value: list[Any],
+    cut: int,
+    change: tuple[int, int] | None,
+    raw: bytes | None,
 ) -> None:
     assert NATIVE is not None
-    data = bytearray(PACK(value))
+    data = bytearray(PACK(value) if raw is None else raw)
     del data[max(1, len(data) - cut) :]
     if change is not None:
         data[change[0] % len(data)] = change[1]
@@ -186,15 +192,15 @@ def test_nothing_beyond_the_given_bytes_is_read_and_both_say_the_same(
     guarded[stop - len(data) : stop] = bytes(data)
     address = np.frombuffer(guarded, np.uint8, count=1).ctypes.data + stop - len(data)
     results: list[list[Any]] = []
-    for chains, raw in ((NATIVE, Placed(address, len(data))), (PlainChains(), bytes(data))):
+    for chains, source in ((NATIVE, Placed(address, len(data))), (PlainChains(), bytes(data))):
         ids, out = WordBuffer(50, np.uint32), WordBuffer(50)
         results.append([])
         for call in (
-            lambda c=chains, r=raw, i=ids: c.read_ids(r, i),
-            lambda c=chains, r=raw, i=ids, o=out: c.chain_raw(r, i, 4, 9, o, 2),
-            lambda c=chains, r=raw, o=out: c.names(r, 3, o),
-            lambda c=chains, r=raw, o=out: c.keys(r, 3, o, 1, integers=True),
-            lambda c=chains, r=raw, o=out: c.keys(r, 3, o, 1, integers=False),
+            lambda c=chains, r=source, i=ids: c.read_ids(r, i),
+            lambda c=chains, r=source, i=ids, o=out: c.chain_raw(r, i, 4, 9, o, 2),
+            lambda c=chains, r=source, o=out: c.names(r, 3, o),
+            lambda c=chains, r=source, o=out: c.keys(r, 3, o, 1, integers=True),
+            lambda c=chains, r=source, o=out: c.keys(r, 3, o, 1, integers=False),
         ):
             out.array[:] = 0
             count = call()
