@@ -1,8 +1,5 @@
 """What a prompt need not compute at an engine: its own blocks, and the pages of its node."""
 
-import asyncio
-import time
-
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.page import page_keys
 from kvstore.testing.index import LocalIndex
-from tests.loops import eventually
 
 SPACE = "ab" * 32
 ONE, LEFT, RIGHT = "1" * 64, "2" * 64, "3" * 64
@@ -67,6 +63,12 @@ class Cluster:
             worker, block_hashes=list(range(1, count + 1)), token_ids=TOKENS[: count * size],
             block_size=size, medium="GPU", **event,
         )  # fmt: skip
+
+    def at(self, seconds: float) -> None:
+        """Let what is expected begin or end."""
+        service = self.index._service
+        for change in service._expected.due(int(seconds * 1e9)):
+            service._pages.expect(change)
 
     def prefix(self, name: str = "e", salt: str = "") -> Prefix:
         self.view.remember(1, TOKENS, salt)
@@ -156,22 +158,16 @@ def test_what_a_worker_that_does_not_count_has_is_not_usable(cluster: Cluster):
 
 
 def test_an_expected_prompt_is_usable_for_its_time_and_no_local_one(cluster: Cluster):
-    cluster.engine(node=None)
-
-    async def expected() -> None:
-        running = asyncio.create_task(cluster.index.run())
-        try:
-            now = time.monotonic()
-            cluster.prefix()
-            cluster.view.expect(1, "e", 0, now, now + 0.5)
-            await eventually(lambda: cluster.prefix()[:3] == (0, 0, len(TOKENS)))
-            await eventually(lambda: cluster.prefix() == Prefix())
-            assert time.monotonic() >= now + 0.5
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
-
-    asyncio.run(expected())
+    info = cluster.engine(node=None)
+    cluster.follows(engine_worker("e"), own_domain(info))
+    cluster.blocks(engine_worker("e"), 1)
+    assert cluster.prefix()[:3] == (2, 0, 2)
+    cluster.view.expect(1, "e", 0, 10.0, 12.0)
+    assert cluster.prefix()[:3] == (2, 0, 2)
+    cluster.at(10.0)
+    assert cluster.prefix()[:3] == (2, 0, len(TOKENS))
+    cluster.at(12.0)
+    assert cluster.prefix()[:3] == (2, 0, 2)
 
 
 def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
