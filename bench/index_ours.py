@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -137,16 +137,16 @@ class OurIndex:
                 raise FeedError(f"not everybody is followed: {self._index.report}")
             await asyncio.sleep(_PAUSE_S)
 
-    async def wait_seen(self, asked: "LastBlocks") -> int:
-        """Wait until a reader sees the last block of every worker; when that was, in ns.
+    async def wait_seen(self, seen: Callable[[], bool]) -> int:
+        """Wait until a reader sees what it asks for; when that was, in ns of the monotonic clock.
 
         Raises:
             FeedError: that takes too long.
         """
         deadline = time.monotonic() + _SEEN_S
-        while not asked.seen():
+        while not seen():
             if time.monotonic() > deadline:
-                raise FeedError(f"a last block is not seen: {self._index.report}")
+                raise FeedError(f"not everything is seen: {self._index.report}")
             await asyncio.sleep(_PAUSE_S)
         return time.monotonic_ns()
 
