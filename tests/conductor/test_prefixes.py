@@ -176,3 +176,20 @@ def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     cluster.view.remember(2, np.array(TOKENS[:3]))
     found = cluster.view(Waiting(number=2, model="m", deadline=1.0))
     assert found["e"] == Prefix()
+
+
+def test_a_prompt_is_matched_at_each_worker_medium_by_medium(cluster: Cluster):
+    info = cluster.engine(shards=(ONE,))
+    cluster.follows(engine_worker("e"), own_domain(info))
+    cluster.blocks(engine_worker("e"), 3)
+    cluster.pages(ONE, 0, 2)
+    cluster.view.remember(1, TOKENS)
+    cluster.view.expect(1, "e", 0, 1.0, 2.0)
+    cluster.at(1.0)
+    matches = cluster.view.match("m", TOKENS)
+    assert [(one.worker, one.medium, one.tokens) for one in matches] == [
+        ("engine/e", "EXPECTED", 40), ("engine/e", "GPU", 6), ("node/n", "CPU", 8),
+    ]  # fmt: skip
+    assert {one.engine for one in matches} == {"e"}
+    assert cluster.view.match("other", TOKENS) == []
+    assert all(one.tokens == 0 for one in cluster.view.match("m", [1, 2, 3, 4]))
