@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -122,6 +123,10 @@ def follower(it: Following) -> Follower:
     return found
 
 
+def knows(it: Following, pages: int) -> bool:
+    return it.running.done() or it.prefix() == pages
+
+
 async def audit(it: Following) -> None:
     await it.index._service._auditor.audit(follower(it))
 
@@ -232,5 +237,5 @@ async def test_a_node_without_replays_is_not_audited(monkeypatch: pytest.MonkeyP
         await node.subscribed()
         for number in range(5):
             await node.send(number, stored(KEYS[: number + 1]))
-            await eventually(lambda n=number: it.running.done() or it.prefix() == n + 1)
+            await eventually(partial(knows, it, number + 1))
             await asyncio.wait([it.running], timeout=0.03)
