@@ -34,6 +34,8 @@ _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
 _SHARD_DIGITS: Final = 16
 _SPACES_MAX: Final = 1_024
+_WINDOW_MAX: Final = 1 << 31
+"""Tokens; larger windows are none."""
 _WINDOWS: Final = ("sliding_window", "sliding_window_mla")
 _WORK: Final = 4_096
 """Blocks per step, each event counting as 16 more: a few milliseconds."""
@@ -326,6 +328,6 @@ def _lora(event: BlocksStored) -> str:
 
 def _last_blocks(kind: str | None, window: int | None, block_tokens: int) -> int:
     """How many blocks at the end of a prefix a hit needs; 0 = all."""
-    if kind in _WINDOWS and window is not None and window > 0:
+    if kind in _WINDOWS and window is not None and 0 < window <= _WINDOW_MAX:
         return -(-window // block_tokens)
     return 1 if kind == "mamba" else 0
