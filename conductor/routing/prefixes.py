@@ -9,6 +9,7 @@ A prefix is usable as far as each of its tokens is in a block or page that the e
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import msgspec
@@ -217,10 +218,12 @@ def _own_needs(
 ) -> list[PartNeed]:
     """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
     known = workers.get(name)
-    groups = known.groups if known is not None else {}
     holders = [
         one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
     ]
+    # The report may not know a group yet, or not know the engine.
+    groups = dict.fromkeys((one.group for one in holders), 0)
+    groups |= known.groups if known is not None else {}
     return [
         PartNeed([one for one in holders if one.group == group], last_blocks or None)
         for group, last_blocks in groups.items()
@@ -385,7 +388,7 @@ class _Lookup:
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
 
     def prefixes(self) -> dict[str, Prefix]:
-        """The best rank of each engine."""
+        """The best rank of each engine; no rank if all have the same."""
         plan = self._plan
         for part in (*plan.own, *plan.same):
             self._add(part, self._own)
@@ -395,11 +398,14 @@ class _Lookup:
             self._add(part, None)
         usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
         result: dict[str, Prefix] = {}
-        for row, rank in enumerate(plan.ranks):
-            numbers = (int(self._own[row]), int(self._node[row]), int(usable[row]))
-            known = result.get(plan.infos[rank.engine].id)
-            if known is None or numbers[2] > known.usable:
-                result[plan.infos[rank.engine].id] = Prefix(*numbers, rank.number)
+        for engine, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
+            rows = [row for row, _ in ranks]
+            best = max(rows, key=usable.__getitem__)
+            differs = len(rows) == 1 or usable[rows].min() < usable[best]
+            result[plan.infos[engine].id] = Prefix(
+                int(self._own[best]), int(self._node[best]), int(usable[best]),
+                plan.ranks[best].number if differs else None,
+            )  # fmt: skip
         return result
 
     def _add(self, part: _Part, longest: Numbers | None) -> None:

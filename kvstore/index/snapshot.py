@@ -36,6 +36,7 @@ from kvstore.events.questions import (
     Asked,
     encode_question,
 )
+from kvstore.index.batch import HASHES_MAX
 from kvstore.index.channel import EventConnection
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
@@ -341,7 +342,7 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
     """The prefix keys of an encoded array, packed, without an object for each.
 
     Raises:
-        SnapshotError: it is not an array of keys of 32 bytes.
+        SnapshotError: it is not an array of keys of 32 bytes, or one of too many.
     """
     view = memoryview(raw)
     first = view[0]
@@ -352,6 +353,8 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
         count = int.from_bytes(view[1:start], "big")
     else:
         raise SnapshotError("invalid", "keys are no array")
+    if count > HASHES_MAX:
+        raise SnapshotError("invalid", f"an event has too many keys: {count}")
     if len(view) != start + count * _ENTRY_BYTES:
         raise SnapshotError("invalid", f"these are not {count} keys")
     entries = np.frombuffer(view[start:], dtype=np.uint8).reshape(count, _ENTRY_BYTES)
