@@ -200,14 +200,14 @@ class Cache:
             if missing == before:
                 break  # memory is too small for the run
         self.names += 1
-        lease = self.table.acquire(self.process, self.names, self.space, 0, packed, NEVER_NS)
+        lease, _, _ = self.table.acquire(self.process, self.names, self.space, 0, packed, NEVER_NS)
         if fetch is not None:
             self.table.end_fetch(self.process, fetch)
         return lease
 
     def _store(self, keys: list[PrefixKey], lease: Lease) -> None:
         """Store what follows the run, as fast as the disk makes room."""
-        done = len(lease.pages)
+        done = len(lease.slots)
         for _ in range(TRIES_MAX):
             if done == len(keys):
                 return
@@ -217,11 +217,11 @@ class Cache:
             _, put = self.table.begin_put(self.process, self.names, self.space, 0, rest, parent)
             waits = bool(self.disk.jobs)
             self._end_jobs()
-            if put.pages:
-                digests = bytes(16 * len(put.pages))
+            if put.slots:
+                digests = bytes(16 * len(put.slots))
                 self.table.commit_put(self.process, self.names, digests)
-            done += len(put.pages)
-            if not put.pages and not waits:
+            done += len(put.slots)
+            if not put.slots and not waits:
                 return  # the prompt is longer than memory, or it is there already
 
     def _end_jobs(self) -> None:

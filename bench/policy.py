@@ -19,7 +19,8 @@ from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import Slot
 
 SLOT_BYTES: Final = 4096

@@ -135,8 +135,8 @@ class Cache:
         _, put = self.table.begin_put(
             self.process, self.names, self.space, 0, b"".join(keys), PrefixKey(b"")
         )
-        if put.pages:
-            digests = bytes(16 * len(put.pages))
+        if put.slots:
+            digests = bytes(16 * len(put.slots))
             self.table.commit_put(self.process, self.names, digests)
         self.table.actions.clear()
         self._end_jobs()

@@ -12,7 +12,8 @@ from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import PrefixKey
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 
 Moves = Generator[float | None, None, None]

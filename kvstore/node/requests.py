@@ -14,10 +14,11 @@ from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.table.pages import PageTable
+from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
-from kvstore.state.tree.prefix_tree import PrefixNode as TreeNode
-from kvstore.state.tree.prefix_tree import PrefixTree, Retention
+from kvstore.state.tree.node import Retention
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Process
 
 PUT_PAGES_MAX: Final = 128
@@ -102,17 +103,18 @@ class Requests:
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
         if request.lease_ms < 1:
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
-        disk, shard, run = self._pages.disk, request.shard, list[TreeNode]()
+        disk, shard, ready, missing = self._pages.disk, request.shard, 0, False
         if disk is not None:
+            ready, missing = ready_pages(space, shard, request.keys)
+        if waits and missing:
             run = self._pages.ready_run(space, shard, request.keys)
-        if waits and any(shard not in at.slots for at in run):
             fetch = self._pages.fetch(process, run, shard, earlier)
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
             if self._pages.draining.now is not None or (disk is not None and disk.busy):
-                return wire.Acquired(request.id, b"", b"", len(run)), ROOM
-        return self._lease(process, request, now_ns, len(run)), None
+                return wire.Acquired(request.id, b"", b"", ready), ROOM
+        return self._lease(process, request, now_ns, ready), None
 
     def acquire_again(
         self, process: Process, request: wire.Acquire, now_ns: int, fetch: Fetch | None, *,
@@ -135,9 +137,9 @@ class Requests:
         node = space.nodes.get(PrefixKey(request.key))
         if request.boot not in (b"", self._boot) or node is None:
             return
-        if not node.ready >> request.shard & 1 or request.shard not in node.slots:
+        if not node.ready & node.memory & 1 << request.shard:
             return  # it has left memory; the copy on disk is verified when it is loaded
-        _, generation, _ = self._pages.slots.address(node.slots[request.shard])
+        _, generation, _ = self._pages.slots.address(node.slot(request.shard))
         if generation & 0xFFFFFFFF == request.generation:
             self._pages.drop(node, request.shard, "corrupt")
 
@@ -166,7 +168,7 @@ class Requests:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
             busy = busy or not ended
-        addresses = [self._pages.slots.address(slot) for slot in put.slots]
+        addresses = self._pages.slots.addresses(put.slots)
         answer = wire.PutGranted(request.id, bytes(statuses), wire.pack_addresses(addresses), busy)
         return answer, ROOM if busy and not addresses else None
 
@@ -236,12 +238,13 @@ class Requests:
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
-        lease = self._pages.acquire(process, request.lease, space, shard, request.keys, deadline_ns)
+        leased = self._pages.acquire(
+            process, request.lease, space, shard, request.keys, deadline_ns
+        )
         return wire.Acquired(
             request.id,
-            wire.pack_addresses([self._pages.slots.address(at) for at in lease.slots]),
-            b"".join([node.digests[shard] for node, shard, _ in lease.pages]),
-            max(0, ready - len(lease.pages)), lease.lasting, lease_ms,
+            wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
+            leased.digests, max(0, ready - len(leased.lease.slots)), leased.lasting, lease_ms,
         )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, wher
 from kvstore.state.ask.traversal import subtree
 from kvstore.state.choice.pins import Pin
 from kvstore.state.choice.quotas import Quotas
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 STRETCH_ROWS: Final = 250
 """Maximum rows of one answer; producing them takes less than a millisecond."""
@@ -116,7 +117,7 @@ class Inspection:
         at = int(asked.cursor)
         for count, number in enumerate(space.by_creation.numbers(at)):
             room = limit - len(found)
-            rows = yield from _rows(space.by_creation.nodes(number, at), asked, room + 1)
+            rows = yield from _rows(space.shown(number, at), asked, room + 1)
             found += rows[:room]
             if len(rows) > room:
                 at = rows[room].serial
@@ -342,7 +343,7 @@ def _is_wanted(node: PrefixNode, wanted: operations.ListPages, now_ns: int) -> b
 
 def _row(node: PrefixNode, now_ns: int) -> answers.PageRow:
     """One key."""
-    parent = node.parent.key if node.parent is not None else b""
+    parent = node.above.key if node.above is not None else b""
     shards = node.space.shards
     return answers.PageRow(
         key=node.key.hex(),

@@ -23,7 +23,8 @@ from kvstore.server.verify import Verifier
 from kvstore.state.choice.pins import expiry
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.tier.host import HostMemory
 
 LIMIT_S: Final = 60.0

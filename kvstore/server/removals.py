@@ -8,7 +8,7 @@ from kvstore.server.turns import Work
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.disk.jobs import SyncPolicy
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 
 SYNC_S: Final = 30.0
 """Maximum time that a job waits for its tombstones; they are retried after it has ended."""

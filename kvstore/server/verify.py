@@ -23,7 +23,8 @@ from kvstore.page import digest_seed, page_seeds
 from kvstore.server.jobs import OperatorJob
 from kvstore.server.turns import Work
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import Slot
 from kvstore.tier.host import HostMemory
@@ -98,7 +99,7 @@ class Verifier:
             for number in numbers:
                 if scan.over():
                     return
-                nodes = order.nodes(number)
+                nodes = space.listed(number)
                 for start in range(0, len(nodes), step):
                     yield from self._check_nodes(scan, nodes[start : start + step])
             cursor = order.after(numbers[-1])
@@ -216,9 +217,9 @@ def _count(scan: _Scan, space: PrefixTree) -> Work[None]:
     for number in space.by_creation.numbers(0):
         nodes = space.by_creation.nodes(number)
         if "host" in scan.tiers:
-            scan.job.total += sum(len(node.slots) for node in nodes)
+            scan.job.total += sum(node.count * len(node.slot_columns) for node in nodes)
         if "ssd" in scan.tiers:
-            scan.job.total += sum(len(node.disk) for node in nodes)
+            scan.job.total += sum(node.count * len(node.place_columns) for node in nodes)
         yield None
 
 

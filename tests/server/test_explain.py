@@ -12,7 +12,8 @@ from kvstore.server.inspect import Inspection
 from kvstore.server.operations import Operation
 from kvstore.state.ask.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
+from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, drop_below, ended, identity, key
 
 SECOND = 1_000_000_000

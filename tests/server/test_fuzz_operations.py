@@ -22,7 +22,7 @@ from kvstore.server.operate import OperatorRequests
 from kvstore.server.refusal import Refusal
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.table.invariants import check
-from kvstore.state.tree.prefix_tree import Retention
+from kvstore.state.tree.node import Retention
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import PAGE, key
 

@@ -9,7 +9,8 @@ from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.world import PAGE, ROOT, World, identity, key
 
 SECOND = 1_000_000_000

@@ -196,4 +196,4 @@ def test_spaces_do_not_show_each_others_pages():
     other, _ = world.table.spaces.open(process.session, identity(model="n"), [space.shards[0].spec])
 
     assert other.by_creation.numbers(0) == []
-    assert len(space.by_creation.nodes(0)) == 2
+    assert len(space.listed(0)) == 2

@@ -8,9 +8,10 @@ from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.ask.traversal import Removal, Steps
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus, Removed, Stored
-from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention
+from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Peer, Process, Put, Session
-from kvstore.state.tree.slots import SlotTable
+from kvstore.state.tree.slots import Slot, SlotTable
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class World:
         return self._numbers, statuses, put
 
     def commit(self, process: Process, number: int, keep: Retention = ORDINARY) -> list[PageStatus]:
-        digests = DIGEST * len(process.puts[number].pages)
+        digests = DIGEST * len(process.puts[number].slots)
         return self.table.commit_put(process, number, digests, keep)
 
     def store(
@@ -118,7 +119,7 @@ class World:
     ) -> list[PageStatus]:  # fmt: skip
         """Begin and commit at once; returns what the begin said."""
         number, statuses, put = self.begin(process, space, path, start=start, shard=shard)
-        if put.pages:
+        if put.slots:
             self.commit(process, number, keep)
         return statuses
 
@@ -136,8 +137,22 @@ class World:
     ) -> tuple[int, Lease]:
         self._numbers += 1
         packed = b"".join(chain(path))
-        lease = self.table.acquire(process, self._numbers, space, shard, packed, until_ns)
-        return self._numbers, lease
+        leased = self.table.acquire(process, self._numbers, space, shard, packed, until_ns)
+        return self._numbers, leased.lease
+
+    def leased_keys(self, slots: Sequence[Slot]) -> list[PrefixKey]:
+        """Keys of the pages in these slots."""
+        found: list[PrefixKey] = []
+        for slot in slots:
+            node = self.table.owner(slot)
+            assert node is not None
+            found += [
+                key
+                for shard in node.slot_columns
+                for key, mine in zip(node.key_list(), node.slots_of(shard), strict=True)
+                if mine == slot
+            ]
+        return found
 
     def removed(self, cause: str = "") -> list[PrefixKey]:
         """Keys of all Removed actions so far, in order; empties the actions."""

@@ -15,7 +15,8 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 VERDICTS: Final = (
     "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
@@ -309,7 +310,7 @@ def leading_runs(
             looked += 1
             if looked % _STEP_KEYS == 0:
                 yield
-            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+            node = space.index.get(PrefixKey(packed[at : at + KEY_BYTES]))
             ready = node.ready if node is not None else 0
             if not (ready if shard is None else ready >> shard & 1):
                 break

@@ -5,9 +5,9 @@ is exact nevertheless. A follower forgets what it knows, adds what the walk show
 in order, every batch of events that was published after the walk had begun:
 
 * The last of these events of a page says what became of it, whatever the walk has shown.
-* A page without such an event is where it was when the walk began, and stays. Its node stands in
-  the order of creation from the beginning to the end of the walk, which shows it once; and nothing
-  is shown that is not there.
+* A page without such an event is where it was when the walk began, and stays. It stands in the
+  order of creation from the beginning to the end of the walk, which shows it once, whatever node it
+  is part of; and nothing is shown that is not there.
 
 So the follower is exact once it has applied all batches that were published before the walk ended.
 Until then it may have pages that left, and miss pages that came.
@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 HOST: Final = 1
 SSD: Final = 2
@@ -42,9 +43,9 @@ def walk(table: PageTable) -> Iterator[list[HeldPages]]:
     """Every page that stays, once for each of its tiers; one list a step, which may be empty."""
     for space in list(table.spaces):
         for number in space.by_creation.numbers(0):
-            nodes = space.by_creation.nodes(number)
+            pages = [(node, node.key_list()) for node in space.by_creation.nodes(number)]
             for first in range(0, len(space.shards), _STEP_SHARDS):
-                yield _held(space, nodes, range(first, first + _STEP_SHARDS))
+                yield _held(space, pages, range(first, first + _STEP_SHARDS))
 
 
 def sample(
@@ -58,18 +59,21 @@ def sample(
         below: a random whole number from 0 to its argument, which itself is excluded.
         chance: a random number from 0 to 1.
     """
-    spaces = [space for space in table.spaces if space.nodes]
-    keys = sum(len(space.nodes) for space in spaces)
+    spaces = [space for space in table.spaces if len(space.index)]
+    keys = sum(len(space.index) for space in spaces)
     for space in spaces:
-        wanted = int(pages * len(space.nodes) / keys + chance())
-        rate = max(_SAMPLED_MIN, min(1.0, 2 * wanted / len(space.nodes)))
+        wanted = int(pages * len(space.index) / keys + chance())
+        rate = max(_SAMPLED_MIN, min(1.0, 2 * wanted / len(space.index)))
         numbers = space.by_creation.numbers(0) if wanted else []
         while wanted > 0 and numbers:
             at = below(len(numbers))
             numbers[at], numbers[-1] = numbers[-1], numbers[at]
             nodes = space.by_creation.nodes(numbers.pop())
-            chosen = [node for node in nodes if chance() < rate][:wanted]
-            wanted -= len(chosen)
+            chosen: list[tuple[PrefixNode, list[PrefixKey]]] = []
+            for node in nodes:
+                some = [key for key in node.key_list() if chance() < rate][:wanted]
+                wanted -= len(some)
+                chosen.append((node, some))
             for first in range(0, len(space.shards), _STEP_SHARDS):
                 yield _held(space, chosen, range(first, first + _STEP_SHARDS))
 
@@ -86,13 +90,13 @@ def tiers_of(space: PrefixTree, shard: int, packed: bytes) -> Iterator[bytes]:
     for start in range(0, len(packed), _STEP_KEYS * KEY_BYTES):
         some = packed[start : start + _STEP_KEYS * KEY_BYTES]
         nodes = [
-            space.nodes.get(PrefixKey(some[at : at + KEY_BYTES]))
+            space.index.get(PrefixKey(some[at : at + KEY_BYTES]))
             for at in range(0, len(some), KEY_BYTES)
         ]
         yield bytes(
             0
             if node is None or not node.ready & bit
-            else HOST * bool(node.memory & bit) + SSD * (shard in node.disk)
+            else HOST * bool(node.memory & bit) + SSD * bool(node.on_disk & bit)
             for node in nodes
         )
 
@@ -107,16 +111,19 @@ def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[Pref
     return None
 
 
-def _held(space: PrefixTree, nodes: Sequence[PrefixNode], shards: Sequence[int]) -> list[HeldPages]:
-    """The READY pages of some nodes and shards; a node that left its tree has none."""
+def _held(
+    space: PrefixTree,
+    pages: Sequence[tuple[PrefixNode, list[PrefixKey]]],
+    shards: Sequence[int],
+) -> list[HeldPages]:
+    """The READY ones of some pages of nodes; a node that left its tree has none."""
     found: list[HeldPages] = []
-    on_disk = [node for node in nodes if node.disk]
     for shard in shards[: len(space.shards) - shards[0]]:
         bit = 1 << shard
-        keys = [node.key for node in nodes if node.ready & node.memory & bit]
+        keys = [key for node, some in pages if node.ready & node.memory & bit for key in some]
         if keys:
             found.append(HeldPages(space, shard, "host", keys))
-        keys = [node.key for node in on_disk if shard in node.disk and node.ready & bit]
+        keys = [key for node, some in pages if node.ready & node.on_disk & bit for key in some]
         if keys:
             found.append(HeldPages(space, shard, "ssd", keys))
     return found

@@ -12,7 +12,8 @@ from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey
 from kvstore.state.choice.pins import PINS_MAX
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, first_page, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ def subtree(
 
 def _children(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
     """As many children as a stretch can need; nobody minds when some leave meanwhile."""
-    return iter(list(islice(node.children.values(), limit + 1)))
+    return iter(node.children.values(limit + 1))
 
 
 def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
@@ -90,11 +91,11 @@ def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
     parent = node.parent
     if parent is None:
         raise _cursor_left()
-    if len(parent.children) > SIBLINGS_MAX:
+    if len(parent.below) > SIBLINGS_MAX:
         raise InvalidArgument("cursor", "too many siblings to go on; list /v1/pages instead")
-    siblings = list(parent.children.values())
+    siblings = list(parent.below.values())
     after = siblings.index(node) + 1
-    return iter(siblings[after : after + limit + 1])
+    return iter([first_page(one) for one in siblings[after : after + limit + 1]])
 
 
 def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[PrefixNode]:
@@ -152,6 +153,7 @@ class Removal:
             passed += 1
             if child is not None:
                 if is_live(child):
+                    child = first_page(child)
                     self._stack.append((child, iter(_some_children(child))))
                 continue
             self._stack.pop()
@@ -164,13 +166,13 @@ class Removal:
             self._stack = [(self._top, iter(_some_children(self._top)))]
             return True
         top = self._top
-        if top is top.space.root and not top.children and table.disk is not None:
+        if top is top.space.root and not top.below and table.disk is not None:
             table.disk.graves.bury_all(top.space)
         return False
 
     def _take(self, table: PageTable, node: PrefixNode) -> int:
         """Take a node's pages out if they may go; how many pages or nodes that was."""
-        if node.pins or node.children or not node.digests:
+        if node.pins or node.below or not node.digests:
             self.kept += 1
             return 1
         shards = list(node.digests)[:DROP_NODES]
@@ -183,6 +185,6 @@ class Removal:
 
 
 def _some_children(node: PrefixNode) -> list[PrefixNode]:
-    """As many children as a pass looks at: more than may stay, pinned or being written."""
+    """As many nodes below as a pass looks at: more than may stay, pinned or being written."""
     stay_max = 2 * PINS_MAX + min(len(node.space.writing), SIBLINGS_MAX)
-    return list(islice(node.children.values(), _CHILDREN + stay_max))
+    return list(islice(node.below.values(), _CHILDREN + stay_max))

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 
 DAY_NS: Final = 86_400 * 10**9
 BURST_SHARE: Final = 24
@@ -113,7 +113,7 @@ class Admission:
         self._advance(now_ns)
         if chain and not chain[-1][0].children_in_memory:
             end = chain[-1][0]
-            self.leaves(end, len(chain) * size_bytes * len(end.slots), tick)
+            self.leaves(end, len(chain) * size_bytes * len(end.slot_columns), tick)
         wanted = self._wanted(chain)
         if self.bounded:
             wanted = min(wanted, int(max(0, self._bucket) // size_bytes))

@@ -9,7 +9,9 @@ from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, new_policy
 from kvstore.state.choice.quotas import Quotas
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.columns import last_slot
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import SlotTable
 
 GRACE_NS: Final = 10_000_000_000
@@ -75,7 +77,7 @@ class Eviction:
         return True
 
     def stored(self, node: PrefixNode, slot_bytes: int, tick: int) -> None:
-        """A page of ``node`` came in."""
+        """The pages of ``node`` came in; it may be split."""
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
@@ -132,13 +134,12 @@ class Eviction:
 
     def releasable(self, node: PrefixNode) -> bool:
         """Whether nobody needs the node's pages where they are, whatever follows them."""
-        return (
-            bool(node.slots)
-            and not is_held(node)
-            and is_live(node)
-            and all(node.ready >> shard & 1 for shard in node.slots)
-            and not any(self._slots.pinned(slot) for slot in node.slots.values())
-        )
+        if not node.memory or node.memory & ~node.ready or is_held(node) or not is_live(node):
+            return False
+        for column in node.slot_columns.values():
+            if self._slots.pinned(last_slot(column)):  # of a node all are, or none
+                return False
+        return True
 
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
         found = [node for name in queues if (node := self._pop(*name)) is not None]
@@ -227,11 +228,16 @@ class Eviction:
 
 def is_held(node: PrefixNode) -> bool:
     """Whether an operator's pin keeps the node's pages in memory; on disk, until they are there."""
-    return node.memory_pins > 0 or (
-        node.disk_pins > 0 and not node.slots.keys() <= node.disk.keys()
-    )
+    return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)
 
 
 def classes(node: PrefixNode) -> set[int]:
     """The slot sizes of the node's pages."""
-    return {node.space.shards[shard].slot_bytes for shard in node.slots}
+    shards = node.space.shards
+    return {shards[shard].slot_bytes for shard in node.slot_columns}
+
+
+def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:
+    """How many slots of a size each page of the node has; at least 1."""
+    shards = node.space.shards
+    return max(1, sum([shards[shard].slot_bytes == slot_bytes for shard in node.slot_columns]))

@@ -10,7 +10,8 @@ import struct
 from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 GHOSTS_MAX: Final = 100_000
 _NONE: Final = 0xFFFF_FFFF
@@ -78,19 +79,22 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._index)
 
-    def add(self, node: PrefixNode, shard: int, cause: str, now_ns: int) -> None:
-        """A page of ``node`` leaves the index now."""
+    def add(
+        self, node: PrefixNode, shard: int, cause: str, now_ns: int, key: PrefixKey | None = None
+    ) -> None:
+        """A page of ``node`` leaves the index now, with all after it; None = the last page."""
+        key = node.key if key is None else key
         if not self._max:
             self.forgotten += 1
             return
-        name = _name(node.space.number, node.key)
+        name = _name(node.space.number, key)
         position = self._index.get(name)
         if position is None:
             position = self._place()
             self._index[name] = position
         by, size = self.wanted if self.wanted is not None and cause == "evicted" else (_NONE, 0)
         _ENTRY.pack_into(
-            self._entries, position * _ENTRY.size, node.key, self.head, node.space.number, shard,
+            self._entries, position * _ENTRY.size, key, self.head, node.space.number, shard,
             by, self._number(cause), self._number(self.policy) if cause == "evicted" else 0,
             min(node.hits, 0xFFFFFFFF), node.stored_ns, node.used_ns, now_ns, size,
         )  # fmt: skip

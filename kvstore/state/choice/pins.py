@@ -14,7 +14,8 @@ from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.page import PrefixKey
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 PINS_MAX: Final = 1024
 PIN_KEYS_MAX: Final = 32_768
@@ -81,7 +82,7 @@ class Pins:
             if len(nodes) >= PIN_KEYS_MAX:
                 raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
             nodes.append(at)
-            for shard in {*at.slots, *at.disk}:
+            for shard in {*at.slot_columns, *at.place_columns}:
                 of = space.shards[shard]
                 size += of.record_bytes if tier == "ssd" else of.slot_bytes
             at = at.parent

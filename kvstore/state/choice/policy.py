@@ -14,8 +14,8 @@ from typing import Final, Protocol
 
 from kvstore.errors import InvalidArgument
 from kvstore.state.choice.reuse import Kind, LearnedReuse
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
@@ -29,7 +29,7 @@ class EvictionPolicy(Protocol):
     """Ranks the leaves of one class of slots; every call costs microseconds."""
 
     def stored(self, node: PrefixNode, tick: int) -> None:
-        """A page of ``node`` came in; its ancestors were told before it."""
+        """The pages of ``node`` came in; its ancestors were told before it. It may be split."""
         ...
 
     def used(self, node: PrefixNode, tick: int) -> None:
@@ -111,8 +111,9 @@ class FrequencySketch(LeastRecent):
         self._counts: dict[bytes, int] = {}
 
     def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
-        """Count one more coming of this key."""
-        self._counts[node.key] = self._counts.get(node.key, 0) + 1
+        """Count one more coming of each key."""
+        for page in node.singles():  # each has a rank of its own
+            self._counts[page.key] = self._counts.get(page.key, 0) + 1
         if len(self._counts) >= HISTORY_MAX:
             self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
 
@@ -146,10 +147,11 @@ class SmallAndMain:
 
     def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
         """What went a short while ago, and comes again, was wanted."""
-        self._pages += 1
-        if node.key in self._gone:
-            del self._gone[node.key]
-            node.uses += 1
+        for page in node.singles():  # each has a place of its own
+            self._pages += 1
+            if page.key in self._gone:
+                del self._gone[page.key]
+                page.uses += 1
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """Nothing to learn: ``node.uses`` says it."""
@@ -193,9 +195,10 @@ class SmallAndMain:
         if len(self._popped) > self.POPPED_MAX:
             self._popped.popitem(last=False)
         self._pages = max(0, self._pages - 1)
-        assert node.parent is not None
-        in_main, paid = self._places.get(node.parent, (False, 0))
-        self._keep_place(node.parent, in_main or main, paid + node.uses)
+        parent = node.parent
+        assert parent is not None
+        in_main, paid = self._places.get(parent, (False, 0))
+        self._keep_place(parent, in_main or main, paid + node.uses)
         if not main:
             self._gone[node.key] = None
             while len(self._gone) > min(HISTORY_MAX, self._pages + 1):

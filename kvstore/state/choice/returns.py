@@ -14,7 +14,9 @@ more general one.
 from collections import OrderedDict
 from typing import Final
 
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.page import PrefixKey
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 Kind = tuple[int, ...]
 
@@ -54,19 +56,20 @@ class Returns:
         last = self._remembered.get(_name(end))
         if last is not None and last[2] >= end.access:
             return False
-        path: list[PrefixNode] = []
+        path: list[int] = []
         at: PrefixNode | None = end
         while at is not None and at is not end.space.root and len(path) < WALK_MAX:
-            path.append(at)
-            at = at.parent
-        known = [self._remembered.get(_name(node)) for node in path]
+            path += [_named(at.space, key) for key in reversed(at.key_list())]
+            at = at.above
+        del path[WALK_MAX:]
+        known = [self._remembered.get(name) for name in path]
         sights_before, added = 0, len(path)
         for distance, one in enumerate(known):
             if one is not None:
                 sights_before, added = min(one[1], SIGHTS_MAX), distance
                 break
         first = min(added.bit_length(), ADDED_OCTAVES)
-        for distance, (node, one) in enumerate(zip(path, known, strict=True)):
+        for distance, (name, one) in enumerate(zip(path, known, strict=True)):
             if one is None:
                 sights = 1
                 kind: Kind = (1, sights_before, int(not distance), first)
@@ -78,7 +81,7 @@ class Returns:
                 else:
                     _count(self._seen, one[0], -1)  # the same stay in memory
             _count(self._seen, kind, 1)
-            self._remember(node, kind, sights, tick)
+            self._remember(name, kind, sights, tick)
         return True
 
     def rate(self, node: PrefixNode) -> float:
@@ -92,8 +95,7 @@ class Returns:
             rate = (returned + BELIEF * rate) / (max(seen, 0.0) + BELIEF)
         return min(rate, 1.0)
 
-    def _remember(self, node: PrefixNode, kind: Kind, sights: int, tick: int) -> None:
-        name = _name(node)
+    def _remember(self, name: int, kind: Kind, sights: int, tick: int) -> None:
         self._remembered[name] = kind, sights, tick
         self._remembered.move_to_end(name)
         if len(self._remembered) > REMEMBERED_MAX:
@@ -112,5 +114,9 @@ def _count(counts: dict[Kind, float], kind: Kind, change: float) -> None:
 
 
 def _name(node: PrefixNode) -> int:
+    return _named(node.space, node.key)
+
+
+def _named(space: PrefixTree, key: PrefixKey) -> int:
     """Keys are digests: a part of one is enough, and that two pages are mistaken costs little."""
-    return node.space.number << 64 | int.from_bytes(node.key[:8], "little")
+    return space.number << 64 | int.from_bytes(key[:8], "little")

@@ -25,7 +25,8 @@ from collections import deque
 from operator import mul
 from typing import ClassVar, Final
 
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.tree.node import PrefixNode
 
 Kind = tuple[int, ...]
 
@@ -90,14 +91,16 @@ class Observation:
 
     __slots__ = ("counts", "key", "since", "turns", "use_interval", "uses")
 
-    def __init__(self, node: PrefixNode, counts: tuple[ReuseCounts, ...], since: int) -> None:
-        """Watch ``node``'s key from tick ``since`` on."""
-        self.key: bytes | None = node.key
+    def __init__(
+        self, key: bytes, node: PrefixNode, uses: int, counts: tuple[ReuseCounts, ...], since: int
+    ) -> None:
+        """Watch a key of ``node`` from tick ``since`` on."""
+        self.key: bytes | None = key
         self.counts = counts
         self.since = since
         self.turns = node.turns
         self.use_interval = node.use_interval
-        self.uses = node.uses
+        self.uses = uses
 
 
 class LearnedReuse:
@@ -114,9 +117,10 @@ class LearnedReuse:
         self._counted: dict[Kind, tuple[ReuseCounts, ...]] = {}
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
-        #: The page stored last and the one before it, which may be gone when the prompt ends.
+        #: The node stored last, which may be gone when the prompt ends, and the keys of its last
+        #: page and of the one before that.
         self._end: PrefixNode | None = None
-        self._before_end: PrefixNode | None = None
+        self._end_key = self._before_end_key = b""
         self._end_tick = 0
         self._prompts = 0
         #: Whether more observations wait to be moved than one call may.
@@ -132,17 +136,34 @@ class LearnedReuse:
         self._observe(node, tick)
 
     def stored(self, node: PrefixNode, tick: int) -> Kind | None:
-        """A page came in.
+        """The pages of a node came in; where one has returned the node is split behind it.
 
         Returns:
             the kind whose ranks this changed, if any.
         """
-        parent = node.parent
+        changed: Kind | None = None
+        while node.count > 1:
+            pages = self._unobserved(node)
+            if pages == node.count:
+                break
+            changed = self._stored(node.split(pages or 1), tick) or changed
+        return self._stored(node, tick) or changed
+
+    def _unobserved(self, node: PrefixNode) -> int:
+        """How many leading pages of a node are not under observation."""
+        keys, observed = node.keys, self._observed
+        for at in range(0, len(keys), KEY_BYTES):
+            if keys[at : at + KEY_BYTES] in observed[keys[at] % PARTS]:
+                return at // KEY_BYTES
+        return node.count
+
+    def _stored(self, node: PrefixNode, tick: int) -> Kind | None:
+        parent = node.above
         assert parent is not None
         if parent is not node.space.root and parent.branches < BRANCHES_SHARED:
             node.turns = parent.turns + (parent.uses > 0)
             node.use_interval = parent.use_interval
-        node.pages_added = parent.pages_added + 1 if parent is self._end else 1
+        node.pages_added = node.count + (parent.pages_added if parent is self._end else 0)
         before = self._close(node, tick)
         if before is not None:
             node.turns = max(node.turns, before.turns)
@@ -157,12 +178,15 @@ class LearnedReuse:
             self._behind = self._advance(tick)
         if parent.branches < BRANCHES_SHARED:
             self._replace(parent)
-        self._end, self._before_end, self._end_tick = node, parent, tick
+        self._end, self._end_tick, self._end_key = node, tick, node.key
+        before_end = node.key_before(node.count - 1)
+        assert before_end is not None
+        self._before_end_key = before_end
         return changed
 
     def evicted(self, node: PrefixNode) -> None:
         """What is known of the conversation is handed to the page before, the next to go."""
-        parent = node.parent
+        parent = node.above
         assert parent is not None
         if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
             parent.turns, parent.use_interval = node.turns, node.use_interval
@@ -170,9 +194,15 @@ class LearnedReuse:
 
     def _finish_prompt(self, tick: int) -> Kind | None:
         """The pages stored last end a prompt: watch it, and refresh what was learnt."""
-        for node in (self._end, self._before_end):
-            if node is not None and node is not node.space.root:
-                self._observe(node, self._end_tick)
+        end = self._end
+        assert end is not None
+        self._watch(self._end_key, end, end.uses, self.kind(end), self._end_tick)
+        if self._before_end_key:
+            before = end if end.count > 1 else end.space.index.get(PrefixKey(self._before_end_key))
+            if before is not None:
+                uses = 0 if before is end else before.uses
+                kind = _kind_before(end) if before is end else self.kind(before)
+                self._watch(self._before_end_key, before, uses, kind, self._end_tick)
         self._behind = self._advance(tick)
         self._prompts += 1
         turn = self._prompts % HALVE_EVERY
@@ -186,14 +216,18 @@ class LearnedReuse:
         return kind
 
     def _observe(self, node: PrefixNode, tick: int) -> None:
-        observed = self._part(node.key)
-        old = observed.get(node.key)
+        self._watch(node.key, node, node.uses, self.kind(node), tick)
+
+    def _watch(self, key: bytes, node: PrefixNode, uses: int, kind: Kind, tick: int) -> None:
+        """Observe a page of a node: its last one, or the one before."""
+        observed = self._part(key)
+        old = observed.get(key)
         if old is not None:
             if old.since >= tick:
                 return
             old.key = None
-        watched = Observation(node, self._counts_of(self.kind(node)), tick)
-        observed[node.key] = watched
+        watched = Observation(key, node, uses, self._counts_of(kind), tick)
+        observed[key] = watched
         self._in_order.append(watched)
         self._by_age[0].append(watched)
         if len(self._by_age[0]) > OBSERVED_MAX:  # nothing was stored for long, only used
@@ -255,13 +289,7 @@ class LearnedReuse:
             place = 1
         else:
             place = 2 + min(node.uses.bit_length(), 8)
-        turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
-        depth = min((node.deepest.bit_length() + 1) // 2, 4)
-        if place > 1 or not turns:
-            return place, turns, depth, 0, 0
-        pause = min(max(node.use_interval.bit_length(), PAUSE_MIN), PAUSE_MAX)
-        added = min(node.pages_added.bit_length(), 4)
-        return place, turns, depth, pause, added
+        return _kind(node, place, node.deepest, node.pages_added)
 
     def rank(self, kind: Kind, age_bin: int) -> float:
         """Expected uses a tick of a page of this kind and age; higher is to be kept."""
@@ -332,6 +360,21 @@ class LearnedReuse:
             ranks[at] = uses / ticks
             stretches.append((ranks[at], uses, ticks, alive))
         return ranks + ranks[-1:] * (self.BINS - bins)
+
+
+def _kind(node: PrefixNode, place: int, deepest: int, pages_added: int) -> Kind:
+    turns = node.turns if node.turns < 5 else min(3 + node.turns.bit_length(), 9)
+    depth = min((deepest.bit_length() + 1) // 2, 4)
+    if place > 1 or not turns:
+        return place, turns, depth, 0, 0
+    pause = min(max(node.use_interval.bit_length(), PAUSE_MIN), PAUSE_MAX)
+    added = min(pages_added.bit_length(), 4)
+    return place, turns, depth, pause, added
+
+
+def _kind_before(end: PrefixNode) -> Kind:
+    """The kind of the last page but one of a node, which nothing but the last continues."""
+    return _kind(end, 1, end.depth - 1, max(0, end.pages_added - 1))
 
 
 def _general(kind: Kind) -> list[Kind]:

@@ -11,8 +11,8 @@ from typing import Final
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskCheck, DiskJob, DiskTokens, page_name
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 CHECKS_MAX: Final = 8
 """Records that are read again at a time; one while anything is loaded."""

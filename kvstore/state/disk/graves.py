@@ -18,7 +18,8 @@ from kvstore.page import ALL_KEYS
 from kvstore.state.disk.jobs import DiskJob, DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 BURIED: Final = frozenset({"operator", "cleared", "corrupt"})
 """Causes of a removal that a restart must not undo."""

@@ -9,8 +9,9 @@ from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Story
@@ -75,8 +76,8 @@ class PageName(NamedTuple):
 
 def page_name(node: PrefixNode, shard: int) -> PageName:
     """The name of a READY page."""
-    assert node.parent is not None
-    return PageName(node, shard, node.parent.key, node.digests[shard])
+    assert node.above is not None
+    return PageName(node, shard, node.above.key, node.digests[shard])
 
 
 @dataclass(frozen=True, slots=True)

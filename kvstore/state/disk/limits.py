@@ -14,8 +14,9 @@ from typing import Final
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import PageMemory, Write
 from kvstore.state.disk.log import Segment
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
-from kvstore.state.tree.prefix_tree import CHILDREN_MAX, PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.prefix_tree import CHILDREN_MAX, PrefixTree
 
 WALK_MAX: Final = 1024
 """Pages below one that are counted to see whether it may go; one that leads to more is kept."""
@@ -108,7 +109,7 @@ class DiskLimits:
         if size > self.quotas.get(space).quota_bytes:
             return False
         # Of what is before it only its parent can look like a leaf: that one leads to nothing yet.
-        spared = [node, node.parent] if node.parent is not None else [node]
+        spared = [node, node.above] if node.above is not None else [node]
         return self.shrink(space, SHRINK_MAX, size, spared)
 
     def shrink(
@@ -139,9 +140,9 @@ class DiskLimits:
 
     def _take_out(self, node: PrefixNode) -> None:
         """Take a leaf off the disk; what is not in memory leaves the index."""
-        for shard in list(node.disk):
+        for shard in list(node.place_columns):
             self._memory.counts["disk_quota_pages"] += 1
-            if shard in node.slots:
+            if node.memory >> shard & 1:
                 self._forget(node, shard)
             else:
                 self._memory.drop(node, shard, "quota")
@@ -149,20 +150,21 @@ class DiskLimits:
     def _may_go(self, node: PrefixNode) -> bool:
         slots = self._memory.slots
         return (
-            bool(node.disk)
+            node.on_disk > 0
             and self._is_leaf(node)
             and is_live(node)
             and node.present == node.ready
             and not node.pins
-            and not any(slots.pinned(slot) for slot in node.slots.values())
+            and not any(slots.pinned(node.slot(shard)) for shard in node.slot_columns)
         )
 
     def _is_leaf(self, node: PrefixNode) -> bool:
-        if not node.disk.keys() <= node.slots.keys():
-            return not node.children
+        if node.on_disk & ~node.memory:
+            return not node.below
         return not any(
-            child.disk or any((child, at) in self.writing for at in range(len(child.space.shards)))
-            for child in node.children.values()
+            child.on_disk
+            or any((child, at) in self.writing for at in range(len(child.space.shards)))
+            for child in node.below.values()
         )
 
     # ---- reservations and pins --------------------------------------------------------------
@@ -205,13 +207,13 @@ class DiskLimits:
     def check(self, node: PrefixNode) -> None:
         """Assert that a leaf that may go can be found, once all have been offered."""
         leaves = self._leaves.get(node.space.number)
-        if leaves is not None and leaves.all_offered and len(node.children) <= CHILDREN_MAX:
+        if leaves is not None and leaves.all_offered and len(node.below) <= CHILDREN_MAX:
             assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
 
 
 def is_pinned(node: PrefixNode, shard: int) -> bool:
     """Whether an operator's pin keeps a page on disk."""
-    return node.disk_pins > 0 or (node.memory_pins > 0 and shard not in node.slots)
+    return node.disk_pins > 0 or (node.memory_pins > 0 and not node.memory >> shard & 1)
 
 
 def _below(
@@ -228,7 +230,7 @@ def _below(
     if node.space.shards[shard].window_pages:
         return found
     for at, _ in found:
-        below = [(one, shard) for one in at.children.values() if shard in one.disk]
+        below = [(one, shard) for one in at.below.values() if one.on_disk >> shard & 1]
         if len(found) > WALK_MAX or not kept.isdisjoint(below):
             return []
         found += [page for page in below if page not in going]

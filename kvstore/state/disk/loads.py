@@ -7,7 +7,7 @@ from typing import Final
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, page_name
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
@@ -46,9 +46,9 @@ class DiskLoads:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory."""
         fetch = Fetch()
         for node in nodes:
-            if shard in node.slots:
-                self._keep(fetch, node, node.slots[shard])
-        fetch.wanted.extend((node, shard) for node in nodes if shard not in node.slots)
+            if node.memory >> shard & 1:
+                self._keep(fetch, node, node.slot(shard))
+        fetch.wanted.extend((node, shard) for node in nodes if not node.memory >> shard & 1)
         self._go_on(fetch, LOADS_TURN)
         if fetch.wanted:
             self._beginning.append(fetch)
@@ -76,8 +76,8 @@ class DiskLoads:
             looked += 1
             if not node.ready >> shard & 1:
                 fetch.wanted.clear()  # it went while room was made for another
-            elif shard in node.slots:
-                self._keep(fetch, node, node.slots[shard])  # somebody else's load has ended
+            elif node.memory >> shard & 1:
+                self._keep(fetch, node, node.slot(shard))  # somebody else's load has ended
             else:
                 load = self._loads.get((node, shard)) or self._begin(node, shard)
                 if load is None:
@@ -111,8 +111,8 @@ class DiskLoads:
         self._log.unpin_segment(job.place.segment)
         wanted = (
             is_live(node)
-            and shard in node.disk
-            and shard not in node.slots  # it left meanwhile, and was stored again
+            and node.on_disk >> shard & 1
+            and not node.memory >> shard & 1  # it left meanwhile, and was stored again
             and node.digests[shard] == job.page.digest
         )
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
@@ -139,10 +139,10 @@ class DiskLoads:
 
     def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes
-        assert node.parent is not None
-        assert shard not in node.slots
-        slots = self._memory.allocate(node.space, node.parent, size, 1)
-        place = node.disk.get(shard)
+        assert node.above is not None
+        assert not node.memory >> shard & 1
+        slots = self._memory.allocate(node.space, node.above, size, 1)
+        place = node.place(shard) if node.on_disk >> shard & 1 else None
         if not slots or place is None:  # making room may have cost the page itself
             self._memory.slots.abort(slots)
             return None

@@ -10,12 +10,13 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import (
     Place,
     footer_bytes,
     record_bytes,
 )
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 SEGMENT_PAIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 4
@@ -187,7 +188,7 @@ class SegmentLog:
 
     def remove(self, node: PrefixNode, shard: int) -> None:
         """The page leaves the disk."""
-        self._bury(node.disk[shard], node, shard)
+        self._bury(node.place(shard), node, shard)
 
     def moved(self, node: PrefixNode, shard: int, source: Place, place: Place) -> None:
         """The page was carried from ``source`` to ``place``."""
@@ -226,7 +227,7 @@ class SegmentLog:
         sizes = [record_bytes(shard.page_bytes) for shard in space.shards]
         pages = {number: segment.pages for number, segment in self.segments.items()}
         live = dict.fromkeys(self.segments, 0)
-        for node in space.nodes.values():
+        for node in space.index.values():
             for shard, (number, _) in node.disk.items():
                 pages[number][node, shard] = 0
                 live[number] += sizes[shard]
@@ -375,8 +376,8 @@ class SegmentLog:
             for first in range(0, len(pages), STRETCH_PAGES):
                 for node, shard in pages[first : first + STRETCH_PAGES]:
                     live_bytes += node.space.shards[shard].record_bytes
-                    place = node.disk.get(shard)
-                    strays += place is None or place.segment != segment.number
+                    there = node.on_disk >> shard & 1
+                    strays += not there or node.place(shard).segment != segment.number
                 yield
             yield
             if self.segments.get(segment.number) is not segment:
@@ -438,8 +439,7 @@ def _with_heads(node: PrefixNode, shard: int, segment: int) -> list[PrefixNode]:
     found = []
     at: PrefixNode | None = node
     while at is not None and at.present:
-        place = at.disk.get(shard)
-        if place is not None and place.segment == segment:
+        if at.on_disk >> shard & 1 and at.place(shard).segment == segment:
             found.append(at)
-        at = at.parent
+        at = at.above
     return found

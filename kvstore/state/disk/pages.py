@@ -47,13 +47,16 @@ from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.actions import TierRemoved
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 
 BACKLOG_MAX: Final = 65_536
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
+_TOLD: Final = (DiskWrite, DiskRead, DiskCheck, DiskCopy)
+"""Jobs of which the story tells."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -136,25 +139,32 @@ class DiskPages:
         """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
         return self.degraded or self._sync_failed
 
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether pages are written, one by one, as soon as they are stored."""
+        return self.rules.write is WritePolicy.THROUGH
+
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
-        through = self.rules.write is WritePolicy.THROUGH
+        through = self.writes_at_once
         self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
         self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
+            node.explode()
             self._backlog.append((node, shard))
             self._pump()
 
     def before_eviction(self, node: PrefixNode) -> Verdict:
-        """The memory of this node is needed."""
+        """The memory of this node is needed; it is left with its last page."""
+        node.explode()
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
-        if not node.slots.keys() - node.disk.keys():
+        if not node.memory & ~node.on_disk:
             self.admission.leaves(node, 0, self._memory.tick)
-        for shard in list(node.slots):
+        for shard in list(node.slot_columns):
             if not self.writes.is_dirty(node, shard):
                 continue
             if refused:
@@ -189,7 +199,7 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        new = [at for at in nodes if shard not in at.disk and (at, shard) not in self.writes]
+        new = [at for at in nodes if not at.on_disk >> shard & 1 and (at, shard) not in self.writes]
         if new and _never_on_disk(new, shard):
             raise DurabilityUnavailable(
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
@@ -200,11 +210,11 @@ class DiskPages:
         durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
         self._durables.add(durable)
         for node in nodes:
-            slot = node.slots.get(shard)
-            if slot is not None:
+            if node.memory >> shard & 1:
+                slot = node.slot(shard)
                 self._memory.slots.pin([slot], 0)
                 durable.pinned.append((node, slot))
-            there = shard in node.disk
+            there = node.on_disk >> shard & 1
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
                 self.acknowledged.remove(durable)
@@ -220,7 +230,7 @@ class DiskPages:
         Raises:
             CapacityError: it cannot be written now.
         """
-        if shard in node.disk:
+        if node.on_disk >> shard & 1:
             return True
         if (node, shard) not in self.writes and (
             self.degraded or not self._write(node, shard, Durable())
@@ -233,7 +243,7 @@ class DiskPages:
         for space in spaces:
             for node in space.nodes.values():
                 if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
-                    dirty = [at for at in node.slots if self.writes.is_dirty(node, at)]
+                    dirty = [at for at in node.slot_columns if self.writes.is_dirty(node, at)]
                     self._backlog += [(node, at) for at in dirty]
         self._pump()
 
@@ -270,13 +280,13 @@ class DiskPages:
 
     def forget(self, node: PrefixNode, shard: int) -> None:
         """The page leaves the disk, if it is there."""
-        if shard in node.disk:
+        if node.on_disk >> shard & 1:
             self.log.remove(node, shard)
             node.forget_disk(shard)
-            if shard in node.slots:
+            if node.memory >> shard & 1:
                 self._memory.emit(TierRemoved, node, shard, "ssd")
-            if node.parent is not None:
-                self.add_candidate(node.parent)
+            if node.above is not None:
+                self.add_candidate(node.above)
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
@@ -328,7 +338,7 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
-        if shard in node.slots:
+        if node.memory >> shard & 1:
             self._lose(node, shard, "head_lost")
         else:
             self._memory.drop(node, shard, cause)
@@ -352,7 +362,7 @@ class DiskPages:
                     self._fail(error, ended.place)
                 unwritten = self.writes.wrote(node, shard, error)
                 self._backlog.extend(page for page in unwritten if page[0].disk_pins)
-                if isinstance(error, PageCorrupt) and is_live(node) and shard in node.slots:
+                if isinstance(error, PageCorrupt) and is_live(node) and node.memory >> shard & 1:
                     self._memory.drop(node, shard, "corrupt")
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
@@ -422,9 +432,9 @@ class DiskPages:
             for at in losing:
                 losing += at.children.values()
         for at in reversed(losing):
-            if shard in at.disk and shard in at.slots:
+            if at.on_disk & at.memory & 1 << shard:
                 self.forget(at, shard)
-            elif shard in at.disk:
+            elif at.on_disk >> shard & 1:
                 self._memory.drop(at, shard, cause)
 
     def _submit(self, job: DiskJob) -> None:
@@ -433,20 +443,20 @@ class DiskPages:
         self._tell("begun", job)
 
     def _tell(self, what: str, job: DiskJob) -> None:
-        if isinstance(job, DiskWrite | DiskRead | DiskCheck | DiskCopy):
+        if isinstance(job, _TOLD):
             self._memory.story.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
 
 
 def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
     """Whether one of these pages, or of those that are needed before them, never goes there."""
     every = list(nodes)
-    at = nodes[0].parent if not nodes[0].space.shards[shard].window_pages else None
-    while at is not None and shard not in at.disk:
+    at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
+    while at is not None and not at.on_disk >> shard & 1:
         every.append(at)
-        at = at.parent
+        at = at.above
     return any(one.memory_only >> shard & 1 for one in every)
 
 
 def _is_there(node: PrefixNode, shard: int, digest: bytes) -> bool:
     """Whether a page is on disk, and is still the same."""
-    return is_live(node) and shard in node.disk and node.digests[shard] == digest
+    return is_live(node) and node.on_disk >> shard & 1 > 0 and node.digests[shard] == digest

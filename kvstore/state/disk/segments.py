@@ -15,8 +15,8 @@ from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.disk.limits import is_pinned
 from kvstore.state.disk.log import Reclaim, Segment, SegmentLog, SegmentState
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import footer_bytes
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 
 class _Drain(Enum):
@@ -195,7 +195,7 @@ class SegmentReclaimer:
             if place is None:
                 self._lose(node, shard)
                 continue
-            source = node.disk[shard]
+            source = node.place(shard)
             self._log.pin_segment(source.segment)
             self._copies += 1
             self._admission.charge(node.space.shards[shard].record_bytes)
@@ -220,7 +220,7 @@ class SegmentReclaimer:
         assert not still_there or node.digests[shard] == digest
         if still_there and error is None:
             self._log.moved(node, shard, source, job.place)
-            node.disk[shard] = job.place
+            node.move(shard, job.place)
             self._counts["carried_pages"] += 1
             return
         self._log.abandon(job.place, node, shard)

@@ -14,8 +14,8 @@ from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.actions import TierStored
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 
 
 class Writes:
@@ -59,9 +59,7 @@ class Writes:
     def is_dirty(self, node: PrefixNode, shard: int) -> bool:
         """Whether the page is in memory only, and may be on disk."""
         return (
-            shard in node.slots
-            and bool(node.ready >> shard & 1)
-            and shard not in node.disk
+            bool(node.memory & node.ready & ~node.on_disk & 1 << shard)
             and not node.memory_only >> shard & 1
             and node.space.shards[shard].record_bytes <= self._log.record_bytes_max
             and (node, shard) not in self._writes
@@ -78,7 +76,7 @@ class Writes:
         window = node.space.shards[shard].window_pages
         chain: list[PrefixNode] = []
         at: PrefixNode | None = node
-        while at is not None and at is not node.space.root and shard not in at.disk:
+        while at is not None and at is not node.space.root and not at.on_disk >> shard & 1:
             under_way = self._writes.get((at, shard))
             if under_way is not None:
                 self._await(under_way, durable)
@@ -145,8 +143,8 @@ class Writes:
         self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
     ) -> None:
         assert (node, shard) not in self._writes
-        assert shard not in node.disk
-        slot = node.slots[shard]
+        assert not node.on_disk >> shard & 1
+        slot = node.slot(shard)
         job = DiskWrite(self._number(), place, page_name(node, shard), slot)
         size = record_bytes(node.space.shards[shard].page_bytes)
         write = self._writes[node, shard] = Write(job, size)
@@ -163,16 +161,17 @@ class Writes:
 
     def _head_of(self, node: PrefixNode, shard: int) -> Write | None:
         """The write that one of this page counts only after."""
-        head, window = node.parent, node.space.shards[shard].window_pages
+        head, window = node.above, node.space.shards[shard].window_pages
         return None if window or head is None else self._writes.get((head, shard))
 
     def _settle(self, write: Write) -> None:
         """The page is on disk, if its bytes are and its head is."""
         node, shard = write.job.page[:2]
         del self._writes[node, shard]
-        window, head = node.space.shards[shard].window_pages, node.parent
-        reachable = window or head is node.space.root or (head is not None and shard in head.disk)
-        mine = is_live(node) and node.slots.get(shard) == write.job.slot
+        window, head = node.space.shards[shard].window_pages, node.above
+        on_disk = head is not None and head.on_disk >> shard & 1
+        reachable = window or head is node.space.root or on_disk
+        mine = is_live(node) and node.memory >> shard & 1 and node.slot(shard) == write.job.slot
         if write.error is None and mine and reachable:
             node.demote(shard, write.job.place)
             self._log.wrote(write.job.place)
@@ -182,8 +181,8 @@ class Writes:
             self._log.abandon(write.job.place, node, shard)
             node.space.disk_bytes -= write.size
             assert node.space.disk_bytes >= 0
-            if node.parent is not None:
-                self._limits.add_candidate(node.parent)
+            if node.above is not None:
+                self._limits.add_candidate(node.above)
             self._memory.counts["unwritten_pages"] += 1
             write.error = write.error or CapacityError("the page left the store meanwhile")
         self._memory.slots.unpin([write.job.slot])

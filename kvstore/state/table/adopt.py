@@ -12,10 +12,11 @@ from typing import Final, NamedTuple
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
-from kvstore.state.table.residents import subtree
+from kvstore.state.tree.node import PrefixNode, deepen, is_live
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, deepen, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class _Doubts(NamedTuple):
 
     def contradict(self, node: PrefixNode, parent_key: PrefixKey) -> bool:
         """Whether a record says that ``node`` follows another page than one before it said."""
-        told = node.parent.key or _NO_PARENT if node.parent is not None else self.lost[node]
+        told = node.above.key or _NO_PARENT if node.above is not None else self.lost[node]
         return told != parent_key
 
 
@@ -140,8 +141,8 @@ def _take_over(
         if home is None or key == ALL_KEYS:
             continue
         space, shard = home
-        head = space.root if parent_key == _NO_PARENT else space.nodes.get(parent_key)
-        node = space.nodes.get(key)
+        head = space.root if parent_key == _NO_PARENT else space.index.get(parent_key)
+        node = space.index.get(key)
         if node is None:
             node = space.add(key, head)
             if head is None:
@@ -149,7 +150,7 @@ def _take_over(
         elif doubts.contradict(node, parent_key):
             continue
         node.adopt(shard, place, digest)
-        if head is None or (head is not space.root and shard not in head.disk):
+        if head is None or (head is not space.root and not head.on_disk >> shard & 1):
             doubts.headless.append((node, shard))
 
 
@@ -168,18 +169,17 @@ def _dispel(doubts: _Doubts) -> int:
     for node, parent_key in doubts.lost.items():
         space = node.space
         known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
-        node.parent = known
-        known.children[node.key] = node
+        node.hang(known)
     _cut_rings(list(doubts.lost))
     for node in doubts.lost:
         deepen(node)
     for node, shard in sorted(doubts.headless, key=lambda page: page[0].depth):
-        head = node.parent
+        head = node.above
         assert head is not None
         needs_head = head is not node.space.root and not node.space.shards[shard].window_pages
-        if needs_head and shard not in head.disk:
+        if needs_head and not head.on_disk >> shard & 1:
             for below in subtree(node):
-                if shard in below.disk:
+                if below.on_disk >> shard & 1:
                     below.forget_disk(shard)
                     orphaned_bytes += node.space.shards[shard].record_bytes
     for node, _ in doubts.headless:
@@ -199,14 +199,13 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
         at: PrefixNode | None = node
         while at is not None and at not in hang and at not in path:
             path.add(at)
-            at = at.parent
+            at = at.above
         if at is not None and at in path:
-            assert at.parent is not None
-            del at.parent.children[at.key]
-            at.parent = at.space.root
-            at.parent.children[at.key] = at
+            assert at.above is not None
+            del at.above.below[at.key]
+            at.hang(at.space.root)
             for below in subtree(at):
-                for shard in list(below.disk):
+                for shard in list(below.place_columns):
                     below.forget_disk(shard)
         hang |= path
 
@@ -214,5 +213,5 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
 def _prune_below(node: PrefixNode) -> None:
     """Remove what has become bare at and below a node."""
     for below in reversed(subtree(node)) if is_live(node) else ():
-        if is_live(below) and not below.present and not below.children:
+        if is_live(below) and not below.present and not below.below:
             node.space.prune(below)

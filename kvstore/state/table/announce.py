@@ -10,7 +10,7 @@ from typing import Final
 from kvstore.state.disk.checks import CheckRun
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import TierStored
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 
 SHELVES: Final = 2
 """Shelves of one step: about 500 pages, two or three milliseconds."""
@@ -46,7 +46,7 @@ class Announcement:
             for space, number in islice(self._waiting, SHELVES)
             for shard in range(len(space.shards))
             for node in space.by_creation.nodes(number)
-            if shard in node.disk
+            if node.on_disk >> shard & 1
         ]
         if self._tokens and self._is_reading(table, pages):
             return

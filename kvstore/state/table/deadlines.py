@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import count
 
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
-from kvstore.state.tree.prefix_tree import PrefixNode, is_live
 from kvstore.state.tree.sessions import Lease, Process
 
 

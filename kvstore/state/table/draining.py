@@ -14,7 +14,8 @@ from kvstore.state.choice.eviction import is_held
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
 from kvstore.state.table.owners import Owners
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import SlotTable
 
 LOOKS: Final = 8
@@ -141,7 +142,7 @@ class Draining:
         if self._slots.needed(position):
             return
         for at, slot in enumerate(self._slots.slots_in_use(position)):
-            owner = self._owners.get(slot)
+            owner = self._owners.run(slot)
             if owner is None or not self._may_leave(owner):
                 return
             if self._quotas.protects(owner.space, space, self._slots.extent_bytes):
@@ -150,14 +151,14 @@ class Draining:
                 yield None
         for slot in self._slots.slots_in_use(position):
             owner = self._owners.get(slot)
-            for shard in list(owner.slots) if owner is not None else ():
+            for shard in list(owner.slot_columns) if owner is not None else ():
                 assert owner is not None
-                alone = shard in owner.disk or owner.space.shards[shard].window_pages
+                alone = owner.on_disk >> shard & 1 or owner.space.shards[shard].window_pages
                 for node in () if alone else tails_first(owner, shard):
                     if node is not None and not self._may_leave(node):
                         return
                     yield None if node is None else (node, shard)
-                if shard in owner.slots and is_live(owner):
+                if owner.memory >> shard & 1 and is_live(owner):
                     if not self._may_leave(owner):
                         return
                     yield owner, shard
@@ -168,4 +169,6 @@ class Draining:
             return False
         if node.ready != node.present:
             return False
-        return not any(self._slots.in_use(slot) for slot in node.slots.values())
+        return not any(
+            self._slots.in_use(slot) for shard in node.slot_columns for slot in node.slots_of(shard)
+        )

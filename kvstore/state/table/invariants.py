@@ -13,7 +13,9 @@ from typing import Final
 from kvstore.state.choice.eviction import classes
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.columns import SLOT_COLUMN
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotState
 
 TOGETHER_MAX: Final = 1024
@@ -30,7 +32,7 @@ def checks(table: PageTable) -> Iterator[int]:
     def slot_and_page(slot: Slot, state: int) -> None:
         node = table.owner(slot)
         assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
-        assert node is None or (is_live(node) and slot in node.slots.values())
+        assert node is None or (is_live(node) and _has_slot(node, slot))
 
     for _ in table.slots.checks(slot_and_page):
         yield 0
@@ -61,7 +63,8 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
         _check_memory(table, node)
         if disk is not None:
             _check_disk(disk, node)
-            record_bytes += sum(space.shards[shard].record_bytes for shard in node.disk)
+            each = sum([space.shards[shard].record_bytes for shard in node.place_columns])
+            record_bytes += node.count * each
 
     yield from space.checks(page)
     if disk is not None and space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
@@ -92,13 +95,17 @@ def _check_holes(table: PageTable, space: PrefixTree) -> None:
 
 
 def _check_memory(table: PageTable, node: PrefixNode) -> None:
-    for shard, slot in node.slots.items():
-        assert table.owner(slot) is node
-        ready = table.slots.state(slot) == SlotState.READY
-        assert ready == bool(node.ready >> shard & 1)
+    for shard in node.slot_columns:
+        pinned = set[bool]()
+        for slot in node.slots_of(shard):
+            assert table.owner(slot) is node
+            ready = table.slots.state(slot) == SlotState.READY
+            assert ready == bool(node.ready >> shard & 1)
+            pinned.add(table.slots.pinned(slot))
+        assert len(pinned) == 1, "the pages of a node are pinned together"
     if table.eviction.evictable(node):
         assert classes(node) <= set(node.queued), "a leaf is in all its queues"
-    head = node.parent
+    head = node.above
     assert head is not None
     if head is not node.space.root:
         alone = node.present & ~head.present & node.space.full_mask
@@ -106,14 +113,20 @@ def _check_memory(table: PageTable, node: PrefixNode) -> None:
         assert not alone, "a page whose head is gone: nobody reaches it"
 
 
+def _has_slot(node: PrefixNode, slot: Slot) -> bool:
+    packed = slot.to_bytes(SLOT_COLUMN, "little")
+    return any(packed in column for column in node.slot_columns.values())
+
+
 def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
     disk.limits.check(node)
-    head, of = node.parent, node.space
+    head, of = node.above, node.space
     assert head is not None
-    for shard, place in node.disk.items():
+    for shard in node.place_columns:
+        place = node.place(shard)
         segment = disk.log.segments.get(place.segment)
         assert segment is not None
         assert (node, shard) in segment.pages
         assert place.offset < segment.end
-        follows = shard in head.disk or of.holes.get(head, 0) >> shard & 1
+        follows = head.on_disk >> shard & 1 or of.holes.get(head, 0) >> shard & 1
         assert head is of.root or follows or of.shards[shard].window_pages

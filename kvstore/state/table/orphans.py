@@ -5,10 +5,11 @@ miss at once: its node stays as a **hole** (:attr:`PrefixTree.holes`), across wh
 and which no put fills, until all below it has left, some pages in each turn.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode, first_page
 
 
 class Orphans(NamedTuple):
@@ -41,10 +42,11 @@ def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:
         node, children = stack[-1]
         child = next(children, None)
         if child is not None:
+            child = first_page(child)
             stack.append((child, _children(child, bit)))
             yield None
             continue
-        if any(child.present & bit for child in node.children.values()):
+        if any(child.present & bit for child in node.below.values()):
             stack[-1] = node, _children(node, bit)  # what came since
             continue
         stack.pop()
@@ -52,5 +54,31 @@ def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:
 
 
 def _children(node: PrefixNode, bit: int) -> Iterator[PrefixNode]:
-    """Those that have the page, as they are now."""
-    return iter([child for child in node.children.values() if child.present & bit])
+    """The nodes below that have the page, as they are now."""
+    return iter([child for child in node.below.values() if child.present & bit])
+
+
+def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:
+    """The nodes and all below them, each once; below one of them every parent before its children.
+
+    Of one node's it stops when there are more than ``most``.
+
+    Of nodes that lie below each other only the first way to a node is gone: looking below each page
+    of a long prompt would take a time that grows with the square of its length.
+    """
+    if len(tops) == 1:
+        found = list(tops)
+        for at in found:
+            found.extend(at.children.values(most))
+            if len(found) > most:
+                break
+        return found
+    seen: dict[PrefixNode, None] = {}
+    for top in tops:
+        left = [top]
+        while left:
+            at = left.pop()
+            if at not in seen:
+                seen[at] = None
+                left.extend(at.children.values())
+    return list(seen)

@@ -8,15 +8,25 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.choice.quotas import SHRINK_MAX
 from kvstore.state.table.deadlines import Deadlines
-from kvstore.state.table.grants import follows, known_page, new_pages
+from kvstore.state.table.grants import follows, known_pages, new_pages
 from kvstore.state.table.residents import Residents
-from kvstore.state.tree.actions import PageStatus, Stored
+from kvstore.state.table.runs import (
+    Leased,
+    begin_pages,
+    leading_in_memory,
+    nodes_of,
+    shard_of,
+    stored_actions,
+)
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
-from kvstore.state.tree.prefix_tree import ORDINARY, PrefixNode, PrefixTree, Retention, is_live
+from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
 
@@ -61,13 +71,13 @@ class PageTable(Residents):
         self.tick += 1
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
-            self._use(match.deepest)
+            self._use_last(match.deepest, packed, match.pages)
         return match.pages, match.pending
 
     def acquire(
         self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
         deadline_ns: int,
-    ) -> Lease:  # fmt: skip
+    ) -> Leased:  # fmt: skip
         """Pin the leading run of pages of one shard that are in memory under a lease.
 
         Raises:
@@ -76,48 +86,49 @@ class PageTable(Residents):
         if lease_id in process.leases:
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.tick += 1
-        pages: list[tuple[PrefixNode, int, Slot]] = []
-        bit = 1 << shard
-        for at in range(0, len(packed), KEY_BYTES):
-            node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
-            if node is None or not node.ready & bit or shard not in node.slots:
-                break
-            pages.append((node, shard, node.slots[shard]))
-        lease = Lease(pages, len(pages) * space.shards[shard].slot_bytes, deadline_ns)
+        nodes = leading_in_memory(space, packed, shard)
+        slots: list[Slot] = []
+        for node in nodes:
+            slots += node.slots_of(shard)
+        lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
-        if pages:
-            self.slots.pin(lease.slots, self.tick)
-            for node, _, _ in pages:
+        if nodes:
+            last = nodes[-1]
+            self.slots.pin(slots, self.tick)
+            for node in nodes:
                 node.access = self.tick  # segments are reclaimed without looking at descendants
-            self._use(pages[-1][0])
-            if shard == min(pages[-1][0].slots):  # ranks of one request count once
-                self.eviction.used(pages[-1][0], self.tick)
-            self._lend(process, lease_id, lease)
-            self.counts["loaded_bytes"] += len(pages) * space.shards[shard].page_bytes
+            self._use(last)
+            if not last.memory & (1 << shard) - 1:  # ranks of one request count once
+                self.eviction.used(last, self.tick)
+            self._lend(process, lease_id, lease, nodes[0], shard)
+            self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
             if self.disk is not None:
-                self.disk.used(pages[-1][0], shard)
-        return lease
+                self.disk.used(last, shard)
+        return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
 
     def release(self, process: Process, lease_id: int) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late)."""
         lease = process.leases.pop(lease_id, None)
         if lease is None:
             return
-        self._hold(process, -lease.size_bytes)
-        self.story.tell("released", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        process.charge(-lease.size_bytes)
+        held = nodes_of(self._owners, lease.slots)
+        self._tell_of("released", held, lease)
         if lease.expired:
             self.slots.unhold(lease.slots)
         else:
             self.slots.unpin(lease.slots)
-        for node, shard, slot in lease.pages:
-            if node.read_once >> shard & 1 and self._owns(node, shard, slot):
-                self.drop(node, shard, "read_once")
-            else:
+        for node in held:
+            if node.read_once and is_live(node):
+                for shard, slot in node.slots.items():
+                    if node.read_once >> shard & 1 and slot in lease.slots:
+                        self.drop(node, shard, "read_once")
+            if is_live(node):
                 self.add_candidate(node)
-        lease.pages.clear()  # its deadline may be far away, and must not keep the nodes till then
+        lease.slots.clear()  # its deadline may be far away, and must not keep them till then
 
     def fetch(
         self, process: Process, run: list[PrefixNode], shard: int, earlier: Fetch | None = None
@@ -140,7 +151,7 @@ class PageTable(Residents):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
-        self._hold(process, size)
+        process.charge(size)
         fetch = self.disk.loads.fetch(run, shard)
         fetch.size_bytes = size
         process.fetches.append(fetch)
@@ -150,7 +161,7 @@ class PageTable(Residents):
         """Whoever waited has what it wanted, or has given up."""
         assert self.disk is not None
         process.fetches.remove(fetch)
-        self._hold(process, -fetch.size_bytes)
+        process.charge(-fetch.size_bytes)
         self.disk.loads.end_fetch(fetch)
 
     # ---- writing ----------------------------------------------------------------------------
@@ -171,26 +182,26 @@ class PageTable(Residents):
             raise InvalidArgument("parent", "is among the keys that are to follow it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
-        put = Put([], shard, 0, since_ns=self.now_ns)
+        put = Put(space, shard, since_ns=self.now_ns)
         statuses: list[PageStatus] = []
+        each = len(tokens) // len(keys)
         while (at := len(statuses)) < len(keys):
-            known = known_page(space, shard, keys[at], self.tick)
+            known = known_pages(space, shard, packed, at * KEY_BYTES, self.tick)
             if known is not None:
-                statuses.append(known)
+                statuses += [known[0]] * known[1]
                 continue
             granted, refusal = self._grant(
-                process, put, space, keys[at:], keys[at - 1] if at else parent
-            )
-            each = len(tokens) // len(keys)
-            for number in range(granted):
-                start = (at + number) * each
-                put.pages[number - granted][0].learn(tokens[start : start + each])
+                process, put, keys[at:] if at else keys, keys[at - 1] if at else parent,
+                tokens[at * each :],
+            )  # fmt: skip
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
-        if put.pages:
+        if put.slots:
             process.puts[put_id] = put
-            self.story.tell("granted", put.pages[0][0], shard, len(put.pages))
+            first = self._owners.run(put.slots[0])
+            assert first is not None
+            self.story.tell("granted", first, shard, len(put.slots))
         return statuses, put
 
     def commit_put(
@@ -204,37 +215,44 @@ class PageTable(Residents):
         put = process.puts.get(put_id)
         if put is None:
             raise InvalidArgument("put", f"{put_id} is not open")
-        size = len(digests) // len(put.pages)
-        if size * len(put.pages) != len(digests) or size != 16:
-            raise InvalidArgument("digests", f"{len(digests)} bytes for {len(put.pages)} pages")
+        pages, page_bytes = len(put.slots), put.space.shards[put.shard].page_bytes
+        if len(digests) != pages * DIGEST_BYTES:
+            raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
         self.meter.put.observe(self.now_ns - put.since_ns)
-        self._hold(process, -put.size_bytes)
+        process.charge(-put.size_bytes)
         self.tick += 1
+        apart = keep != ORDINARY or (self.disk is not None and self.disk.writes_at_once)
         statuses: list[PageStatus] = []
         stored: list[PrefixNode] = []
-        for index, (node, slot) in enumerate(put.pages):
-            if not self._owns(node, put.shard, slot):
+        while (at := len(statuses)) < pages:
+            slot = put.slots[at]
+            node = self._owners.get(slot) if apart else self._owners.run(slot)
+            if node is None:
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
                 continue
-            self.slots.commit([slot], self.tick)
-            node.commit(put.shard, digests[index * size : (index + 1) * size], keep)
+            end = at + node.count
+            assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
+            self.slots.commit(put.slots[at:end], self.tick)
+            node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
             node.access = self.tick
             node.stored_ns = self.now_ns
-            self.eviction.stored(node, node.space.shards[put.shard].slot_bytes, self.tick)
             if keep.expires_ns:
                 self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
-            statuses.append(PageStatus.STORED)
+            statuses += [PageStatus.STORED] * node.count
+        for first, action in stored_actions(put, stored):
+            self.actions.append(action)
+            self.story.tell("stored", first, put.shard, len(action.keys))
+        ready = statuses.count(PageStatus.STORED)
+        self.counts["stored_pages"] += ready
+        self.counts["stored_bytes"] += ready * page_bytes
+        for node in stored:
+            self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
-        self._announce(put, stored)
-        self.counts["stored_pages"] += len(stored)
-        if stored:
-            page_bytes = stored[0].space.shards[put.shard].page_bytes
-            self.counts["stored_bytes"] += len(stored) * page_bytes
-            if self.disk is not None:
-                self.disk.stored(stored, put.shard)
+        if stored and self.disk is not None:
+            self.disk.stored(stored, put.shard)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -245,14 +263,16 @@ class PageTable(Residents):
         put = process.puts.get(put_id)
         if put is None or put.lost:
             return
-        for node, slot in reversed(put.pages):
-            if self._owns(node, put.shard, slot):
+        first = self._owners.get(put.slots[0])
+        for slot in reversed(put.slots):
+            node = self._owners.get(slot)
+            if node is not None:
                 self._abandon(node, put.shard)
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
-        self.story.tell(
-            "lost" if writing else "aborted", put.pages[0][0], put.shard, len(put.pages)
-        )
+        if first is not None:
+            what = "lost" if writing else "aborted"
+            self.story.tell(what, first, put.shard, len(put.slots))
         if writing:
             self.slots.lose(put.slots)
             put.lost = True
@@ -268,11 +288,11 @@ class PageTable(Residents):
         self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
         """Pin one READY page or more in memory under a lease, in any order; no use is counted."""
-        held = [(node, shard, node.slots[shard]) for node, shard in pages]
+        slots = [node.slot(shard) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
-        lease = Lease(held, size, deadline_ns)
-        self.slots.pin(lease.slots, self.tick)
-        self._lend(process, lease_id, lease)
+        lease = Lease(slots, size, deadline_ns)
+        self.slots.pin(slots, self.tick)
+        self._lend(process, lease_id, lease, *pages[0])
         return lease
 
     def pin(
@@ -341,11 +361,11 @@ class PageTable(Residents):
         freed = 0
         while process.leases and freed < pages_max:
             lease_id, lease = next(iter(process.leases.items()))
-            freed += 1 + len(lease.pages)
+            freed += 1 + len(lease.slots)
             self.release(process, lease_id)
         while process.puts and freed < pages_max:
             put_id, put = next(iter(process.puts.items()))
-            freed += 1 + len(put.pages)
+            freed += 1 + len(put.slots)
             if put.lost:
                 self.slots.unhold(put.slots)
                 self._end_put(process, put_id)
@@ -353,40 +373,18 @@ class PageTable(Residents):
                 self.abort_put(process, put_id)
         return freed
 
-    def forfeit(self, process: Process, position: int) -> None:
-        """What the process held in an extent whose memory was given up is nobody's any more."""
-        at = self.slots.position
-        for lease_id, lease in list(process.leases.items()):
-            gone = [page for page in lease.pages if at(page[2]) == position]
-            assert lease.expired or not gone
-            lease.pages = [page for page in lease.pages if at(page[2]) != position]
-            size = sum(node.space.shards[shard].slot_bytes for node, shard, _ in gone)
-            lease.size_bytes -= size
-            self._hold(process, -size)
-            if not lease.pages:
-                del process.leases[lease_id]
-        for put_id, put in list(process.puts.items()):
-            assert put.lost
-            each = put.pages[0][0].space.shards[put.shard].slot_bytes
-            left = [page for page in put.pages if at(page[1]) != position]
-            size = each * (len(put.pages) - len(left))
-            put.pages = left
-            put.size_bytes -= size
-            self._hold(process, -size)
-            if not left:
-                del process.puts[put_id]
-
     def expire(self, now_ns: int) -> bool:
         """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
         left = EXPIRE_MAX
         for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
             lease.expired = True
-            self.story.tell("expired", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+            held = nodes_of(self._owners, lease.slots)
+            self._tell_of("expired", held, lease)
             self.slots.pin_to_hold(lease.slots)
             self.counts["expired_leases"] += 1
-            for node, _, _ in lease.pages:
+            for node in held:
                 self.add_candidate(node)
-            left -= 1 + len(lease.pages)
+            left -= 1 + len(lease.slots)
             if left <= 0:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
@@ -408,33 +406,19 @@ class PageTable(Residents):
             return True
         return self.disk is not None and self.disk.needs_space(space)
 
-    def _announce(self, put: Put, stored: list[PrefixNode]) -> None:
-        """Add one Stored action for each run of ``stored`` in which page follows page."""
-        run: list[PrefixNode] = []
-        for node in [*stored, None]:
-            if run and (node is None or node.parent is not run[-1]):
-                assert run[0].parent is not None
-                keys = [member.key for member in run]
-                told = [member.tokens for member in run]
-                tokens, parent = b"".join(told) if all(told) else b"", run[0].parent.key
-                self.actions.append(Stored(run[0].space, put.shard, keys, parent, tokens))
-                self.story.tell("stored", run[0], put.shard, len(run))
-                run = []
-            if node is not None:
-                run.append(node)
-
     def _grant(
-        self, process: Process, put: Put, space: PrefixTree, keys: list[PrefixKey],
-        parent: PrefixKey,
-    ) -> tuple[int, PageStatus | None]:  # fmt: skip
+        self, process: Process, put: Put, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes
+    ) -> tuple[int, PageStatus | None]:
         """Grant the leading pages of ``keys`` that are not there.
 
         Returns:
             how many were granted; and why the next is not, None when it is there or is none.
         """
-        shard, slot_bytes = put.shard, space.shards[put.shard].slot_bytes
-        count, refusal, contradicts = new_pages(space, shard, keys, parent)
-        self.counts["contradicting_pages"] += contradicts
+        space, shard = put.space, put.shard
+        slot_bytes = space.shards[shard].slot_bytes
+        new = new_pages(space, shard, keys, parent)
+        count, refusal = new.pages, new.refusal
+        self.counts["contradicting_pages"] += new.contradicts
         admitted = process.session.free_bytes // slot_bytes
         if count > admitted:
             count, refusal = admitted, PageStatus.NO_ROOM
@@ -449,16 +433,17 @@ class PageTable(Residents):
             count, slots, refusal = 0, [], PageStatus.NO_PARENT
         if len(slots) < count:
             refusal = PageStatus.NO_ROOM
-        for key, slot in zip(keys, slots, strict=False):
-            node = space.node(key, parent)
-            node.begin(shard, slot)
-            self._owners.add(slot, node)
-            put.pages.append((node, slot))
-            parent = key
-        if not slots:
+        granted = keys[: len(slots)]
+        if slots:
+            each = len(tokens) // len(keys)
+            begin_pages(space, shard, granted, slots, parent, tokens[: each * len(slots)])
+            self._owners.add(slots, granted, space)
+        else:
             self._tidy(head)
+        put.keys += granted
+        put.slots += slots
         put.size_bytes += len(slots) * slot_bytes
-        self._hold(process, len(slots) * slot_bytes)
+        process.charge(len(slots) * slot_bytes)
         return len(slots), refusal
 
     def _within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
@@ -470,17 +455,19 @@ class PageTable(Residents):
         )
         return next(allowed, count)
 
-    def _lend(self, process: Process, lease_id: int, lease: Lease) -> None:
-        self._hold(process, lease.size_bytes)
+    def _lend(
+        self, process: Process, lease_id: int, lease: Lease, first: PrefixNode, shard: int
+    ) -> None:
+        process.charge(lease.size_bytes)
         process.leases[lease_id] = lease
-        self.story.tell("leased", lease.pages[0][0], lease.pages[0][1], len(lease.pages))
+        self.story.tell("leased", first, shard, len(lease.slots))
         self._deadlines.add_lease(process, lease_id, lease)
 
-    def _hold(self, process: Process, delta: int) -> None:
-        process.session.used_bytes += delta
-        process.session.changes += 1
-        assert process.session.used_bytes >= 0
+    def _tell_of(self, what: str, held: list[PrefixNode], lease: Lease) -> None:
+        if held:
+            shard = shard_of(held[0], lease.slots[0])
+            self.story.tell(what, held[0], shard, len(lease.slots))
 
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
-        self._hold(process, -put.size_bytes)
+        process.charge(-put.size_bytes)

@@ -5,24 +5,24 @@ it is there, is written there first if that is worth it, or leaves the index wit
 to. Nothing here knows about engines; :mod:`kvstore.state.table.pages` does.
 """
 
-import sys
 from collections import Counter, deque
 from itertools import islice
 from typing import Final
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.choice.eviction import Eviction, classes
+from kvstore.state.choice.eviction import Eviction, classes, slots_of_a_page
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import LOOKS, Draining
-from kvstore.state.table.orphans import Orphans, tails_first
+from kvstore.state.table.orphans import Orphans, subtree, tails_first
 from kvstore.state.table.owners import Owners
+from kvstore.state.table.runs import missing_pages
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
-from kvstore.state.tree.match import by_window
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
 from kvstore.state.tree.story import Story
@@ -79,7 +79,7 @@ class Residents:
         return self.disk is not None and (self.disk.unfinished or self.disk.loads.unfinished)
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
-        """The nodes of the leading run of READY pages of one shard, in whatever tier."""
+        """The leading run of READY pages of one shard, in whatever tier, as single pages."""
         run: list[PrefixNode] = []
         for at in range(0, len(packed), KEY_BYTES):
             node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
@@ -92,18 +92,11 @@ class Residents:
         """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
         if self.disk is None:
             return 0
-        windows = by_window(space, shards)
-        needed = [(max(0, pages - (of or pages)), mask) for of, mask in windows.items()]
-        missing = 0
-        for at in range(pages):
-            node = space.nodes.get(PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
-            have = node.memory if node is not None else 0  # before a window there may be none
-            missing += any(at >= first and mask & ~have for first, mask in needed)
-        return missing
+        return missing_pages(space, shards, packed, pages)
 
     def owner(self, slot: Slot) -> PrefixNode | None:
         """The node of the page in a slot; None for a slot of no page in the trees."""
-        return self._owners.get(slot)
+        return self._owners.run(slot)
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -121,7 +114,7 @@ class Residents:
         victims_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
         while len(taken) < count and victims_left > 0:
             victims_left -= 1
-            if not self._make_room(space, slot_bytes) and (
+            if not self._make_room(space, slot_bytes, count - len(taken)) and (
                 self.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
             ):
                 break
@@ -135,7 +128,7 @@ class Residents:
         self.slots.commit([slot], self.tick)
         node.promote(shard, slot)
         node.learn(tokens)
-        self._owners.add(slot, node)
+        self._owners.add([slot], [node.key], node.space)
         self.counts["promoted_pages"] += 1
         self.emit(TierStored, node, shard, "host")
 
@@ -147,9 +140,9 @@ class Residents:
 
         ``tokens`` are those of its record, for a page that is in no memory.
         """
-        assert node.parent is not None
+        assert node.above is not None
         known = node.tokens or tokens
-        self.actions.append(kind(node.space, shard, [node.key], node.parent.key, tier, known))
+        self.actions.append(kind(node.space, shard, [node.key], node.above.key, tier, known))
         self.story.tell(f"{kind.__name__} {tier}", node, shard)
 
     def add_candidate(self, node: PrefixNode) -> None:
@@ -231,9 +224,9 @@ class Residents:
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take a READY page out of every tier."""
-        here = ("host",) if shard in node.slots else ()
-        places = (*here, "ssd") if shard in node.disk else here
-        slot = self._forget(node, shard) if shard in node.slots else None
+        here = ("host",) if node.memory >> shard & 1 else ()
+        places = (*here, "ssd") if node.on_disk >> shard & 1 else here
+        slot = self._forget(node, shard) if here else None
         if self.disk is not None:
             self.disk.forget(node, shard)
             if cause in BURIED:
@@ -252,11 +245,8 @@ class Residents:
 
     def _forget(self, node: PrefixNode, shard: int) -> Slot:
         slot = node.forget(shard)
-        self._owners.remove(slot)
+        self._owners.remove([slot])
         return slot
-
-    def _owns(self, node: PrefixNode, shard: int, slot: Slot) -> bool:
-        return is_live(node) and node.slots.get(shard) == slot
 
     def _tidy(self, node: PrefixNode) -> None:
         """After pages went: prune bare nodes, and offer what became a leaf."""
@@ -264,14 +254,14 @@ class Residents:
             node = node.space.prune(node)
             if self.disk is not None:
                 self.disk.add_candidate(node)
-            while not node.in_memory and node.parent is not None:
-                node = node.parent
+            while not node.in_memory and node.above is not None:
+                node = node.above
             self.add_candidate(node)
 
     # ---- making room ------------------------------------------------------------------------
 
-    def _make_room(self, space: PrefixTree, slot_bytes: int) -> bool:
-        """Evict a leaf of the class, or take a colder extent of another class.
+    def _make_room(self, space: PrefixTree, slot_bytes: int, slots: int) -> bool:
+        """Evict as much of a leaf as gives so many slots, or take a colder extent of another class.
 
         False when there is none, or none yet: an extent of many pages is drained in turns.
         """
@@ -287,7 +277,9 @@ class Residents:
             return self.draining.now is None
         if node is None:
             return False
-        self._evict(node)
+        # Of a space with limits each page is asked for: the next one may be reserved.
+        most = 1 if self.quotas.is_limited(node.space) else slots
+        self._evict(node, -(-most // slots_of_a_page(node, slot_bytes)))
         return True
 
     def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
@@ -299,21 +291,23 @@ class Residents:
             return False
         heads: list[PrefixNode] = []
         at, unwritten = head, 0
+        at.explode()
         for _ in range(SPILL_LOOKS):
-            if at.parent is None:
+            before = at.parent
+            if before is None:
                 break
-            if at.slots:
+            if at.memory:
                 heads.append(at)
-            at = at.parent
+            at = before
         for page in reversed(heads):
             if slot_bytes not in classes(page) or not self.eviction.releasable(page):
                 continue
-            unwritten += bool(page.slots.keys() - page.disk.keys())
+            unwritten += bool(page.memory & ~page.on_disk)
             if unwritten > SPILL_WRITES:
                 return False
             if self.disk.before_eviction(page) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
-            if page.slots.keys() <= page.disk.keys():
+            if not page.memory & ~page.on_disk:
                 self._evict(page)
                 return True
             return False  # not worth writing, and what follows it must not lose it
@@ -326,28 +320,52 @@ class Residents:
             self.add_candidate(node)
         return verdict
 
-    def _evict(self, node: PrefixNode) -> None:
-        """Take a node's pages out of memory; those on disk stay in the index."""
-        for shard in list(node.slots):
-            if shard in node.disk:
+    def _evict(self, node: PrefixNode, pages: int = 1) -> None:
+        """Take the last ``pages`` of a node out of memory, those on disk stay in the index.
+
+        Of a node that may be on disk that is one page.
+        """
+        if self.disk is None and not node.below:
+            self._evict_last(node, min(pages, node.count))
+            return
+        node.explode()
+        for shard in list(node.slot_columns):
+            if node.on_disk >> shard & 1:
                 self._release_memory(node, shard)
             else:
                 self._remove(node, shard, "evicted")
-        if node.parent is not None:
-            node.parent.access = max(node.parent.access, node.access)
+        if node.above is not None:
+            node.above.access = max(node.above.access, node.access)
+        self._tidy(node)
+
+    def _evict_last(self, node: PrefixNode, pages: int) -> None:
+        """Take the last pages of a leaf out of memory, and so out of the index."""
+        first, count, cause = node.count - pages, node.count, "evicted"
+        keys = node.key_list(first)
+        keys.reverse()
+        for shard in list(node.slot_columns):
+            slots = node.forget_all(shard) if not first else node.slots_of(shard)[first:]
+            self._owners.remove(slots)
+            self.actions.append(Removed(node.space, shard, keys, cause))
+            self.counts[f"removed_{cause}"] += pages
+            self.story.tell_last(f"removed {cause}", node, shard, pages)
+            for key in keys:
+                self.ghosts.add(node, shard, cause, self.now_ns, key)
+            self.slots.release(slots)
+        if pages < count:
+            node.shorten(pages)
         self._tidy(node)
 
     def release_memory(self, node: PrefixNode) -> bool:
         """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
-        if node.slots.keys() - node.disk.keys() or not self.eviction.evictable(node):
+        if node.memory & ~node.on_disk or not self.eviction.evictable(node):
             return False
         self._evict(node)
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
-        slot = node.forget(shard)
-        self._owners.remove(slot)
+        slot = self._forget(node, shard)
         self.counts["evicted_to_disk"] += 1
         self.slots.release([slot])
 
@@ -385,7 +403,7 @@ class Residents:
 
     def _leave_memory(self, node: PrefixNode, shard: int) -> None:
         """Take a page out of memory that nobody needs, and out of the index if it is nowhere."""
-        if shard in node.disk and shard in node.slots:
+        if node.on_disk & node.memory & 1 << shard:
             self._release_memory(node, shard)
             self._tidy(node)
         else:
@@ -414,39 +432,20 @@ class Residents:
             if not left:
                 return False
             left -= 1
-            if shard in owner.disk:
+            if owner.on_disk >> shard & 1:
                 self._release_memory(owner, shard)
                 self._tidy(owner)
             else:
                 self.drop(owner, shard, "retired")
         return True
 
+    def _use_last(self, node: PrefixNode, packed: bytes, pages: int) -> None:
+        """The prefix that ends with the last of so many keys was used; ``node`` has that page."""
+        if node.count > 1:
+            key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
+            node = node.space.node_of(key)
+        self._use(node)
+
     def _use(self, node: PrefixNode) -> None:
         node.access, node.used_ns = self.tick, self.now_ns
         node.hits += 1
-
-
-def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:
-    """The nodes and all below them, each once; below one of them every parent before its children.
-
-    Of one node's it stops when there are more than ``most``.
-
-    Of nodes that lie below each other only the first way to a node is gone: looking below each page
-    of a long prompt would take a time that grows with the square of its length.
-    """
-    if len(tops) == 1:
-        found = list(tops)
-        for at in found:
-            found.extend(islice(at.children.values(), most))
-            if len(found) > most:
-                break
-        return found
-    seen: dict[PrefixNode, None] = {}
-    for top in tops:
-        left = [top]
-        while left:
-            at = left.pop()
-            if at not in seen:
-                seen[at] = None
-                left.extend(at.children.values())
-    return list(seen)

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.sessions import Process
-from kvstore.state.tree.slots import Slot
+from kvstore.state.tree.slots import Slot, SlotTable
 
 AGAIN_NS: Final = 1_000_000_000
 """How long an extent that somebody else still reads or writes is left alone."""
@@ -86,8 +86,32 @@ class Retirement:
                 slots.replace(position)
                 self._retiring.remove(position)
                 for process in given_up:
-                    table.forfeit(process, position)
+                    _forfeit(slots, process, position)
         for process in given_up:
             if process.idle:
                 del self._lost[process]
                 self._ended(process)
+
+
+def _forfeit(slots: SlotTable, process: Process, position: int) -> None:
+    """What the process held in an extent whose memory was given up is nobody's any more."""
+    at = slots.position
+    for lease_id, lease in list(process.leases.items()):
+        gone = [slot for slot in lease.slots if at(slot) == position]
+        assert lease.expired or not gone
+        size = lease.size_bytes * len(gone) // max(1, len(lease.slots))  # all are of one shard
+        lease.slots = [slot for slot in lease.slots if at(slot) != position]
+        lease.size_bytes -= size
+        process.charge(-size)
+        if not lease.slots:
+            del process.leases[lease_id]
+    for put_id, put in list(process.puts.items()):
+        assert put.lost
+        each = put.space.shards[put.shard].slot_bytes
+        left = [slot for slot in put.slots if at(slot) != position]
+        size = each * (len(put.slots) - len(left))
+        put.slots = left
+        put.size_bytes -= size
+        process.charge(-size)
+        if not left:
+            del process.puts[put_id]

@@ -26,7 +26,8 @@ from kvstore.page import (
     digest_seed,
 )
 from kvstore.state.choice.policy import LeastRecent
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 
 SEEN_MAX = 1 << 15

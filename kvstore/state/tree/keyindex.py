@@ -7,7 +7,7 @@ is answered. Of parts only one is copied at a time: with two million keys 0.5 ms
 from collections.abc import Iterator, MutableMapping
 from typing import Final, TypeVar
 
-from kvstore.page import PrefixKey
+from kvstore.page import KEY_BYTES, PrefixKey
 
 V = TypeVar("V")
 
@@ -46,6 +46,37 @@ class KeyIndex(MutableMapping[PrefixKey, V]):
     def __delitem__(self, key: PrefixKey) -> None:
         del self._part(key)[key]
         self._length -= 1
+
+    def put(self, keys: list[PrefixKey], value: V) -> None:
+        """Put one value under keys that are not there."""
+        parts = self._parts
+        if len(parts) == 1:
+            for key in keys:
+                self[key] = value
+            return
+        for key in keys:
+            parts[key[0]][key] = value
+        self._length += len(keys)
+
+    def assign(self, packed: bytes, count: int, value: V) -> None:
+        """Put one value under ``count`` packed keys that are there."""
+        if count == 1:
+            self._part(PrefixKey(packed))[PrefixKey(packed)] = value
+            return
+        for at in range(0, len(packed), KEY_BYTES):
+            key = PrefixKey(packed[at : at + KEY_BYTES])
+            self._part(key)[key] = value
+
+    def discard(self, packed: bytes, first: int, count: int) -> None:
+        """Take out the packed keys from number ``first`` on; ``count`` are packed, all there."""
+        if count == 1:
+            del self[PrefixKey(packed)]
+            return
+        parts = self._parts
+        for at in range(first * KEY_BYTES, len(packed), KEY_BYTES):
+            key = packed[at : at + KEY_BYTES]
+            del (parts[key[0]] if len(parts) > 1 else parts[0])[PrefixKey(key)]
+        self._length -= count - first
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and key in self._part(PrefixKey(key))

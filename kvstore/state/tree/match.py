@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 _WRITING_MAX: Final = 256
 """More pages being written than this, and looking at each key is no slower."""
@@ -26,7 +27,7 @@ class Match(NamedTuple):
     Attributes:
         pages: how many leading keys are a hit.
         pending: how many more would be once everything being written is READY.
-        deepest: node of the last page of the hit.
+        deepest: the node that the last page of the hit is part of.
     """
 
     pages: int
@@ -80,7 +81,7 @@ def awaited_key(space: PrefixTree, shards: list[int], packed: bytes, count: int)
     key = PrefixKey(b"")
     for at in range(count):
         key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-        node = space.nodes.get(key)
+        node = space.index.get(key)
         ready = node.ready if node is not None else 0
         if any(at >= first and mask & ~ready for first, mask in needed):
             return key
@@ -88,47 +89,86 @@ def awaited_key(space: PrefixTree, shards: list[int], packed: bytes, count: int)
 
 
 def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
-    nodes = space.nodes
+    nodes = space.index
     first = nodes.get(PrefixKey(packed[:KEY_BYTES]))
     if first is None or first.present & mask != mask:
         return Match(0, 0, None)
-    low, high = 1, len(packed) // KEY_BYTES  # low pages are present; more than high are not
-    last = first
-    while low < high:
-        middle = (low + high + 1) // 2
-        node = nodes.get(PrefixKey(packed[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]))
-        if node is not None and node.present & mask == mask:
-            low, last = middle, node
-        else:
-            high = middle - 1
-    if last.depth - first.depth != low - 1 or len(space.writing) + len(space.holes) > _WRITING_MAX:
+    start = first.position(PrefixKey(packed[:KEY_BYTES]))
+    low, last = _present(space, mask, packed, first, first.matching(start, packed, 0))
+    before = first.first_depth + start - 1
+    if (
+        _depth(last, packed, low) - before != low
+        or len(space.writing) + len(space.holes) > _WRITING_MAX
+    ):
         # Keys that are no chain, or too much being written or leaving.
         return _scan(space, {0: mask}, packed)
     found = low
     for node, gone in space.holes.items():
-        if gone & mask and _is_at(node, first, packed, low):
-            low = node.depth - first.depth
+        at = node.depth - before - 1
+        if gone & mask and 0 <= at < low and _begins(node.key, packed, at):
+            low = at
     ready = low
     for node in space.writing:
-        if node.ready & mask != mask and _is_at(node, first, packed, ready):
-            ready = node.depth - first.depth
+        if node.ready & mask != mask:
+            ready = min(ready, _meets(node, packed, before, ready))
     if ready and ready < found:
-        before = nodes.get(PrefixKey(packed[(ready - 1) * KEY_BYTES : ready * KEY_BYTES]))
-        if before is None:  # no chain either: its ends only fit by their depth
+        end = nodes.get(PrefixKey(packed[(ready - 1) * KEY_BYTES : ready * KEY_BYTES]))
+        if end is None:  # no chain either: its ends only fit by their depth
             return _scan(space, {0: mask}, packed)
-        last = before
+        last = end
     return Match(ready, low - ready, last if ready else None)
 
 
-def _is_at(node: PrefixNode, first: PrefixNode, packed: bytes, below: int) -> bool:
-    """Whether a node is of the first ``below`` keys of the chain that begins at ``first``."""
-    at = node.depth - first.depth
-    return 0 <= at < below and node.key == packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+def _present(
+    space: PrefixTree, mask: int, packed: bytes, first: PrefixNode, alike: int
+) -> tuple[int, PrefixNode]:
+    """How many pages of a chain are present, and the node that the last one is part of.
+
+    ``alike``: so many are of the node of the first one.
+    """
+    low, high, last = alike, len(packed) // KEY_BYTES, first
+    while low < high:
+        middle = (low + high + 1) // 2
+        node = space.index.get(PrefixKey(packed[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]))
+        if node is not None and node.present & mask == mask:
+            low, last = middle, node
+        else:
+            high = middle - 1
+    return low, last
+
+
+def _meets(node: PrefixNode, packed: bytes, before: int, below: int) -> int:
+    """Which of the first ``below`` keys is the first one of a node; ``below`` when none is.
+
+    Args:
+        node: of any chain.
+        packed: keys of one chain.
+        before: the depth of the page before the first key.
+        below: how many keys are looked at.
+    """
+    at = max(0, node.first_depth - before - 1)
+    if at < min(below, node.depth - before):
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        return at if node.space.index.get(key) is node else below
+    return below
+
+
+def _begins(key: PrefixKey, packed: bytes, at: int) -> bool:
+    """Whether a key is that of number ``at``."""
+    return packed.startswith(key, at * KEY_BYTES)
+
+
+def _depth(node: PrefixNode, packed: bytes, pages: int) -> int:
+    """The depth of the last of so many keys; it is of a page of ``node``."""
+    if node.count == 1:
+        return node.depth
+    key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
+    return node.first_depth + node.position(key)
 
 
 def _scan(space: PrefixTree, windows: dict[int, int], packed: bytes) -> Match:
     found = [
-        space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
+        space.index.get(PrefixKey(packed[at : at + KEY_BYTES]))
         for at in range(0, len(packed), KEY_BYTES)
     ]
     pages = _longest([node.ready if node else 0 for node in found], windows)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvstore.state.tree.prefix_tree import is_live
+from kvstore.state.tree.node import is_live
 
 Entry = tuple[Any, ...]
 """Ends with its node, or a lease of some; no two are equal in what is before it."""

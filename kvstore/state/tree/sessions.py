@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree
+from kvstore.page import PrefixKey
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot
 from kvstore.wire import EngineLabel
 
@@ -56,28 +58,15 @@ class Lease:
     """Pages one process reads.
 
     Attributes:
-        pages: (node, shard number, slot) of each page.
+        slots: the slot of each page.
         size_bytes: slot bytes, counted against the quota until the lease is gone.
         expired: its pins have become holds.
     """
 
-    pages: list[tuple[PrefixNode, int, Slot]]
+    slots: list[Slot]
     size_bytes: int
     deadline_ns: int
     expired: bool = False
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots of its pages."""
-        return [slot for _, _, slot in self.pages]
-
-    @property
-    def lasting(self) -> int:
-        """Leading pages that neither expire nor are read once."""
-        for count, (node, shard, _) in enumerate(self.pages):
-            if shard in node.expires or node.read_once >> shard & 1:
-                return count
-        return len(self.pages)
 
 
 @dataclass(slots=True)
@@ -85,23 +74,22 @@ class Put:
     """Pages one process writes.
 
     Attributes:
-        pages: (node, slot) of each granted page, in chain order.
+        space: the space they are of.
         shard: the shard number they are all of.
+        keys: of each granted page, in chain order, until it is committed.
+        slots: of each of these.
         size_bytes: slot bytes, counted against the quota until the put is gone.
         lost: its writer may still write, its slots are in LIMBO.
         since_ns: when its slots were granted.
     """
 
-    pages: list[tuple[PrefixNode, Slot]]
+    space: PrefixTree
     shard: int
-    size_bytes: int
+    keys: list[PrefixKey] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    size_bytes: int = 0
     lost: bool = False
     since_ns: int = 0
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots of its pages."""
-        return [slot for _, slot in self.pages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +130,12 @@ class Process:
     puts: dict[int, Put] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     lost: bool = False
+
+    def charge(self, size_bytes: int) -> None:
+        """So many bytes more, or fewer, count against its session's quota."""
+        self.session.used_bytes += size_bytes
+        self.session.changes += 1
+        assert self.session.used_bytes >= 0
 
     @property
     def idle(self) -> bool:

@@ -17,17 +17,20 @@ Slots of one size are carved from **extents**. An extent belongs to one domain (
 because whoever maps it can read all of it.
 """
 
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Final, NamedTuple, NewType
 
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
 
 SLOT_ALIGNMENT: Final = 4096
-_INDEX_BITS: Final = 20
-_INDEX_MASK: Final = (1 << _INDEX_BITS) - 1
+INDEX_BITS: Final = 20
+"""Of a slot: which one of its extent it is."""
+INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 STRETCH_SLOTS = 128
 """Slots that one stretch of :meth:`SlotTable.checks` looks at: some 50 microseconds."""
 
@@ -39,6 +42,13 @@ class SlotState(IntEnum):
     WRITING = 1
     READY = 2
     LIMBO = 3
+
+
+_FREE: Final = int(SlotState.FREE)
+_WRITING: Final = int(SlotState.WRITING)
+_READY: Final = int(SlotState.READY)
+_LIMBO: Final = int(SlotState.LIMBO)
+"""Members of an enumeration are looked up by name each time, and plain numbers are not."""
 
 
 @dataclass(slots=True)
@@ -64,7 +74,7 @@ class Extent:
     states: bytearray = field(default_factory=bytearray)
     pins: list[int] = field(default_factory=list)
     holds: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
+    generations: "array[int]" = field(default_factory=partial(array, "Q"))
     free: list[int] = field(default_factory=list)
     pinned: int = 0
     used_at: int = 0
@@ -90,7 +100,7 @@ class Extent:
         self.states = bytearray(count)
         self.pins = [0] * count
         self.holds = [0] * count
-        self.generations = [0] * count
+        self.generations = array("Q", bytes(8 * count))
         self.free = list(range(count - 1, -1, -1))
 
 
@@ -179,20 +189,24 @@ class SlotTable:
             if extent.closed or not extent.free or extent.class_of != (domain, slot_bytes):
                 open_positions.pop()
                 continue
-            index = extent.free.pop()
-            assert extent.states[index] == SlotState.FREE
-            extent.states[index] = SlotState.WRITING
-            extent.generation += 1
-            extent.generations[index] = extent.generation
-            taken.append(Slot(position << _INDEX_BITS | index))
+            some = extent.free[len(taken) - count :]  # the last ones, fewer when there are fewer
+            del extent.free[len(taken) - count :]
+            some.reverse()
+            for index in some:
+                assert extent.states[index] == _FREE
+                extent.states[index] = _WRITING
+                extent.generation += 1
+                extent.generations[index] = extent.generation
+                taken.append(Slot(position << INDEX_BITS | index))
         return taken
 
     def commit(self, slots: Iterable[Slot], tick: int) -> None:
         """WRITING → READY: the bytes are there and nobody writes them any more."""
+        extents = self.extents
         for slot in slots:
-            extent, index = self._locate(slot)
-            assert extent.states[index] == SlotState.WRITING
-            extent.states[index] = SlotState.READY
+            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+            assert extent.states[index] == _WRITING
+            extent.states[index] = _READY
             extent.used_at = tick
 
     def abort(self, slots: Iterable[Slot]) -> None:
@@ -214,9 +228,10 @@ class SlotTable:
     def release(self, slots: Iterable[Slot]) -> None:
         """READY → FREE, or → LIMBO while someone may still read it: its page left the index."""
         self.changes += 1
+        extents = self.extents
         for slot in slots:
-            extent, index = self._locate(slot)
-            assert extent.states[index] == SlotState.READY
+            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+            assert extent.states[index] == _READY
             if extent.pins[index] or extent.holds[index]:
                 extent.states[index] = SlotState.LIMBO
             else:
@@ -225,22 +240,27 @@ class SlotTable:
     def pin(self, slots: Iterable[Slot], tick: int) -> None:
         """Forbid the eviction of READY slots; one call, one pin each."""
         self.changes += 1
+        extents = self.extents
         for slot in slots:
-            extent, index = self._locate(slot)
-            assert extent.states[index] == SlotState.READY
-            extent.pinned += not extent.pins[index]
-            extent.pins[index] += 1
+            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+            assert extent.states[index] == _READY
+            pins = extent.pins[index]
+            extent.pinned += not pins
+            extent.pins[index] = pins + 1
             extent.used_at = tick
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         """Take one pin from each; a LIMBO slot without pins and holds becomes FREE."""
         self.changes += 1
+        extents = self.extents
         for slot in slots:
-            extent, index = self._locate(slot)
-            assert extent.pins[index] > 0
-            extent.pins[index] -= 1
-            extent.pinned -= not extent.pins[index]
-            self._settle(slot, extent, index)
+            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+            pins = extent.pins[index] - 1
+            assert pins >= 0
+            extent.pins[index] = pins
+            extent.pinned -= not pins
+            if extent.states[index] == _LIMBO:
+                self._settle(slot, extent, index)
 
     def pin_to_hold(self, slots: Iterable[Slot]) -> None:
         """A reader's right ran out, but it may still read: eviction is allowed, re-use is not."""
@@ -314,6 +334,15 @@ class SlotTable:
         extent, index = self._locate(slot)
         return extent.number, extent.generations[index], index * extent.slot_bytes
 
+    def addresses(self, slots: Iterable[Slot]) -> list[tuple[int, int, int]]:
+        """The same of many."""
+        extents = self.extents
+        found: list[tuple[int, int, int]] = []
+        for slot in slots:
+            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+            found.append((extent.number, extent.generations[index], index * extent.slot_bytes))
+        return found
+
     def state(self, slot: Slot) -> SlotState:
         """The slot's state."""
         extent, index = self._locate(slot)
@@ -331,15 +360,15 @@ class SlotTable:
 
     def position(self, slot: Slot) -> int:
         """Which entry of ``extents`` holds the slot."""
-        return slot >> _INDEX_BITS
+        return slot >> INDEX_BITS
 
     def slot(self, position: int, index: int) -> Slot:
         """The slot of an extent at ``position`` in ``extents``."""
-        return Slot(position << _INDEX_BITS | index)
+        return Slot(position << INDEX_BITS | index)
 
     def index(self, slot: Slot) -> int:
         """Which slot of its extent it is."""
-        return slot & _INDEX_MASK
+        return slot & INDEX_MASK
 
     @property
     def capacity_bytes(self) -> int:
@@ -369,7 +398,7 @@ class SlotTable:
     def slots_in_use(self, position: int) -> list[Slot]:
         """All slots of one extent that are not FREE."""
         states = self.extents[position].states
-        return [Slot(position << _INDEX_BITS | at) for at in range(len(states)) if states[at]]
+        return [Slot(position << INDEX_BITS | at) for at in range(len(states)) if states[at]]
 
     def needed(self, position: int) -> bool:
         """Whether anyone writes, reads or may still touch a slot of one extent."""
@@ -449,7 +478,7 @@ class SlotTable:
     # ---- inside -----------------------------------------------------------------------------
 
     def _locate(self, slot: Slot) -> tuple[Extent, int]:
-        return self.extents[slot >> _INDEX_BITS], slot & _INDEX_MASK
+        return self.extents[slot >> INDEX_BITS], slot & INDEX_MASK
 
     def _settle(self, slot: Slot, extent: Extent, index: int) -> None:
         if (

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKey
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.tree.node import PrefixNode
 
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
@@ -60,9 +60,19 @@ class Story:
         self._events: deque[tuple[Any, ...]] = deque(maxlen=EVENTS_MAX)
 
     def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
-        """Add an event of ``pages`` pages of one chain; ``node`` is the first."""
+        """Add an event of ``pages`` pages of one chain; the first one is the node's first."""
         at, of = self._moment, node.space.number
-        self._events.append((at.now_ns, at.tick, what, of, node.key, node.depth, shard, pages))
+        key, depth = PrefixKey(node.keys), node.depth
+        if node.count > 1:
+            key, depth = node.first, node.first_depth
+        self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
+
+    def tell_last(self, what: str, node: PrefixNode, shard: int, pages: int) -> None:
+        """Add an event of the last ``pages`` pages of a node."""
+        at, of, first = self._moment, node.space.number, node.count - pages
+        key = PrefixKey(node.keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
+        depth = node.first_depth + first
+        self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self._events)
@@ -106,11 +116,13 @@ def _concerned(error: Exception) -> PrefixNode | None:
 
 def _of(node: PrefixNode, events: Iterable[Event]) -> list[Event]:
     """The events of runs that the node is part of; once it left its tree, of those it begins."""
-    chain: dict[PrefixKey, int] = {}
+    chain: dict[bytes, int] = {}
     at: PrefixNode | None = node
     while at is not None:
-        chain[at.key] = node.depth - at.depth
-        at = at.parent
+        for number in range(at.count):
+            key = at.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
+            chain[key] = node.depth - at.first_depth - number
+        at = at.above
     return [
         one
         for one in events

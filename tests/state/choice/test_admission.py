@@ -11,7 +11,9 @@ from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
 from kvstore.state.choice.returns import Returns
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
+from kvstore.state.tree.slots import Slot
 
 SIZE = 4096
 
@@ -31,7 +33,8 @@ def a_chain(
         key = PrefixKey(number.to_bytes(32, "little"))
         node = space.node(key, parent)
         node.uses = ended
-        node.fill(0, at)
+        if not node.memory:
+            node.begin(0, Slot(at))
         nodes.append((node, 0))
         parent = key
     return nodes
@@ -185,9 +188,9 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     last_uses = {1: 100, 2: 140, 3: 160}
     for at, tick in last_uses.items():
         chain[at][0].access = tick
-    chain[0][0].parent = None  # the head stands alone: nothing is carried for another's sake
+    chain[0][0].above = None  # the head stands alone: nothing is carried for another's sake
     for (node, _), (above, _) in zip(chain[2:], chain[1:], strict=False):
-        node.parent = above.space.root
+        node.above = above.space.root
 
     plan = log.plan(log.segments[1], 200, Admission(name, 0, 1 << 20).carry_from)
 

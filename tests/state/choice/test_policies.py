@@ -19,7 +19,8 @@ from kvstore.state.choice.policy import (
 )
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Shard, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
 from tests.state.world import hold
@@ -233,7 +234,7 @@ def test_the_simulator_finds_what_a_page_table_finds():
         if hits < len(ids):
             parent = PrefixKey(packed[hits * 32 - 32 : hits * 32] if hits else b"")
             _, put = table.begin_put(process, number, space, 0, packed[hits * 32 :], parent)
-            table.commit_put(process, number, bytes(16 * len(put.pages)))
+            table.commit_put(process, number, bytes(16 * len(put.slots)))
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
         check(table)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvstore.state.choice.policy import POLICIES
 from kvstore.state.choice.reuse import OBSERVED_MAX, LearnedReuse, Observation
 from kvstore.state.table.invariants import check
+from kvstore.state.tree.node import PrefixNode, Retention, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap, NodeLine
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import ROOT, World, identity, key

@@ -16,7 +16,7 @@ from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 from tests.state.world import World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")

@@ -10,7 +10,8 @@ from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, Retention
+from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.world import FULL, FULL_2, PAGE, World, ended, identity, key
 

@@ -13,7 +13,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import Segment
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import PrefixNode, Retention
+from kvstore.state.tree.node import PrefixNode, Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
 from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, chain, key
 

@@ -5,7 +5,7 @@ from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.pages import BACKLOG_TURN
 from kvstore.state.table.residents import SPILL_WRITES
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import chain
 

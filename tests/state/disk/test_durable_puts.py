@@ -6,7 +6,7 @@ from kvstore.errors import CapacityError, DurabilityUnavailable
 from kvstore.state.disk import pages as disk
 from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.prefix_tree import Retention
+from kvstore.state.tree.node import Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 
 

@@ -29,8 +29,9 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place, record_bytes
-from kvstore.state.tree.prefix_tree import PrefixNode, PrefixTree, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from tests.state.disk.log_files import (
     NAMES,
     PATH_OF,

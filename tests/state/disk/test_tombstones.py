@@ -13,7 +13,7 @@ from kvstore.state.disk.jobs import DiskSync, DiskTombstone, DiskWrite
 from kvstore.state.disk.log import SegmentLog, SegmentState
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.invariants import check
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import DIGEST, FULL, World, drop_below, identity, key
 

@@ -70,7 +70,7 @@ def test_an_extent_of_which_a_page_is_read_is_left_as_it_is():
     node.drain()
 
     assert world.lookup(node.old, node.stored[0][:1]) == (1, 0)
-    assert len(lease.pages) == 1
+    assert len(lease.slots) == 1
     world.table.release(node.red, number)
     check(world.table)
 

@@ -8,8 +8,8 @@ import pytest
 from kvstore.state.table.invariants import check, checks
 from kvstore.state.table.residents import DROP_AT_ONCE
 from kvstore.state.tree import prefix_tree, slots
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
-from kvstore.state.tree.prefix_tree import PrefixNode
 from kvstore.state.tree.slots import SlotState
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import FULL, FULL_2, World, key
@@ -30,16 +30,16 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "children in memory that are none": put_wrong("children_in_memory", 2),
     "a node too deep": put_wrong("depth", 7),
     "a leaf that no policy knows": put_wrong("queued", ()),
-    "a node of another key": put_wrong("key", key("x")),
-    "a node that the tree has lost": lambda world, node: world.mine.nodes.pop(node.key),
-    "a node that its parent has lost": lambda _, node: node.parent.children.clear(),
+    "a node of another key": put_wrong("keys", key("x")),
+    "a node that the tree has lost": lambda world, node: world.mine.index.pop(node.key),
+    "a node that its parent has lost": lambda _, node: node.parent.below.clear(),
     "a node that is not listed": lambda world, node: world.mine.by_creation.remove(node),
     "a child too many of the root": lambda world, _: setattr(world.mine.root, "depth", 1),
     "a page whose head is gone": lambda _, node: node.parent.forget(0),
-    "a page on disk whose head is not": lambda _, node: node.parent.disk.clear(),
-    "a record in no segment": lambda _, node: node.disk.update({0: Place(99, 0)}),
-    "a record behind its segment": lambda _, node: node.disk.update({0: Place(1, 1 << 30)}),
-    "a record of no page": lambda _, node: node.disk.clear(),
+    "a page on disk whose head is not": lambda _, node: node.parent.place_columns.clear(),
+    "a record in no segment": lambda _, node: node.move(0, Place(99, 0)),
+    "a record behind its segment": lambda _, node: node.move(0, Place(1, 1 << 30)),
+    "a record of no page": lambda _, node: node.place_columns.clear(),
     "bytes in memory": lambda world, _: setattr(world.mine, "host_bytes", 1),
     "bytes on disk": lambda world, _: setattr(world.mine, "disk_bytes", 1),
     "tokens that are no page's": put_wrong("tokens", b"x"),
@@ -54,8 +54,10 @@ CORRUPTIONS: dict[str, Corrupt] = {
         world.table.eviction._took_over.add(("red", 4096))
     ),
     "an extent that nobody empties": lambda world, _: setattr(first(world), "draining", True),
-    "a slot of two pages": lambda world, node: node.fill(0, world.node("q").slots[0]),
-    "a slot that has no page": lambda world, node: world.table._owners.remove(node.slots[0]),
+    "a slot of two pages": lambda world, node: node.slot_columns.update(
+        world.node("q").slot_columns
+    ),
+    "a slot that has no page": lambda world, node: world.table._owners.remove([node.slots[0]]),
     "a page's slot that is FREE": lambda world, node: state(world, node, SlotState.FREE),
     "a page's slot in LIMBO": lambda world, node: state(world, node, SlotState.LIMBO),
     "a slot that is free twice": lambda world, _: first(world).free.append(first(world).free[0]),

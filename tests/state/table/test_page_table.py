@@ -13,7 +13,7 @@ from kvstore.state.table.invariants import check
 from kvstore.state.table.residents import EMPTY_MAX, subtree
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import SCAN_LOOKS_MAX, WINDOWS_MAX
-from kvstore.state.tree.prefix_tree import PrefixNode
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.slots import SlotState
 from tests.state.world import (
     FULL,
@@ -117,7 +117,7 @@ def test_a_lease_covers_the_leading_run_only():
 
     _, lease = world.acquire(engine, space, "abc")
 
-    assert [node.key for node, _, _ in lease.pages] == chain("ab")
+    assert world.leased_keys(lease.slots) == chain("ab")
 
 
 def test_a_lease_over_the_quota_pins_nothing():
@@ -478,4 +478,4 @@ def test_a_lease_that_was_given_back_is_not_kept_until_its_deadline():
 
     world.table.release(engine, number)
 
-    assert not lease.pages, "a deadline far away must not hold nodes in memory"
+    assert not lease.slots, "a deadline far away must not hold them in memory"

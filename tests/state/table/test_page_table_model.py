@@ -16,7 +16,8 @@ from kvstore.errors import CapacityError
 from kvstore.page import PrefixKey, ShardSpec
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
-from kvstore.state.tree.prefix_tree import PrefixTree, Retention
+from kvstore.state.tree.node import Retention
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot, SlotState
 from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, hold, key
@@ -188,7 +189,8 @@ class PagesMachine(RuleBasedStateMachine):
             assert used + size > self.world.quota
             assert process.session.used_bytes == used
             return
-        assert [PATH_OF[node.key] for node, _, _ in lease.pages] == [page[1] for page in expected]
+        held = self.world.leased_keys(lease.slots)
+        assert [PATH_OF[key] for key in held] == [page[1] for page in expected]
         if expected:
             pairs = list(zip(expected, lease.slots, strict=True))
             self.readers[number] = Reader(process, space.number, pairs, until_ns)

@@ -32,7 +32,7 @@ def begin(world: World, shard: int, name: str, before: str) -> PageStatus:
     [process] = world.sessions["engine"].processes.values()
     [space] = world.table.spaces
     statuses, put = world.table.begin_put(process, 9, space, shard, key(name), key(before))
-    if put.pages:
+    if put.slots:
         world.commit(process, 9)
     check(world.table)
     return statuses[0]

@@ -5,7 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import LeastRecent
-from kvstore.state.tree.prefix_tree import PrefixTree, Shard, is_live
+from kvstore.state.tree.node import is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import Slot
 from tests.state.world import hold
 

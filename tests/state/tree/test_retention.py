@@ -1,6 +1,6 @@
 """Goal: how long a page stays is a matter of that page: of its key and its shard."""
 
-from kvstore.state.tree.prefix_tree import Retention
+from kvstore.state.tree.node import Retention
 from tests.state.world import FULL, FULL_2, PAGE, World, chain, key
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.errors import CapacityError
-from kvstore.state.tree.prefix_tree import PrefixNode, Retention
+from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.story import EVENTS_MAX, TOLD_MAX, Story
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import World, key

@@ -1,0 +1,156 @@
+"""Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure."""
+
+from typing import NamedTuple
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.table.owners import Owners
+from kvstore.state.tree import node as nodes
+from kvstore.state.tree.actions import Stored
+from kvstore.state.tree.columns import pack_slots
+from kvstore.state.tree.match import by_window
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Lease, Put
+from kvstore.state.tree.slots import Slot
+
+
+class Leased(NamedTuple):
+    """What was lent.
+
+    Attributes:
+        lease: the pages.
+        digests: of each, 16 bytes.
+        nodes: they are part of, the first one first.
+    """
+
+    lease: Lease
+    digests: bytes
+    nodes: list[PrefixNode]
+
+    @property
+    def lasting(self) -> int:
+        """Leading pages that neither expire nor are read once."""
+        count = 0
+        for node in self.nodes:
+            if node.expires or node.read_once:
+                return count
+            count += node.count
+        return count
+
+
+def leading_in_memory(space: PrefixTree, packed: bytes, shard: int) -> list[PrefixNode]:
+    """Nodes of exactly the leading pages of one shard that are READY and in memory."""
+    found: list[PrefixNode] = []
+    at, index, bit = 0, space.index, 1 << shard
+    while at < len(packed):
+        key = PrefixKey(packed[at : at + KEY_BYTES])
+        node = index.get(key)
+        if node is None or not node.ready & node.memory & bit:
+            break
+        offset = node.position(key)
+        node = space.exact(node, offset, node.matching(offset, packed, at))
+        found.append(node)
+        at += node.count * KEY_BYTES
+    return found
+
+
+def ready_pages(space: PrefixTree, shard: int, packed: bytes) -> tuple[int, bool]:
+    """How many leading pages of one shard are READY; whether some of them are not in memory."""
+    at, missing, index = 0, False, space.index
+    while at < len(packed):
+        key = PrefixKey(packed[at : at + KEY_BYTES])
+        node = index.get(key)
+        if node is None or not node.ready >> shard & 1:
+            break
+        missing = missing or not node.memory >> shard & 1
+        at += node.matching(node.position(key), packed, at) * KEY_BYTES
+    return at // KEY_BYTES, missing
+
+
+def missing_pages(space: PrefixTree, shards: list[int], packed: bytes, pages: int) -> int:
+    """How many of the first ``pages`` pages, a hit, are not in memory for some shard."""
+    windows = by_window(space, shards)
+    needed = [(max(0, pages - (of or pages)), mask) for of, mask in windows.items()]
+    at, missing = 0, 0
+    while at < pages:
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        node = space.index.get(key)
+        have, end = 0, at + 1  # before a window there may be none
+        if node is not None:
+            have = node.memory
+            alike = node.matching(node.position(key), packed, at * KEY_BYTES)
+            end = min(at + alike, pages)
+        first = min((first for first, mask in needed if mask & ~have), default=pages)
+        missing += max(0, end - max(at, first))
+        at = end
+    return missing
+
+
+def begin_pages(
+    space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot], parent: PrefixKey,
+    tokens: bytes,
+) -> None:  # fmt: skip
+    """Let new pages that follow each other be written, in as few nodes as can be."""
+    at, packed, each = 0, b"".join(keys), len(tokens) // len(keys)
+    above = space.end(parent) if parent else space.root
+    if above is None:
+        above = space.add(parent, space.root)
+    while at < len(keys):
+        node = space.index.get(keys[at])
+        if node is None:
+            node = space.add_run(_unknown(space, keys[at : at + nodes.RUN_PAGES_MAX]), above)
+        else:
+            offset = node.position(keys[at])
+            node = space.exact(node, offset, node.matching(offset, packed, at * KEY_BYTES))
+            space.hang_up(node, above)
+        end = at + node.count
+        node.begin_all(shard, pack_slots(slots[at:end]))
+        node.learn(tokens[at * each : end * each])
+        at, above = end, node
+
+
+def stored_actions(put: Put, stored: list[PrefixNode]) -> list[tuple[PrefixNode, Stored]]:
+    """An action for each part of ``stored`` in which node follows node, and its first node."""
+    found: list[tuple[PrefixNode, Stored]] = []
+    part: list[PrefixNode] = []
+    for node in [*stored, None]:
+        if part and (node is None or node.above is not part[-1]):
+            first, keys = part[0], part[0].key_list()
+            assert first.above is not None
+            for member in part[1:]:
+                keys += member.key_list()
+            told = [member.tokens for member in part]
+            tokens = b"".join(told) if all(told) else b""
+            found.append((first, Stored(put.space, put.shard, keys, first.above.key, tokens)))
+            part = []
+        if node is not None:
+            part.append(node)
+    return found
+
+
+def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:
+    """The nodes of the pages in the slots of a lease, as far as they are in the index still."""
+    found: list[PrefixNode] = []
+    at = 0
+    while at < len(slots):
+        node = owners.run(slots[at])
+        if node is not None:
+            found.append(node)
+        at += node.count if node is not None else 1
+    return found
+
+
+def shard_of(node: PrefixNode, slot: Slot) -> int:
+    """Whose slot of a node's first page it is; 0 when it is none."""
+    for shard in node.slot_columns:
+        if node.slots_of(shard)[0] == slot:
+            return shard
+    return 0
+
+
+def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
+    """The leading keys that no node has; the first is one."""
+    for at, key in enumerate(keys):
+        if space.index.get(key) is not None:
+            return keys[:at]
+    return keys

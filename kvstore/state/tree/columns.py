@@ -1,0 +1,80 @@
+"""Columns: what is known of each page of a run, packed in bytes. Pure."""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Final, cast
+
+from kvstore.state.tree.places import Place
+from kvstore.state.tree.slots import Slot
+
+SLOT_COLUMN: Final = 8
+"""Bytes of a slot."""
+PLACE_COLUMN: Final = 16
+"""Bytes of a place."""
+_PLACE: Final = struct.Struct("<QQ")
+_EMPTY: Final[dict[int, bytes]] = {}
+
+
+def no_columns() -> dict[int, bytes]:
+    """Of a node without pages; shared by all, and never changed."""
+    return _EMPTY
+
+
+def pack_slots(slots: Sequence[Slot]) -> bytes:
+    """A column of slots."""
+    if len(slots) == 1:
+        return slots[0].to_bytes(SLOT_COLUMN, "little")
+    return array("Q", slots).tobytes()
+
+
+def unpack_slots(column: bytes) -> list[Slot]:
+    """The slots of a column."""
+    if len(column) == SLOT_COLUMN:
+        return [Slot(int.from_bytes(column, "little"))]
+    return cast("list[Slot]", memoryview(column).cast("Q").tolist())
+
+
+def last_slot(column: bytes) -> Slot:
+    """The last slot of a column."""
+    return Slot(int.from_bytes(column[-SLOT_COLUMN:], "little"))
+
+
+def pack_place(place: Place) -> bytes:
+    """A column of one place."""
+    return _PLACE.pack(place.segment, place.offset)
+
+
+def unpack_place(column: bytes) -> Place:
+    """The place of a column of one."""
+    segment, offset = _PLACE.unpack(column)
+    return Place(segment, offset)
+
+
+def without(columns: dict[int, bytes], shard: int) -> dict[int, bytes]:
+    """The columns of all other shards."""
+    if len(columns) == 1:
+        assert shard in columns
+        return _EMPTY
+    return {at: column for at, column in columns.items() if at != shard}
+
+
+def leading(columns: dict[int, bytes], size: int) -> dict[int, bytes]:
+    """The first bytes of each column."""
+    if not columns:
+        return _EMPTY
+    return {at: column[:size] for at, column in columns.items()}
+
+
+def between(columns: dict[int, bytes], begin: int, end: int) -> dict[int, bytes]:
+    """The bytes of each column from one on up to another."""
+    if not columns:
+        return _EMPTY
+    return {at: column[begin:end] for at, column in columns.items()}
+
+
+def trailing(columns: dict[int, bytes], size: int) -> dict[int, bytes]:
+    """What follows the first bytes of each column."""
+    if not columns:
+        return _EMPTY
+    return {at: column[size:] for at, column in columns.items()}

@@ -1,0 +1,547 @@
+"""Nodes of the prefix tree: each is a run of pages of one prefix. Pure."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.tree.columns import (
+    PLACE_COLUMN,
+    SLOT_COLUMN,
+    between,
+    leading,
+    no_columns,
+    pack_place,
+    pack_slots,
+    trailing,
+    unpack_place,
+    unpack_slots,
+    without,
+)
+from kvstore.state.tree.places import Place
+from kvstore.state.tree.slots import Slot
+
+if TYPE_CHECKING:
+    from kvstore.state.tree.prefix_tree import PrefixTree
+
+RUN_PAGES_MAX = 128
+"""Pages of a run: to make single pages of it takes about half a millisecond."""
+_NEVER: Final[dict[int, int]] = {}
+"""Of every node whose pages do not expire, as nearly all of them; never changed."""
+
+
+class Retention(NamedTuple):
+    """How long one page stays, and where it may be kept.
+
+    Attributes:
+        expires_ns: when it leaves the index by itself; 0 = never.
+        read_once: it leaves the index when its first reader is done.
+        memory_only: it never goes to disk; pages of the two other kinds do not either.
+    """
+
+    expires_ns: int = 0
+    read_once: bool = False
+    memory_only: bool = False
+
+
+ORDINARY: Final = Retention()
+"""A page stays until something else needs its room, in any tier."""
+
+
+_NOTHING: Final["dict[PrefixKey, PrefixNode]"] = {}
+"""Below every node that nothing continues; never changed."""
+
+
+class PrefixNode:
+    """A run: consecutive pages of one prefix that are alike, each the only one that continues it.
+
+    What is used, evicted or branches off is the end of a run: a run is split where that happens in
+    the middle of it. So all that is known of single pages are their keys, slots, digests, tokens
+    and places, in columns; everything else is of all of them, or of the **last** page, as marked.
+    A split makes a new node of the leading pages; the last page keeps its node.
+
+    Code that is not asked often may treat every node as one page: :attr:`PrefixTree.nodes`,
+    :attr:`parent` and :attr:`children` split what they show into single pages. ``slots``, ``disk``
+    and ``digests`` are those of a single page.
+
+    Attributes:
+        keys: of its pages, 32 bytes each.
+        count: how many pages those are.
+        above: the node of the page before the first one; the space's root for a chain's start.
+        below: key → nodes that begin with it and continue the last page; not to be changed.
+        slot_columns: shard number → 8 bytes of each page's slot, for every shard in memory.
+        place_columns: shard number → 16 bytes of each page's place in the SSD log.
+        digest_columns: shard number → digest of each page, for all and only the READY pages.
+        tokens: of its pages, uint32 little-endian, if those of all are known and it is in memory;
+            else empty. On disk they are in its records.
+        memory: bit i set = the pages of shard i have slots.
+        on_disk: bit i set = the pages of shard i have places.
+        present: bit i set = the pages of shard i are WRITING or READY, in whatever tier.
+        ready: bit i set = the pages of shard i are READY, in whatever tier.
+        children_in_memory: nodes below that have slots or lead to nodes that do.
+        depth: pages up to the last one, itself included.
+        access: tick of the last use of the last page or of a descendant that is gone.
+        uses: requests whose prefix ended at the last page, or at a descendant that is gone; none
+            ended at a page before it.
+        turns: requests that extended this node's prefix, one after the other, before it was stored.
+        branches: nodes that ever continued the last page.
+        use_interval: fewest ticks from a request to one that extended it; 0 = not known.
+        pages_added: pages up to the last one that the request which stored it had to store.
+        ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
+        deepest: its depth, or that of the descendants that eviction took before it.
+        expires: shard number → when that page leaves the index by itself; others never do.
+        read_once: bit i set = the page of shard i leaves the index when its first reader is done.
+        memory_only: bit i set = the page of shard i never goes to disk. Pages that are kept so, or
+            that expire, are nodes of one page.
+        queued: slot sizes of the eviction policies in which an entry stands for this node.
+        hits: lookups and acquires that ended at the last page, or at a descendant that is gone.
+        stored_ns: when a page of it last became READY; 0 = not in this life of the node.
+        used_ns: when the last of ``hits`` was; 0 = never.
+        memory_pins: operator pins that keep its pages in memory; pinned nodes are of one page.
+        disk_pins: operator pins that keep its pages on disk.
+        serial: the first page's place in the space's order of creation; the others follow.
+    """
+
+    __slots__ = (
+        "above", "access", "ask_depth", "below", "branches", "children_in_memory", "count",
+        "deepest", "depth", "digest_columns", "disk_pins", "expires", "hits", "keys", "memory",
+        "memory_only", "memory_pins", "on_disk", "pages_added", "place_columns", "present",
+        "queued", "read_once", "ready", "serial", "slot_columns", "space", "stored_ns", "tokens",
+        "turns", "use_interval", "used_ns", "uses",
+    )  # fmt: skip
+
+    def __init__(
+        self, space: "PrefixTree", keys: bytes, above: "PrefixNode | None", count: int = 1
+    ) -> None:
+        """Make a node without slots and hang it under the page before it."""
+        self.space = space
+        self.keys = keys
+        self.count = count
+        self.above: PrefixNode | None = None
+        self.below: dict[PrefixKey, PrefixNode] = _NOTHING
+        self.children_in_memory = 0
+        self.slot_columns: dict[int, bytes] = no_columns()
+        self.place_columns: dict[int, bytes] = no_columns()
+        self.digest_columns: dict[int, bytes] = no_columns()
+        self.tokens = b""
+        self.memory = self.on_disk = self.present = self.ready = 0
+        self.depth: int = above.depth + count if above is not None else 0
+        self.access = 0
+        self.expires = _NEVER
+        self.read_once = 0
+        self.memory_only = 0
+        self.queued: tuple[int, ...] = ()
+        self.hits = self.stored_ns = self.used_ns = self.serial = 0
+        self.memory_pins = self.disk_pins = 0
+        self.uses = self.turns = self.branches = self.use_interval = self.pages_added = (
+            self.ask_depth
+        ) = 0
+        self.deepest = self.depth
+        if above is not None:
+            self.hang(above)
+            above.branches += 1
+
+    def hang(self, above: "PrefixNode") -> None:
+        """Put this node under another one; the depths are the caller's."""
+        self.above = above
+        if above.below is _NOTHING:
+            above.below = {}
+        above.below[self.first] = self
+
+    # ---- keys -------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> PrefixKey:
+        """Of the last page."""
+        return PrefixKey(self.keys if self.count == 1 else self.keys[-KEY_BYTES:])
+
+    @property
+    def first(self) -> PrefixKey:
+        """The key of the first page."""
+        return PrefixKey(self.keys if self.count == 1 else self.keys[:KEY_BYTES])
+
+    @property
+    def first_depth(self) -> int:
+        """Pages up to the first one, itself included."""
+        return self.depth - self.count + 1
+
+    def key_list(self, first: int = 0) -> list[PrefixKey]:
+        """The keys of its pages from number ``first`` on."""
+        if self.count == 1:
+            return [PrefixKey(self.keys)]
+        keys = self.keys
+        return [
+            PrefixKey(keys[at : at + KEY_BYTES])
+            for at in range(first * KEY_BYTES, len(keys), KEY_BYTES)
+        ]
+
+    def key_before(self, position: int) -> PrefixKey | None:
+        """The key of the page before one of its pages; None when the node hangs nowhere."""
+        if position:
+            return PrefixKey(self.keys[(position - 1) * KEY_BYTES : position * KEY_BYTES])
+        return self.above.key if self.above is not None else None
+
+    def position(self, key: PrefixKey) -> int:
+        """Which of its pages has a key; one has."""
+        if self.count == 1 or self.keys.startswith(key):
+            return 0
+        at = self.keys.find(key)
+        while at % KEY_BYTES:
+            at = self.keys.find(key, at + 1)
+        return at // KEY_BYTES
+
+    def matching(self, offset: int, packed: bytes, at: int) -> int:
+        """How many of its pages from ``offset`` on have the keys that follow byte ``at``."""
+        if not offset and packed.startswith(self.keys, at):
+            return self.count
+        most = min(self.count - offset, (len(packed) - at) // KEY_BYTES)
+        mine = self.keys[offset * KEY_BYTES : (offset + most) * KEY_BYTES]
+        if packed.startswith(mine, at):
+            return most
+        end = 0
+        while mine[end : end + KEY_BYTES] == packed[at + end : at + end + KEY_BYTES]:
+            end += KEY_BYTES
+        return end // KEY_BYTES
+
+    # ---- single pages -----------------------------------------------------------------------
+
+    @property
+    def parent(self) -> "PrefixNode | None":
+        """The page before the first one, which is a node of its own from now on."""
+        above = self.above
+        if above is not None and above.count > 1:
+            above.explode()
+        return above
+
+    @property
+    def children(self) -> "Children":
+        """The pages that continue the last one; each that is shown is a node of its own."""
+        return Children(self)
+
+    @property
+    def slots(self) -> dict[int, Slot]:
+        """Shard number → slot of a single page, for each shard in memory."""
+        assert self.count == 1
+        return {at: Slot(int.from_bytes(of, "little")) for at, of in self.slot_columns.items()}
+
+    @property
+    def disk(self) -> dict[int, Place]:
+        """Shard number → place of a single page, for each shard on disk."""
+        assert self.count == 1
+        return {at: unpack_place(column) for at, column in self.place_columns.items()}
+
+    @property
+    def digests(self) -> dict[int, bytes]:
+        """Shard number → digest of a single page, for each shard that is READY."""
+        assert self.count == 1
+        return self.digest_columns
+
+    def slot(self, shard: int) -> Slot:
+        """The slot of a single page, which is in memory."""
+        assert self.count == 1
+        return Slot(int.from_bytes(self.slot_columns[shard], "little"))
+
+    def place(self, shard: int) -> Place:
+        """The place of a single page, which is on disk."""
+        assert self.count == 1
+        return unpack_place(self.place_columns[shard])
+
+    def slots_of(self, shard: int) -> list[Slot]:
+        """The slots of its pages, which are in memory."""
+        return unpack_slots(self.slot_columns[shard])
+
+    # ---- runs -------------------------------------------------------------------------------
+
+    def split(self, at: int) -> "PrefixNode":
+        """Make a node of the first ``at`` pages, which this one follows from now on; returns it."""
+        assert 0 < at < self.count
+        assert not self.pins
+        assert self.above is not None
+        space, rest = self.space, self.count - at
+        head = PrefixNode(space, self.keys[: at * KEY_BYTES], None, at)
+        self.above.below[head.first] = head
+        self._describe(head, 0)
+        head.above, self.above = self.above, head
+        self.keys, self.count = self.keys[at * KEY_BYTES :], rest
+        head.below = {self.first: self}
+        head.children_in_memory = int(self.in_memory)
+        self.slot_columns = trailing(self.slot_columns, at * SLOT_COLUMN)
+        self.place_columns = trailing(self.place_columns, at * PLACE_COLUMN)
+        self.digest_columns = trailing(self.digest_columns, at * DIGEST_BYTES)
+        self.tokens = self.tokens[at * space.token_bytes :]
+        space.divided(self, head)
+        return head
+
+    def _describe(self, head: "PrefixNode", first: int) -> None:
+        """Tell another node all that is known of its pages, which are mine from ``first`` on."""
+        at = first + head.count
+        rest = self.count - at
+        head.slot_columns = between(self.slot_columns, first * SLOT_COLUMN, at * SLOT_COLUMN)
+        head.place_columns = between(self.place_columns, first * PLACE_COLUMN, at * PLACE_COLUMN)
+        head.digest_columns = between(self.digest_columns, first * DIGEST_BYTES, at * DIGEST_BYTES)
+        size = self.space.token_bytes
+        head.tokens = self.tokens[first * size : at * size]
+        head.memory, head.on_disk = self.memory, self.on_disk
+        head.present, head.ready = self.present, self.ready
+        head.expires, head.read_once, head.memory_only = (
+            self.expires, self.read_once, self.memory_only,
+        )  # fmt: skip
+        head.depth = head.deepest = self.depth - rest
+        head.access, head.stored_ns, head.ask_depth = self.access, self.stored_ns, self.ask_depth
+        head.turns, head.use_interval, head.branches = self.turns, self.use_interval, 1
+        head.pages_added = max(0, self.pages_added - rest)
+        head.serial = self.serial + first
+
+    def copies(self) -> list["PrefixNode"]:
+        """Its pages as single nodes, to be looked at only: they are in no tree."""
+        if self.count == 1:
+            return [self]
+        found: list[PrefixNode] = []
+        above = self.above
+        for at, key in enumerate(self.key_list()):
+            page = PrefixNode(self.space, key, None)
+            self._describe(page, at)
+            page.above = above
+            if above is not None and found:
+                above.below = {key: page}
+            found.append(page)
+            above = page
+        last = found[-1]
+        last.below, last.branches, last.pages_added = self.below, self.branches, self.pages_added
+        last.hits, last.uses, last.used_ns = self.hits, self.uses, self.used_ns
+        return found
+
+    def explode(self) -> None:
+        """Make a node of each of its pages; this one is left with the last."""
+        while self.count > 1:
+            self.split(1)
+
+    def singles(self) -> list["PrefixNode"]:
+        """Make a node of each of its pages; returns them, the first one first."""
+        count = self.count
+        self.explode()
+        found = [self]
+        while len(found) < count:
+            above = found[-1].above
+            assert above is not None
+            found.append(above)
+        found.reverse()
+        return found
+
+    def shorten(self, pages: int) -> None:
+        """So many of the last pages left memory, and the index; more are left, none is below."""
+        assert 0 < pages < self.count
+        assert not self.below
+        assert not self.on_disk
+        space, left = self.space, self.count - pages
+        space.changes += 1
+        for shard in self.slot_columns:
+            space.host_bytes -= pages * space.shards[shard].slot_bytes
+        self.slot_columns = leading(self.slot_columns, left * SLOT_COLUMN)
+        self.digest_columns = leading(self.digest_columns, left * DIGEST_BYTES)
+        self.tokens = self.tokens[: left * space.token_bytes]
+        space.index.discard(self.keys, left, self.count)
+        self.keys = self.keys[: left * KEY_BYTES]
+        self.count = left
+        self.depth -= pages
+        self.branches = max(1, self.branches)
+
+    @property
+    def pins(self) -> int:
+        """Operator pins that cover this node."""
+        return self.memory_pins + self.disk_pins
+
+    def begin(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, in no tier yet, is being written to ``slot``."""
+        self.begin_all(shard, pack_slots([slot]))
+
+    def begin_all(self, shard: int, slots: bytes) -> None:
+        """The pages of ``shard``, in no tier yet, are being written to the slots of a column."""
+        assert not self.present >> shard & 1
+        assert len(slots) == self.count * SLOT_COLUMN
+        self._enter_memory(shard, slots)
+        self.present |= 1 << shard
+        self.space.writing.add(self)
+
+    def learn(self, tokens: bytes) -> None:
+        """Keep the tokens of pages in memory: the first that are given, if they are as many."""
+        if (
+            tokens
+            and not self.tokens
+            and len(tokens) == self.space.token_bytes * self.count
+            and self.memory
+        ):
+            self.tokens = tokens
+
+    def commit(self, shard: int, digests: bytes, keep: Retention = ORDINARY) -> None:
+        """The pages of ``shard`` are READY; their digests follow each other."""
+        assert self.present >> shard & 1
+        self.digest_columns = {**self.digest_columns, shard: digests}
+        if keep != ORDINARY:
+            assert self.count == 1
+            bit = 1 << shard
+            self.memory_only |= bit
+            if keep.read_once:
+                self.read_once |= bit
+            if keep.expires_ns:
+                self.expires = {**self.expires, shard: keep.expires_ns}
+        self.ready |= 1 << shard
+        self._settle()
+
+    def promote(self, shard: int, slot: Slot) -> None:
+        """The page of ``shard``, so far only on disk, is READY in ``slot`` too."""
+        assert self.count == 1
+        assert self.on_disk >> shard & 1
+        assert not self.memory >> shard & 1
+        self._enter_memory(shard, pack_slots([slot]))
+
+    def demote(self, shard: int, place: Place) -> None:
+        """The READY page of ``shard`` is on disk too."""
+        assert self.ready >> shard & 1
+        self.space.changes += 1
+        self.move(shard, place)
+
+    def move(self, shard: int, place: Place) -> None:
+        """The page of ``shard`` is at this place on disk."""
+        assert self.count == 1
+        self.place_columns = {**self.place_columns, shard: pack_place(place)}
+        self.on_disk |= 1 << shard
+
+    def adopt(self, shard: int, place: Place, digest: bytes) -> None:
+        """The page of ``shard`` was found on disk at start-up."""
+        self.move(shard, place)
+        self.digest_columns = {**self.digest_columns, shard: digest}
+        self.present |= 1 << shard
+        self.ready = self.present
+
+    def forget(self, shard: int) -> Slot:
+        """The page of ``shard`` is no longer in memory; returns its slot."""
+        assert self.count == 1
+        return self.forget_all(shard)[0]
+
+    def forget_all(self, shard: int) -> list[Slot]:
+        """The pages of ``shard`` are no longer in memory; returns their slots."""
+        slots = self.slots_of(shard)
+        self.space.changes += 1
+        self.slot_columns = without(self.slot_columns, shard)
+        self.memory &= ~(1 << shard)
+        self.space.host_bytes -= len(slots) * self.space.shards[shard].slot_bytes
+        if not self.memory:
+            self.tokens = b""
+        if not self.in_memory:
+            self.count_above(-1)
+        self._leave(shard)
+        return slots
+
+    def forget_disk(self, shard: int) -> Place:
+        """The page of ``shard`` is no longer on disk; returns where it was."""
+        place = self.place(shard)
+        self.place_columns = without(self.place_columns, shard)
+        self.on_disk &= ~(1 << shard)
+        self.space.changes += 1
+        self.space.disk_bytes -= self.space.shards[shard].record_bytes
+        self._leave(shard)
+        return place
+
+    def _enter_memory(self, shard: int, slots: bytes) -> None:
+        if not self.in_memory:
+            self.count_above(1)
+        self.slot_columns = {**self.slot_columns, shard: slots}
+        self.memory |= 1 << shard
+        self.space.changes += 1
+        self.space.host_bytes += self.count * self.space.shards[shard].slot_bytes
+
+    def hold(self) -> None:
+        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        if not self.in_memory:
+            self.count_above(1)
+        self.children_in_memory += 1
+
+    def unhold(self) -> None:
+        """They have come, or will not."""
+        self.children_in_memory -= 1
+        if not self.in_memory:
+            self.count_above(-1)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this node or any below it has slots."""
+        return self.memory > 0 or self.children_in_memory > 0
+
+    def count_above(self, change: int) -> None:
+        """Tell the ancestors that something here came to memory (1) or left it (-1)."""
+        at = self.above
+        while at is not None:
+            before = at.in_memory
+            at.children_in_memory += change
+            if at.in_memory == before:
+                return
+            at = at.above
+
+    def _leave(self, shard: int) -> None:
+        bit = 1 << shard
+        if (self.memory | self.on_disk) & bit:
+            return
+        self.present &= ~bit
+        self.ready &= ~bit
+        self.read_once &= ~bit
+        self.memory_only &= ~bit
+        if shard in self.expires:
+            self.expires = {at: ns for at, ns in self.expires.items() if at != shard} or _NEVER
+        if shard in self.digest_columns:
+            self.digest_columns = without(self.digest_columns, shard)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.present == self.ready:
+            self.space.writing.discard(self)
+
+
+class Children:
+    """The pages that continue a page, each made a node of its own when it is shown.
+
+    Args:
+        node: its last page is the one.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: PrefixNode) -> None:
+        self._node = node
+
+    def __len__(self) -> int:
+        return len(self._node.below)
+
+    def __iter__(self) -> Iterator[PrefixKey]:
+        return iter(self._node.below)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._node.below
+
+    def values(self, most: int = sys.maxsize) -> list[PrefixNode]:
+        """The first pages, ``most`` of them."""
+        found: list[PrefixNode] = []
+        for node in self._node.below.values():
+            if len(found) >= most:
+                break
+            found.append(node)
+        return [first_page(node) for node in found]
+
+
+def first_page(node: PrefixNode) -> PrefixNode:
+    """The first page of a node, which is a node of its own from now on."""
+    return node.split(1) if node.count > 1 else node
+
+
+def deepen(node: PrefixNode) -> None:
+    """Correct the depths below a node that was moved."""
+    moved = [node]
+    for at in moved:
+        assert at.above is not None
+        at.depth = at.above.depth + at.count
+        moved.extend(at.below.values())
+
+
+def is_live(node: PrefixNode) -> bool:
+    """Whether the node is still in its tree (the root always is)."""
+    return node.above is not None or node is node.space.root
