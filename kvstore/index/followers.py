@@ -95,6 +95,7 @@ class Follower:
         self._bounds = bounds
         self._turn_ends = 0.0
         self.has_snapshots = source.is_node and source.replay_endpoint is not None
+        self._left_out = 0  # when its snapshot began
         self._counts_from = 0  # number of the batch after those that a snapshot needs
         self._drifted = False
         self._applying = False
@@ -140,6 +141,11 @@ class Follower:
         while self._applying or self.sequence.next < number:
             self._applied.clear()
             await self._applied.wait()
+
+    @property
+    def may_lack_pages(self) -> bool:
+        """Whether pages were left out since its snapshot, because something was full."""
+        return self.feed.left_out > self._left_out
 
     def drifted(self) -> None:
         """An audit found that what is known of a node is wrong: read everything again."""
@@ -285,6 +291,7 @@ class Follower:
                     match part:
                         case SnapshotHead(boot, first):
                             self._clear()
+                            self._left_out = self.feed.left_out
                             self.sequence.begin(boot.encode(), first)
                         case SnapshotPages(space, shard, medium, keys):
                             self.feed.add(space, shard, medium, keys)

@@ -230,6 +230,18 @@ async def test_a_sample_with_more_keys_than_may_be_asked_about_is_compared_in_pa
 
 
 @in_loop
+async def test_pages_that_have_no_room_are_not_read_again_and_again() -> None:
+    async with with_node() as (it, node):
+        node.pages = [keys(ENTRIES_MAX + 1)]
+        follow(it, node)
+        await eventually(lambda: it.node.current)
+        await audit(it)
+        assert (it.node.missing, it.faults["drift"]) == (1, 1)
+        assert it.node.current
+        assert not follower(it)._drifted
+
+
+@in_loop
 async def test_a_node_without_replays_is_not_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.index.audit.AUDIT_S", 0.01)
     async with with_node() as (it, node):
