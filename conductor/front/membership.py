@@ -387,6 +387,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),
         shards=opened.shards if opened else (),
+        windows=opened.windows if opened else {},
         block_tokens=found.block_tokens if found else None,
         events=events,
         events_bind=events_bind,

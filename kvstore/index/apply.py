@@ -30,16 +30,19 @@ GROUPS_MAX: Final = 64
 NAMES_MAX = 2_048
 """Maximum names that one worker has for its holders: shards have a number and a digest."""
 BLOCK_TOKENS_MAX: Final = 65_536
+WINDOW_MAX: Final = 1 << 31
+"""Tokens of a longer sliding window are all tokens of any prompt."""
 _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
 _SHARD_DIGITS: Final = 16
 _SPACES_MAX: Final = 1_024
-_WINDOW_MAX: Final = 1 << 31
-"""Tokens; larger windows are none."""
 _WINDOWS: Final = ("sliding_window", "sliding_window_mla")
 _WORK: Final = 4_096
 """Blocks per step, each event counting as 16 more: a few milliseconds."""
 _EVENT_WORK: Final = 16
+_CLEAR_WORK: Final = 256
+_EXTRA_WORK: Final = 16
+"""Bytes of extra keys that are as much work as a block."""
 
 FindHolder = Callable[[str, str, str, int], int | None]
 """(worker, medium, shard, KV group) → number of the holder; None if there are too many."""
@@ -148,10 +151,12 @@ class EventIngest:
         work = 0
         for event in events:
             before = batch.used
+            work += _EVENT_WORK
             if type(event) is BlocksStored:
                 if event.space is not None:
                     self._node_keys(event, event.space, batch, stored=True)
                 else:
+                    work += len(bytes(event.extra_keys)) // _EXTRA_WORK
                     self._stored(event, batch)
                     while self.blocks.wake(self.block_tokens, batch):
                         yield
@@ -161,8 +166,9 @@ class EventIngest:
                 else:
                     self._removed(event, batch)
             else:
+                work += _CLEAR_WORK
                 self.clear()
-            work += _EVENT_WORK + max(batch.used - before, 0)
+            work += max(batch.used - before, 0)
             if work >= _WORK:
                 work = 0
                 yield
@@ -328,6 +334,6 @@ def _lora(event: BlocksStored) -> str:
 
 def _last_blocks(kind: str | None, window: int | None, block_tokens: int) -> int:
     """How many blocks at the end of a prefix a hit needs; 0 = all."""
-    if kind in _WINDOWS and window is not None and 0 < window <= _WINDOW_MAX:
+    if kind in _WINDOWS and window is not None and 0 < window <= WINDOW_MAX:
         return -(-window // block_tokens)
     return 1 if kind == "mamba" else 0

@@ -254,7 +254,7 @@ class EngineBlocks:
                 event.tokens, space.ids, block_tokens, chain, batch.chains, at
             )
         count = space.chains.read_ids(event.tokens, space.ids)
-        if len(event.extras) > HASHES_MAX or count != len(event.extras) * block_tokens:
+        if count != len(event.extras) * block_tokens:
             return -1
         packed, step = space.ids.array[:count].tobytes(), 4 * block_tokens
         for number, extra in enumerate(event.extras):

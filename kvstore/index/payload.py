@@ -19,6 +19,11 @@ LONG_BYTES = 4_096
 """Bytes of a payload that is worth a look at where its tokens are; measured."""
 _NIL: Final = b"\xc0"
 _SHARD_MAX: Final = 1023
+EXTRA_BYTES_MAX: Final = 512 << 10
+"""Maximum bytes of the extra keys of an event: a hundred for each block of a long step."""
+_EXTRAS_MAX: Final = 64
+"""Maximum extra keys of a block."""
+_LIST_MAX: Final = 65_536
 
 _Word = Annotated[str, Meta(max_length=64)]
 _Shard = Annotated[int, Meta(ge=0, le=_SHARD_MAX)]
@@ -36,7 +41,7 @@ class BlocksStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False
     lora_name: str | None = None
     extra_keys: msgspec.Raw = msgspec.Raw(_NIL)
     group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_kind: _Word | None = None
     kv_cache_spec_sliding_window: int | None = None
     space: _Word | None = None
     shard: _Shard = 0
@@ -82,7 +87,11 @@ _BATCH: Final = msgspec.msgpack.Decoder(_Batch)
 _ANY_BATCH: Final = msgspec.msgpack.Decoder(_AnyBatch)
 _EVENT: Final = msgspec.msgpack.Decoder(BlocksStored | BlocksRemoved | AllCleared)
 _KIND: Final = msgspec.msgpack.Decoder(_Kind)
-_EXTRAS: Final = msgspec.msgpack.Decoder(list[list[Any] | None])
+_EXTRAS: Final = msgspec.msgpack.Decoder(
+    Annotated[
+        list[Annotated[list[Any], Meta(max_length=_EXTRAS_MAX)] | None], Meta(max_length=_LIST_MAX)
+    ]
+)
 _HASHES: Final = msgspec.msgpack.Decoder(list[bytes | int])
 
 
@@ -168,10 +177,12 @@ def read_extras(raw: bytes, lora: str | None, *, is_root: bool) -> tuple[str, li
         for nothing; None instead of a list if no block has anything else.
 
     Raises:
-        UnreadableError: ``raw`` is something else.
+        UnreadableError: ``raw`` is something else, or there are too many.
     """
     if is_nothing(raw):
         return "", None
+    if len(raw) > EXTRA_BYTES_MAX:
+        raise UnreadableError(f"extra keys of more than {EXTRA_BYTES_MAX} bytes")
     each = [list(one) if one else [] for one in read(_EXTRAS.decode, raw)]
     for one in each:
         if lora is not None and lora in one:

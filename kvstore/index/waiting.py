@@ -1,7 +1,9 @@
 """Blocks of an engine whose parent is unknown, until an event shows what it is. Pure."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 _NAME_BYTES: Final = 8
 
@@ -60,8 +62,8 @@ class WaitingEvents:
     def clear(self) -> None:
         """Forget all."""
         self._events: dict[WaitingBlocks, None] = {}  # oldest first
-        self._by_parent: dict[int, list[WaitingBlocks]] = {}
-        self._by_name: dict[int, list[WaitingBlocks]] = {}
+        self._by_parent: dict[int, dict[WaitingBlocks, None]] = {}  # oldest first
+        self._by_name: dict[tuple[int, int], dict[WaitingBlocks, None]] = {}  # name and bit
         self.blocks = 0
         self.size = 0
 
@@ -71,9 +73,9 @@ class WaitingEvents:
         self._events[event] = None
         self.blocks += len(event.names)
         self.size += event.size
-        self._by_parent.setdefault(event.parent, []).append(event)
+        self._by_parent.setdefault(event.parent, {})[event] = None
         for name in event.there:
-            self._by_name.setdefault(name, []).append(event)
+            self._by_name.setdefault((name, event.bit), {})[event] = None
         while self.blocks > self._blocks_max or self.size > self._size_max:
             oldest = next(iter(self._events))
             dropped += len(oldest.there)
@@ -91,16 +93,15 @@ class WaitingEvents:
         events = self._by_parent.get(parent)
         if events is None:
             return None
-        event = events[0]
+        event = next(iter(events))
         self._forget(event)
         return event
 
     def remove(self, names: list[int], bit: int) -> None:
         """Blocks were removed from a holder: they wait no more."""
-        for name in names:
-            for event in [one for one in self._by_name.get(name, ()) if one.bit == bit]:
+        for name in set(names):
+            for event in self._by_name.pop((name, bit), ()):
                 event.there.discard(name)
-                _take_out(self._by_name, name, event)
                 if not event.there:
                     self._forget(event)
 
@@ -110,7 +111,7 @@ class WaitingEvents:
         self.size -= event.size
         _take_out(self._by_parent, event.parent, event)
         for name in event.there:
-            _take_out(self._by_name, name, event)
+            _take_out(self._by_name, (name, event.bit), event)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -125,8 +126,8 @@ class WaitingEvents:
         assert sum(map(len, self._by_name.values())) == sum(len(e.there) for e in self._events)
 
 
-def _take_out(by: dict[int, list[WaitingBlocks]], name: int, event: WaitingBlocks) -> None:
-    """Remove an event from a list, and the list with its last event."""
-    by[name].remove(event)
-    if not by[name]:
-        del by[name]
+def _take_out(by: dict[T, dict[WaitingBlocks, None]], key: T, event: WaitingBlocks) -> None:
+    """Remove an event from those of a key, and the key with its last event."""
+    del by[key][event]
+    if not by[key]:
+        del by[key]

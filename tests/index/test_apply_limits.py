@@ -23,6 +23,7 @@ from tests.index.applied import (
     pages,
     pages_gone,
     prompt,
+    removed,
     stored,
 )
 from tests.index.hostile import Hostile
@@ -69,7 +70,55 @@ def test_extra_keys_of_more_blocks_than_an_event_may_have_are_not_mapped() -> No
     applied.apply(stored([1], [5]))
     applied.apply({**stored([2], [5] * 200_000, extra_keys=extra), "block_size": 1})
     assert len(applied.entries) == 1
-    assert applied.ingest.blocks.unmapped == 1
+    assert applied.ingest.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [[["x"] * 65], [[[]] * 64] * 8_200, [None] * 65_536 + [["x"]]],
+    ids=["a long list", "many bytes", "many blocks"],
+)
+def test_more_extra_keys_than_a_step_can_have_are_not_decoded(extra: list[Any]) -> None:
+    applied = Applied()
+    applied.apply(stored([1], prompt(4), extra_keys=extra))
+    applied.apply(stored([2], prompt(4), extra_keys=[["x"] * 64]))
+    assert applied.ingest.skipped == 1
+    assert len(applied.entries) == 1
+
+
+def test_events_that_are_much_work_are_applied_one_at_a_time() -> None:
+    applied = Applied()
+    applied.apply(stored([1], prompt(4)))
+    assert applied.apply(*[{"type": "AllBlocksCleared"}] * 160) >= 10
+    extra = [[["x"] * 60]] * 1_000
+    assert applied.apply(*[stored([1], prompt(4), extra_keys=extra)] * 5) == 5
+
+
+def test_blocks_of_one_name_that_wait_are_removed_without_a_stall() -> None:
+    applied = Applied(limits=BlockLimits(1_000, 16_384, 1 << 24))
+    for group in range(2):
+        event = stored([7], [5], 99, group_idx=group)
+        applied.apply(*[event] * 8_192)
+    assert applied.ingest.blocks.waiting == 16_384
+    before = time.thread_time()
+    applied.apply(removed([7] * 65_536, group_idx=1))
+    assert time.thread_time() - before < STALL_S
+    assert applied.ingest.blocks.waiting == 8_192
+
+
+def test_a_window_that_no_prompt_fills_is_none() -> None:
+    applied = Applied()
+    for group, window in enumerate([2**64 - 1, 2**31 + 1, 2**31, -(2**63)]):
+        spec = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window}
+        applied.apply(stored([group], prompt(1), group_idx=group, **spec))
+    last = [applied.ingest.groups[group].last_blocks for group in range(4)]
+    assert last == [0, 0, 2**31, 0]
+
+
+def test_a_kind_of_kv_group_with_a_long_name_cannot_be_read() -> None:
+    applied = Applied()
+    with pytest.raises(UnreadableError):
+        applied.apply(stored([1], prompt(1), kv_cache_spec_kind="k" * 65))
 
 
 def test_names_of_shards_that_mean_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
