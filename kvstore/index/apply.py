@@ -242,7 +242,7 @@ class EventIngest:
         if parent is None and (lora or salt) and self.kind is not None:
             seed = self._scope_seed(lora, salt)
         stored = StoredBlocks(
-            bytes(event.block_hashes), bytes(event.token_ids), parent, seed, extras
+            bytes(event.block_hashes), bytes(event.token_ids), parent, seed, extras, bool(lora)
         )
         self.blocks.stored(stored, self.block_tokens, holder, batch)
 

@@ -3,7 +3,7 @@
 A node is asked for pages chosen at random, and about pages that its events told of. A page on
 which node and index differ is asked about again: only if they still differ once everything
 published up to that answer is applied, the index is wrong. Then everything of the node is read
-again.
+again, unless it only lacks pages and some were left out because something was full.
 """
 
 import asyncio
@@ -85,7 +85,8 @@ class Auditor:
         self._results[follower.source.worker] = found
         if found.missing or found.stale:
             follower.faults.note("drift", f"{found.missing} pages missing, {found.stale} stale")
-            follower.drifted()
+            if found.stale or not follower.may_lack_pages:  # reading again would not help
+                follower.drifted()
 
     async def _compared(self, follower: Follower) -> AuditResult | None:
         """The result; None if the batches that an answer needs do not come."""

@@ -69,6 +69,7 @@ class StoredBlocks(NamedTuple):
         parent: hash of the block before the first; None at the start of a chain.
         seed: seed of the scope, for the start of a chain.
         extras: msgpack of what else distinguishes each block; None if nothing does.
+        has_lora: they are of a LoRA, which prefix keys do not tell.
     """
 
     hashes: bytes
@@ -76,6 +77,7 @@ class StoredBlocks(NamedTuple):
     parent: int | bytes | None
     seed: int
     extras: list[bytes] | None
+    has_lora: bool = False
 
 
 class EngineBlocks:
@@ -180,11 +182,11 @@ class EngineBlocks:
             self._store(count, bit, batch)
 
     def release_as_keys(self, seed: int, batch: ChangeBatch) -> None:
-        """Append all waiting blocks: their hashes are the beginning of prefix keys."""
+        """Append all waiting blocks without LoRA: their hashes are the beginning of prefix keys."""
         for event in self._waiting.take_all():
             at = batch.make_room()
             count = self._space.chains.keys(event.hashes, seed, batch.chains, at, integers=True)
-            if count != len(event.names):
+            if count != len(event.names) or event.has_lora:
                 self.unmapped += len(event.there)
                 continue
             there = np.array([name in event.there for name in event.names])
@@ -319,7 +321,14 @@ class EngineBlocks:
         waiting = here.tolist()
         self.dropped += self._waiting.add(
             WaitingBlocks(
-                event.hashes, parent, waiting, bit, event.tokens, event.extras, set(waiting)
+                event.hashes,
+                parent,
+                waiting,
+                bit,
+                event.tokens,
+                event.extras,
+                set(waiting),
+                event.has_lora,
             )
         )
 

@@ -15,6 +15,8 @@ from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
 from kvstore.process.listeners import Listener, Unix, parse_endpoint
 
+CONNECT_S: Final = 5.0
+"""Maximum time for connecting and the handshake."""
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """Batches of nodes have up to half a MiB; engines that do not limit them send some MiB."""
 _LIMITS: Final = zmtp.MessageLimits(MESSAGE_BYTES_MAX, frames=8)

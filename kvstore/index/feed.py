@@ -180,6 +180,11 @@ class WorkerFeed:
         return self._ingest.blocks.waiting
 
     @property
+    def left_out(self) -> int:
+        """Pages of all workers that were left out because something was full."""
+        return self._feeds.left_out
+
+    @property
     def kind(self) -> str:
         """``keys`` or ``tokens``; empty until an engine's event has shown it."""
         return self._ingest.kind or ""

@@ -12,16 +12,17 @@ index entries of that worker. They are counted by cause.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Final
 
 from kvstore.events import zmtp
-from kvstore.events.publisher import END_OF_REPLAY, wall_clock
-from kvstore.index.channel import EventConnection, EventListener
+from kvstore.events.publisher import wall_clock
+from kvstore.index.channel import CONNECT_S, EventConnection, EventListener
 from kvstore.index.control import Source, SourceBounds
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
+from kvstore.index.replay import TOPIC_BYTES_MAX, NoReplayError, read_replay
 from kvstore.index.sequence import BatchVerdict, Sequence
 from kvstore.index.snapshot import (
     SnapshotEnd,
@@ -35,10 +36,8 @@ from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
 
-TOPIC_BYTES_MAX: Final = 256
 _TURN_S: Final = 0.002
 """Seconds for which batches are applied before yielding to the event loop."""
-_CONNECT_S: Final = 5.0
 _BEAT_S: Final = 1.0
 _BEATS_MISSED_MAX: Final = 3
 _RESYNCS_MAX: Final = 3
@@ -48,14 +47,6 @@ _REPLAY_S_MAX: Final = 60.0
 _AGAIN_S_MIN: Final = 0.1
 _AGAIN_S_MAX: Final = 1.0
 """Pause before reconnecting; it grows from the first value to the second."""
-
-
-class _NoReplayError(Exception):
-    """A replay was not as requested."""
-
-    def __init__(self, cause: str, what: str) -> None:
-        super().__init__(what)
-        self.cause = cause
 
 
 class _ResyncNeededError(Exception):
@@ -104,8 +95,10 @@ class Follower:
         self._bounds = bounds
         self._turn_ends = 0.0
         self.has_snapshots = source.is_node and source.replay_endpoint is not None
+        self._left_out = 0  # when its snapshot began
         self._counts_from = 0  # number of the batch after those that a snapshot needs
         self._drifted = False
+        self._applying = False
         self._applied = asyncio.Event()
 
     async def run(self) -> None:
@@ -145,9 +138,14 @@ class Follower:
 
     async def reached(self, number: int) -> None:
         """Wait, without a limit, until all batches before this one are applied."""
-        while self.sequence.next < number:
+        while self._applying or self.sequence.next < number:
             self._applied.clear()
             await self._applied.wait()
+
+    @property
+    def may_lack_pages(self) -> bool:
+        """Whether pages were left out since its snapshot, because something was full."""
+        return self.feed.left_out > self._left_out
 
     def drifted(self) -> None:
         """An audit found that what is known of a node is wrong: read everything again."""
@@ -164,11 +162,9 @@ class Follower:
         """
         source = self.source
         if listener is not None:
-            channel = await listener.accept(_CONNECT_S)
+            channel = await listener.accept(CONNECT_S)
         else:
-            channel = await EventConnection.open(
-                source.endpoint, zmtp.SUB, source.token, _CONNECT_S
-            )
+            channel = await EventConnection.open(source.endpoint, zmtp.SUB, source.token, CONNECT_S)
         try:
             await channel.send([b"\x01"])
             self.connected = True
@@ -295,6 +291,7 @@ class Follower:
                     match part:
                         case SnapshotHead(boot, first):
                             self._clear()
+                            self._left_out = self.feed.left_out
                             self.sequence.begin(boot.encode(), first)
                         case SnapshotPages(space, shard, medium, keys):
                             self.feed.add(space, shard, medium, keys)
@@ -323,6 +320,7 @@ class Follower:
             self._clear()
         if verdict is BatchVerdict.RESTARTED:
             return True
+        self._applying = True
         try:
             for _ in self.feed.apply(payload):
                 await self._let_others()
@@ -336,6 +334,8 @@ class Follower:
                 raise _ResyncNeededError from error
         else:
             self.lag_s = max(0.0, wall_clock() - self.feed.published)
+        finally:
+            self._applying = False
             self._applied.set()
         return False
 
@@ -374,7 +374,7 @@ class Follower:
             self._not_replayed("connection", f"replay: {_said(error)}")
         except zmtp.PeerError as error:
             self._not_replayed(error.cause, f"replay: {error}")
-        except _NoReplayError as error:
+        except NoReplayError as error:
             self._not_replayed(error.cause, str(error))
 
     def _not_replayed(self, cause: str, what: str) -> None:
@@ -391,10 +391,13 @@ class Follower:
             TimeoutError: no message in time.
             OSError: the connection broke.
             PeerError: the peer is not a publisher.
-            _NoReplayError: it is not a valid replay.
+            NoReplayError: it is not a valid replay.
         """
         found = False
-        async with aclosing(self._replayed(endpoint)) as messages:
+        replay = read_replay(
+            endpoint, self.source.token, self.sequence.replay_from, self._bounds.replay_s
+        )
+        async with aclosing(replay) as messages:
             async for topic, number, payload in messages:
                 if self.sequence.met(topic):
                     self._clear()
@@ -406,34 +409,6 @@ class Follower:
         if not found and self.sequence.replay_was_empty():
             self._clear()
         return False
-
-    async def _replayed(
-        self, endpoint: str
-    ) -> AsyncGenerator[tuple[bytes, int | None, bytes], None]:
-        """Topic, number and payload of each batch; at the end only the topic (number None)."""
-        channel = await EventConnection.open(endpoint, zmtp.DEALER, self.source.token, _CONNECT_S)
-        try:
-            await channel.send([b"", self.sequence.replay_from.to_bytes(8, "big")])
-            before = -1
-            while True:
-                async with asyncio.timeout(self._bounds.replay_s):
-                    while not (messages := await channel.receive()):
-                        await self._let_others()
-                for message in messages:
-                    if len(message) != 4 or len(message[2]) != 8:
-                        raise _NoReplayError("frames", "a message of the replay is not a batch")
-                    _, topic, number, payload = message
-                    if len(topic) > TOPIC_BYTES_MAX:
-                        raise _NoReplayError("frames", "a topic that is too long")
-                    if number == END_OF_REPLAY:
-                        yield topic, None, b""
-                        return
-                    if int.from_bytes(number, "big") <= before:
-                        raise _NoReplayError("replay", "its numbers do not increase")
-                    before = int.from_bytes(number, "big")
-                    yield topic, before, payload
-        finally:
-            channel.close()
 
 
 def _said(error: OSError) -> str:

@@ -49,6 +49,8 @@ class Sequence:
             boot: boot id of the publisher.
             number: number of that batch.
         """
+        if boot != self._boot:
+            self._live_last = -1
         self._boot, self._next, self._last = boot, number, b""
 
     @property
@@ -71,6 +73,7 @@ class Sequence:
         if not known or known == boot:
             return False
         self.forget()
+        self._live_last = -1
         self.restarts += 1
         return True
 

@@ -37,13 +37,12 @@ from kvstore.events.questions import (
     encode_question,
 )
 from kvstore.index.batch import HASHES_MAX
-from kvstore.index.channel import EventConnection
+from kvstore.index.channel import CONNECT_S, EventConnection
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
 
 T = TypeVar("T")
 
-CONNECT_S: Final = 5.0
 SILENCE_S: Final = 10.0
 """Maximum time between two messages of an answer."""
 SNAPSHOT_S_MAX: Final = 120.0

@@ -20,6 +20,7 @@ class WaitingBlocks:
         tokens: msgpack array of their tokens.
         extras: what else distinguishes each block; None if nothing does.
         there: those of the names that were not removed since.
+        has_lora: they are of a LoRA.
     """
 
     hashes: bytes
@@ -29,6 +30,7 @@ class WaitingBlocks:
     tokens: bytes
     extras: list[bytes] | None
     there: set[int]
+    has_lora: bool = False
 
     @property
     def size(self) -> int:

@@ -1,6 +1,7 @@
 """Goal: what is said of an engine's prefix is right for all of its ranks and KV groups."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
@@ -9,6 +10,7 @@ from conductor.routing.policy import Prefix, Waiting
 from conductor.routing.prefixes import PrefixView, engine_worker, own_domain
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
+from kvstore.page import page_keys
 from kvstore.testing.index import LocalIndex
 
 BLOCK = 4
@@ -93,3 +95,16 @@ def test_a_kv_group_that_the_report_does_not_know_yet_is_needed(monkeypatch: pyt
     assert view.prefix().local == 2 * BLOCK
     monkeypatch.setattr(LocalIndex, "report", property(lambda _: IndexReport()))
     assert view.prefix().local == 2 * BLOCK, "of a process that has just started"
+
+
+def test_a_block_with_a_lora_that_came_first_is_not_taken_for_one_without():
+    keys = [bytes(key) for key in page_keys(np.array(TOKENS, dtype=np.uint32), BLOCK)]
+    hashes = [int.from_bytes(key[:8], "big", signed=True) for key in keys]
+    view = View()
+    rest = {"block_hashes": hashes[1:3], "parent_block_hash": hashes[0]}
+    view.stored(2, **rest, token_ids=TOKENS[BLOCK : 3 * BLOCK], lora_name="l")
+    view.stored(1, block_hashes=hashes[:1])
+    assert view.index.report.workers[0].kind == "keys"
+    assert view.prefix().local == BLOCK
+    view.stored(2, **rest, token_ids=TOKENS[BLOCK : 3 * BLOCK])
+    assert view.prefix().local == 3 * BLOCK

@@ -33,7 +33,6 @@ from kvstore.events.questions import (
     encode_question,
 )
 from kvstore.events.server import PEERS_MAX, EventServer
-from kvstore.index import followers as following
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.feed import PageFeeds
 from kvstore.index.layout import TableLayout
@@ -207,9 +206,10 @@ def page(number: int) -> bytes:
 async def test_hostile_publishers_cost_neither_who_follows_them_nor_an_honest_one_anything(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_AGAIN_S_MIN", 0.001), ("_AGAIN_S_MAX", 0.01), ("_CONNECT_S", 0.2),
-                        ("_REPLAY_S_MAX", 1.0), ("_BEAT_S", 0.1)):  # fmt: skip
-        monkeypatch.setattr(following, name, value)
+    for name, value in (("followers._AGAIN_S_MIN", 0.001), ("followers._AGAIN_S_MAX", 0.01),
+                        ("followers.CONNECT_S", 0.2), ("replay.CONNECT_S", 0.2),
+                        ("followers._REPLAY_S_MAX", 1.0), ("followers._BEAT_S", 0.1)):  # fmt: skip
+        monkeypatch.setattr(f"kvstore.index.{name}", value)
     with seeded(seconds) as hostile:
         bounds = SourceBounds(replay_s=0.3, verify_s=0.2, foreign_blocks=5_000)
         index = LocalIndex(IndexSettings(ENTRIES_MAX, bounds))

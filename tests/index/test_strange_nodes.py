@@ -13,6 +13,7 @@ from kvstore.events.publisher import END_OF_REPLAY
 from kvstore.events.questions import AUDIT, END, HEAD, KEYS_MAX, PAGES, SAMPLE, SNAPSHOT, TIERS
 from kvstore.index.control import Source
 from kvstore.index.followers import Follower
+from kvstore.index.sequence import Sequence
 from kvstore.page import KEY_BYTES
 from tests.index.publishers import (
     KEYS,
@@ -229,6 +230,18 @@ async def test_a_sample_with_more_keys_than_may_be_asked_about_is_compared_in_pa
 
 
 @in_loop
+async def test_pages_that_have_no_room_are_not_read_again_and_again() -> None:
+    async with with_node() as (it, node):
+        node.pages = [keys(ENTRIES_MAX + 1)]
+        follow(it, node)
+        await eventually(lambda: it.node.current)
+        await audit(it)
+        assert (it.node.missing, it.faults["drift"]) == (1, 1)
+        assert it.node.current
+        assert not follower(it)._drifted
+
+
+@in_loop
 async def test_a_node_without_replays_is_not_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.index.audit.AUDIT_S", 0.01)
     async with with_node() as (it, node):
@@ -239,3 +252,42 @@ async def test_a_node_without_replays_is_not_audited(monkeypatch: pytest.MonkeyP
             await node.send(number, stored(KEYS[: number + 1]))
             await eventually(partial(knows, it, number + 1))
             await asyncio.wait([it.running], timeout=0.03)
+
+
+@in_loop
+async def test_what_a_batch_tells_is_reached_when_all_of_it_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.index.apply._WORK", 1)  # a step for each event
+    async with with_node() as (it, node):
+        follow(it, node)
+        await eventually(lambda: it.node.current)
+        await node.subscribed()
+        one, gate, at_gate = follower(it), asyncio.Event(), asyncio.Event()
+
+        async def held() -> None:
+            if one.sequence.next == 1:
+                at_gate.set()
+                await gate.wait()
+
+        one._let_others = held  # type: ignore[method-assign]
+        await node.send(0, stored(KEYS[:2]))
+        await at_gate.wait()
+        reached = asyncio.create_task(one.reached(1))
+        assert not (await asyncio.wait([reached], timeout=0.01))[0]
+        gate.set()
+        await reached
+
+
+def test_a_start_that_a_replay_or_a_snapshot_has_shown_is_no_other_one_live() -> None:
+    sequence = Sequence()
+    assert not sequence.met_live(b"kv@n@a", 1000)
+    sequence.take(1000, b"")
+    assert sequence.met(b"kv@n@b")
+    sequence.take(0, b"")
+    assert not sequence.met_live(b"kv@n@b", 1)
+    sequence.take(1, b"")
+    sequence.begin(b"c", 1)
+    assert not sequence.met_live(b"kv@n@c", 1)
+    assert sequence.restarts == 1
+    assert sequence.met_live(b"kv@n@c", 1), "numbers increase"
