@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from kvstore.mover.kvpool import KVPool
     from kvstore.page import (
         CanonicalLayout,
+        EngineLabel,
         OpaqueLayout,
         PrefixKeys,
         ShardSpec,
         SpaceIdentity,
         page_keys,
     )
-    from kvstore.wire import EngineLabel
 
 _ERRORS: Final = (
     "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineNameTaken", "InvalidArgument",
@@ -51,7 +51,7 @@ _PAGES: Final = (
 )  # fmt: skip
 _RESULTS: Final = ("Hit", "PageViews", "PutResult", "RestoreResult")
 _MODULES: Final = {
-    "EngineLabel": "kvstore.wire",
+    "EngineLabel": "kvstore.page",
     "KVPool": "kvstore.mover.kvpool",
     "KVStore": "kvstore.client.store",
     "Space": "kvstore.client.space",

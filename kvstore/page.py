@@ -8,14 +8,15 @@ A **page** is the KV of ``page_tokens`` tokens on one rank. Its name has three p
 * its **shard**: its layers and heads, and the layout of its bytes.
 
 All three are part of the seed of the page's digest, so bytes verify only under the name they were
-stored under. This module is pure.
+stored under. Beside them stands the name of the engine that stores and loads pages. This module is
+pure.
 """
 
 import hashlib
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NewType, overload
+from typing import Annotated, Final, NewType, overload
 
 import msgspec
 import numpy as np
@@ -33,6 +34,11 @@ DIGEST_BYTES: Final = 16
 PAIR_BYTES_MAX: Final = 1022
 """Maximum bytes of a packed (space, shard) pair: 64 of them fit into a footer of the SSD log."""
 PAGE_TOKENS_MIN_DEFAULT: Final = 64
+
+ENGINE_NAME: Final = r"^[A-Za-z0-9._:*\[\]-]{1,300}(/dp[0-9]{1,5})?$(?!\n)"
+"""An engine's name: letters, digits and ``. _ : * [ ] -``, and its data-parallel rank, if any."""
+INSTANCE_BYTES: Final = 16
+EventEndpoint = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[!-~]*$(?!\n)")]
 
 _ITEM_BYTES: Final = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "uint8": 1,
@@ -211,6 +217,31 @@ def page_seeds(packed_keys: bytes, seed: int) -> npt.NDArray[np.uint64]:
     """
     words = np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
     return words[:, 0] ^ np.uint64(seed)
+
+
+class EngineLabel(msgspec.Struct, array_like=True, frozen=True):
+    """The engine that a process belongs to, as its adapter says.
+
+    Attributes:
+        name: the engine's name; a data-parallel rank is part of it (``name/dp1``).
+        instance: 16 bytes that are equal in all processes of one start of the engine, and in no
+            others.
+        chosen: an operator chose the name: a second live engine of that name is refused. If False,
+            the name was derived from an address, and the session of a second one has no name.
+        events: endpoint of the engine's KV events, to which followers connect; the host ``*`` is
+            any address of its machine. Empty = none, or unknown.
+        events_bind: endpoint to which the engine connects; its follower must listen there.
+        events_replay: endpoint for missed batches, to which followers connect.
+        block_tokens: tokens of one of its blocks; 0 = unknown.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=ENGINE_NAME)]
+    instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+    chosen: bool = True
+    events: EventEndpoint = ""
+    events_bind: EventEndpoint = ""
+    events_replay: EventEndpoint = ""
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
 
 
 class PrefixKeys(Sequence[PrefixKey]):

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import ALL_KEYS, KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 4
@@ -35,38 +35,9 @@ ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", 
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
 
-ENGINE_NAME: Final = r"^[A-Za-z0-9._:*\[\]-]{1,300}(/dp[0-9]{1,5})?$(?!\n)"
-"""An engine's name: letters, digits and ``. _ : * [ ] -``, and its data-parallel rank, if any."""
-INSTANCE_BYTES: Final = 16
 
 T = TypeVar("T")
 Listed = Annotated[list[T], msgspec.Meta(max_length=LIST_MAX)]
-EventEndpoint = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[!-~]*$(?!\n)")]
-
-
-class EngineLabel(msgspec.Struct, array_like=True, frozen=True):
-    """The engine that a process belongs to, as its adapter says.
-
-    Attributes:
-        name: the engine's name; a data-parallel rank is part of it (``name/dp1``).
-        instance: 16 bytes that are equal in all processes of one start of the engine, and in no
-            others.
-        chosen: an operator chose the name: a second live engine of that name is refused. If False,
-            the name was derived from an address, and the session of a second one has no name.
-        events: endpoint of the engine's KV events, to which followers connect; the host ``*`` is
-            any address of its machine. Empty = none, or unknown.
-        events_bind: endpoint to which the engine connects; its follower must listen there.
-        events_replay: endpoint for missed batches, to which followers connect.
-        block_tokens: tokens of one of its blocks; 0 = unknown.
-    """
-
-    name: Annotated[str, msgspec.Meta(pattern=ENGINE_NAME)]
-    instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
-    chosen: bool = True
-    events: EventEndpoint = ""
-    events_bind: EventEndpoint = ""
-    events_replay: EventEndpoint = ""
-    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):

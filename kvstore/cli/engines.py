@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvstore.config.machine import Check
-from kvstore.process.privatefile import token_for
 from kvstore.server import client
+from kvstore.server.environment import conductor_token
 
 _TIMEOUT_S: Final = 3.0
 _SHOWN_MAX: Final = 50
@@ -43,7 +43,7 @@ def conductor_checks(url: str, token: str) -> list[Check]:
         url: the Conductor's URL.
         token: a token that may read, if a Conductor of this user has not generated one.
     """
-    token = token_for("conductor", url) or token
+    token = conductor_token(url) or token
     try:
         engines, nodes = (_listed(url, name, token) for name in ("engines", "nodes"))
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:

@@ -37,6 +37,7 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
+from kvstore.page import EngineLabel
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Link:
 
     def __init__(
         self, path: str, name: str, session: bytes = b"", level: int = logging.WARNING,
-        engine: wire.EngineLabel | None = None,
+        engine: EngineLabel | None = None,
     ) -> None:  # fmt: skip
         """Connect if the node is there; otherwise the background thread keeps trying."""
         self.path = path

@@ -32,7 +32,7 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.page import EngineLabel, ShardSpec, SpaceIdentity
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class KVStore:
         timeout_s: float = TIMEOUT_S,
         device_slab: DeviceSlabConfig | None = None,
         log_level: int = logging.WARNING,
-        engine: wire.EngineLabel | None = None,
+        engine: EngineLabel | None = None,
     ) -> "KVStore":
         """Connect to the node at ``address``.
 

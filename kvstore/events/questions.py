@@ -26,8 +26,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvstore.page import KEY_BYTES
-
 ASK: Final = b"ask"
 SNAPSHOT: Final = b"snapshot"
 SAMPLE: Final = b"sample"
@@ -38,6 +36,8 @@ TIERS: Final = b"tiers"
 END: Final = b"end"
 REFUSED: Final = b"refused"
 
+KEY_BYTES: Final = 32
+"""Bytes of a prefix key."""
 KEYS_MAX: Final = 4_096
 """Maximum keys of an audit or a sample."""
 QUESTION_BYTES_MAX: Final = KEYS_MAX * KEY_BYTES + 1_024

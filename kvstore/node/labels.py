@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvstore.errors import EngineNameTaken
+from kvstore.page import EngineLabel
 from kvstore.state.tree.sessions import Session
-from kvstore.wire import EngineLabel
 
 
 def free_label(

@@ -162,7 +162,7 @@ class ProcessRow(Answer, frozen=True):
 
 
 class EngineRow(Answer, frozen=True):
-    """The engine of a session, as its adapter says; see ``kvstore.wire.EngineLabel``.
+    """The engine of a session, as its adapter says; see ``kvstore.page.EngineLabel``.
 
     ``events`` and ``events_replay``: where followers connect; ``events_bind``: where they must
     listen, because the engine connects. ``block_tokens``: tokens of one of its blocks. None =

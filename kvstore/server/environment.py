@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.config import ServerConfig
 from kvstore.errors import ConfigError, reason
+from kvstore.process.privatefile import token_for
 
 
 def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 - it is frozen
@@ -32,3 +33,8 @@ def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a child process, so that it imports the same code as this one."""
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def conductor_token(url: str) -> str:
+    """The token that a Conductor of this user at ``url`` has made; empty if there is none."""
+    return token_for("conductor", url)

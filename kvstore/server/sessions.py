@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
+from kvstore.page import EngineLabel
 from kvstore.server import answers
 from kvstore.server.turns import Work
 from kvstore.state.tree.sessions import Session
-from kvstore.wire import EngineLabel
 
 STRETCH_PROCESSES: Final = 1000
 STRETCH_OPENED: Final = 4096

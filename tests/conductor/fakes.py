@@ -13,7 +13,7 @@ from aiohttp import web
 from conductor.config import ConductorConfig
 from conductor.service import Conductor, index_settings
 from kvstore.index.followers import Follower
-from kvstore.testing.index import LocalIndex
+from tests.local_index import LocalIndex
 
 OPERATE = "operate-token-of-tests"
 

@@ -11,7 +11,7 @@ from conductor.routing.prefixes import PrefixView, engine_worker, own_domain
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
 from kvstore.page import page_keys
-from kvstore.testing.index import LocalIndex
+from tests.local_index import LocalIndex
 
 BLOCK = 4
 TOKENS = list(range(8 * BLOCK))

@@ -11,7 +11,7 @@ from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, o
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.page import page_keys
-from kvstore.testing.index import LocalIndex
+from tests.local_index import LocalIndex
 
 SPACE = "ab" * 32
 ONE, LEFT, RIGHT = "1" * 64, "2" * 64, "3" * 64

@@ -8,8 +8,8 @@ from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
 from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, own_domain
 from kvstore.index.control import IndexSettings, Source, SourceBounds
-from kvstore.testing.index import LocalIndex
 from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
+from tests.local_index import LocalIndex
 
 MAX_RUNNING = 4
 

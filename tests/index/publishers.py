@@ -23,7 +23,7 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys, page_keys
-from kvstore.testing.index import LocalIndex
+from tests.local_index import LocalIndex
 from tests.loops import eventually
 
 SPACE = "ab" * 32

@@ -41,9 +41,9 @@ from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
-from kvstore.testing.index import LocalIndex
 from tests.index.hostile import TOPICS, Hostile, Stopwatch
 from tests.index.publishers import node, usable
+from tests.local_index import LocalIndex
 from tests.loops import eventually, in_loop
 
 STALL_S = 0.1

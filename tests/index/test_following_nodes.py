@@ -16,10 +16,10 @@ from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceB
 from kvstore.index.followers import Follower
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.page import PrefixKeys
-from kvstore.testing.index import LocalIndex
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.conftest import Spawn
 from tests.index.publishers import KEYS, stored, usable
+from tests.local_index import LocalIndex
 from tests.loops import eventually, in_loop
 
 

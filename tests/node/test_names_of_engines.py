@@ -5,18 +5,19 @@ import pytest
 
 from kvstore import wire
 from kvstore.errors import EngineNameTaken, ProtocolError, error_from_code
+from kvstore.page import EngineLabel
 from kvstore.state.tree.sessions import Peer
 from tests.node.test_protocol import IDENTITY, KEYS, SHARDS, Wire
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
 
-def label(name: str = "e", instance: bytes = ONE, **fields: object) -> wire.EngineLabel:
-    return wire.EngineLabel(name, instance, **fields)
+def label(name: str = "e", instance: bytes = ONE, **fields: object) -> EngineLabel:
+    return EngineLabel(name, instance, **fields)
 
 
 def hello(
-    node: Wire, connection: int, engine: wire.EngineLabel | None, session: bytes = b""
+    node: Wire, connection: int, engine: EngineLabel | None, session: bytes = b""
 ) -> wire.Answer:
     node.node.connected(connection, Peer(connection, connection))
     answer = node.ask(

@@ -9,7 +9,7 @@ import pytest
 from kvstore.client.store import KVStore
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import PeerUnreachable
-from kvstore.wire import EngineLabel
+from kvstore.page import EngineLabel
 from tests.client.conftest import FLAT, READY, Daemon, arguments, identity
 from tests.server.conftest import Api
 

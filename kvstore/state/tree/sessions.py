@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.page import PrefixKey
+from kvstore.page import EngineLabel, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot
-from kvstore.wire import EngineLabel
 
 STRETCH_HELD: Final = 512
 """Leases, puts and fetches that one stretch of :meth:`Session.checks` looks at."""
