@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.events.questions import KEYS_MAX
 from kvstore.events.zmtp import PeerError
 from kvstore.index.apply import shard_name
 from kvstore.index.directory import PageHolder
@@ -27,6 +28,7 @@ AUDIT_S: Final = 30.0
 SAMPLE_KEYS: Final = 1_024
 _APPLIED_S_MAX: Final = 5.0
 """Maximum wait for the batches that an answer needs."""
+_QUESTION_BYTES: Final = KEYS_MAX * KEY_BYTES
 
 
 class AuditResult(NamedTuple):
@@ -96,9 +98,11 @@ class Auditor:
         pages = missing = stale = 0
         for part in parts:
             pages += len(part.keys) // KEY_BYTES
-            suspects = part._replace(keys=_chosen(part.keys, ~self._present(follower, part)))
-            if suspects.keys:
-                missing += await self._differ(follower, suspects)
+            suspects = _chosen(part.keys, ~self._present(follower, part))
+            for start in range(0, len(suspects), _QUESTION_BYTES):
+                asked = suspects[start : start + _QUESTION_BYTES]
+                missing += await self._differ(follower, part._replace(keys=asked))
+            await asyncio.sleep(0)
         for part in follower.told.pages():
             pages += len(part.keys) // KEY_BYTES
             stale += await self._differ(follower, part)

@@ -51,6 +51,9 @@ ANSWER_S_MAX: Final = 10.0
 PAGES_MAX: Final = 1 << 28
 """Pages of one snapshot."""
 _EVENTS_MAX: Final = 65_536
+_EVENT_KEYS_MAX: Final = 65_536
+_PLACES_MAX: Final = 64
+"""Shards and media in which the keys of a sample are, on average, at most."""
 _ENTRY_BYTES: Final = 2 + KEY_BYTES
 """A key in msgpack: type and length, and the key."""
 _ENTRY_HEAD: Final = (0xC4, KEY_BYTES)
@@ -223,7 +226,7 @@ async def sample(
         raise InvalidArgument("keys", f"{keys} is not in 1..{KEYS_MAX}")
     asking = _ask(endpoint, token, Asked(SAMPLE, keys), limit_s, limit_s)
     async with aclosing(asking) as answer:
-        head, *pages, end = [part async for part in _parts(answer, PAGES_MAX)]
+        head, *pages, end = [part async for part in _parts(answer, keys * _PLACES_MAX)]
     assert isinstance(head, SnapshotHead)
     assert isinstance(end, SnapshotEnd)
     return head, [one for one in pages if isinstance(one, SnapshotPages)], end
@@ -323,11 +326,12 @@ async def _parts(
             yield _head(payload)
         elif word == PAGES and begun:
             for held in _read(_HOLDING, payload).events:
-                keys = packed_keys(held.block_hashes)
+                keys = _keys_of(held)
                 pages += len(keys) // KEY_BYTES
                 if pages > pages_max:
                     raise SnapshotError("invalid", f"it has more than {pages_max} pages")
-                yield SnapshotPages(held.space, held.shard_digest, held.medium, keys)
+                if keys:
+                    yield SnapshotPages(held.space, held.shard_digest, held.medium, keys)
         elif word == END and begun:
             end = _end(payload)
             if end.pages != pages:
@@ -341,7 +345,7 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
     """The prefix keys of an encoded array, packed, without an object for each.
 
     Raises:
-        SnapshotError: it is not an array of keys of 32 bytes.
+        UnreadableError: it is not an array of keys of 32 bytes, each with the shortest head.
     """
     view = memoryview(raw)
     first = view[0]
@@ -351,13 +355,23 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
         start = 1 + _ARRAY_HEADS[first]
         count = int.from_bytes(view[1:start], "big")
     else:
-        raise SnapshotError("invalid", "keys are no array")
+        raise UnreadableError("keys are no array")
     if len(view) != start + count * _ENTRY_BYTES:
-        raise SnapshotError("invalid", f"these are not {count} keys")
+        raise UnreadableError(f"these are not {count} keys")
     entries = np.frombuffer(view[start:], dtype=np.uint8).reshape(count, _ENTRY_BYTES)
     if not (entries[:, :2] == _ENTRY_HEAD).all():
-        raise SnapshotError("invalid", "a key has not 32 bytes")
+        raise UnreadableError("a key has not 32 bytes")
     return entries[:, 2:].tobytes()
+
+
+def _keys_of(held: _Held) -> bytes:
+    try:
+        keys = packed_keys(held.block_hashes)
+    except UnreadableError as error:
+        raise SnapshotError("invalid", str(error)) from error
+    if len(keys) > _EVENT_KEYS_MAX * KEY_BYTES:
+        raise SnapshotError("invalid", f"an event with {len(keys) // KEY_BYTES} keys")
+    return keys
 
 
 def _head(payload: bytes) -> SnapshotHead:
