@@ -36,7 +36,7 @@ _SESSIONS_PART: Final = 100
 ANSWER_BYTES_MAX: Final = 4 << 20
 _REFUSED: Final = (401, 403)
 _STATUSES: Final = {
-    **dict.fromkeys(_REFUSED, ": it refuses the token"),
+    **dict.fromkeys(_REFUSED, ": it needs a token, or refuses this one"),
     404: ": a node of an earlier version, or none; register it with `id` and `events`",
 }
 _Text = Annotated[str, Meta(max_length=512)]

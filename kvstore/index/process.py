@@ -158,6 +158,8 @@ class IndexProcess:
                 self._to_catch_up -= {one.worker for one in self._report.workers if one.current}
         except TimeoutError:
             raise OSError("no sign of life") from None
+        except EOFError:
+            raise EOFError("it has ended") from None
         finally:
             self._life = None
             if life.begun:
@@ -167,8 +169,12 @@ class IndexProcess:
     def _remember(self, table: IndexReader) -> None:
         """Read the table of a process that has ended for some time more."""
         self._forget_former()
+        now_ns = time.monotonic_ns()
+        left_ns = int(STALE_S * 1e9) - table.age_ns(now_ns)
+        if left_ns <= 0:  # it has shown no sign of life for too long: nothing is known
+            return
         self._former = table
-        self._former_until_ns = time.monotonic_ns() + int(STALE_S * 1e9)
+        self._former_until_ns = now_ns + left_ns
         known = {one.worker for one in self._report.workers if one.current}
         self._to_catch_up = known & self._sources.keys()
 
