@@ -18,6 +18,7 @@ GROUPS: Final = {
     "demo-vllm": "bench.demo_vllm",
     "flood": "bench.flood",
     "host": "bench.host",
+    "index": "bench.index",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
     "node": "bench.node",

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from bench import host
+from bench import host, index
+from bench.index_feed import messages
+from bench.index_fleet import Fleet
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["case", "value", "unit", "bound", "bound_value", "ratio"]
@@ -184,7 +187,55 @@ def test_admission_without_a_trace_says_so_and_measures_nothing(tmp_path):
     assert not run.stdout
 
 
-@pytest.mark.parametrize("group", ["host", "kvpool", "slab", "ssd"])
+def test_index_knows_every_case_that_has_a_floor():
+    messages_of = [f"{kind}/{blocks}" for kind in ("tokens", "keys") for blocks in (128, 8)]
+    wanted = {"match/128k/p50", "match/128k/p99", "match/128k/tokens/p50"}
+    wanted |= {f"ingest/{one}" for one in messages_of} | {"memory/keys", "memory/tokens"}
+    assert set(index.ASKED) == wanted | {"rebuild/1M", "snapshot/1M", "snapshot/1M/turn"}
+
+
+def test_index_measures_matching_learning_memory_and_rebuilding_and_leaves_no_process(monkeypatch):
+    mark = f"BENCH_COMMANDS_TEST={os.getpid()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    cases = "match|ingest/tokens/128|ingest/keys/8|memory/keys|rebuild"
+    results = measured("index", "--entries", "20000", "--rounds", "1", "--cases", cases)
+
+    names = ["match/128k/p50", "match/128k/p99", "match/128k/tokens/p50"]
+    names += ["ingest/tokens/128", "ingest/keys/8", "memory/keys", "rebuild/1M"]
+    assert [result["case"] for result in results] == names
+    for result in results:
+        assert list(result) == [*FIELDS, "asked", "cpu_us", "bound_cpu_us"]
+        assert result["asked"] == index.ASKED[result["case"]]
+        assert float(result["value"]) > 0
+    for result in results[3:5]:
+        assert result["bound"] == "decoding alone"
+        better = float(result["value"]) / float(result["bound_value"])
+        assert result["ratio"] == pytest.approx(better, rel=2e-3)
+    assert not children(mark)
+
+
+@pytest.mark.parametrize("blocks", [128, 8])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_fleet_announces_as_many_blocks_as_it_says_in_messages_of_the_size_asked_for(
+    blocks, shared
+):
+    fleet = Fleet(6, 3, 9 * 700, shared)
+    counts: dict[int, list[int]] = {}
+    for place, payload in messages(fleet, blocks):
+        _, events, _ = msgspec.msgpack.decode(payload)
+        counts.setdefault(place, []).append(sum(len(one["block_hashes"]) for one in events))
+        last = events[-1]["block_hashes"][-1]
+    assert last, "nodes and engines have hashes"
+    for worker in fleet.workers():
+        *full, end = counts[worker.place]
+        assert set(full) == {blocks}
+        assert 0 < end <= blocks
+        assert sum(full) + end == worker.pages == 700
+        assert sum(prompt.pages for prompt in fleet.prompts(worker)) == 700
+
+
+@pytest.mark.parametrize("group", ["host", "index", "kvpool", "slab", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],

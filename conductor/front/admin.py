@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,14 @@ from conductor.front.auth import Auth, CallerRole
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.nodes import NodeUnreadableError, RegisteredNode
-from conductor.front.openai import BadRequestError, ModelName, error_response, parse, read_body
+from conductor.front.openai import (
+    BadRequestError,
+    ModelName,
+    TokenId,
+    error_response,
+    parse,
+    read_body,
+)
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Parts, Proxy
 from conductor.front.upstream import EngineError, EngineRefusedError
@@ -23,6 +30,7 @@ from conductor.routing.joining import by_advice
 from kvstore.process.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
+MATCH_TOKENS_MAX: Final = 1 << 20
 _DECISIONS_LIMIT: Final = 20
 
 _log = logging.getLogger(__name__)
@@ -31,6 +39,12 @@ _log = logging.getLogger(__name__)
 class _TokenizeBody(msgspec.Struct):
     prompt: str
     model: ModelName | None = None
+
+
+class _MatchBody(msgspec.Struct):
+    model: ModelName
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MATCH_TOKENS_MAX)]
+    cache_salt: str = ""
 
 
 class Admin:
@@ -68,6 +82,7 @@ class Admin:
             web.get("/v1/engines/{id}", reads(self._engine)),
             web.get("/v1/nodes", reads(self._nodes)),
             web.get("/v1/index", reads(self._index)),
+            web.post("/v1/index/match", reads(self._match)),
             web.get("/v1/decisions", reads(self._decisions)),
             web.get("/v1/decisions/{id}", reads(self._decision)),
             web.post("/v1/engines", operates(self._register)),
@@ -173,6 +188,14 @@ class Admin:
         report = index.report
         up = index.table() is not None
         return _json({"up": up, "restarts": index.restarts, **msgspec.structs.asdict(report)})
+
+    async def _match(self, http: web.Request) -> web.Response:
+        body = parse(await read_body(http), _MatchBody)
+        if body.model not in self._registry.models():
+            what = f"model: {body.model!r} is not served here"
+            return error_response(404, "model_not_found", what, field="model")
+        matches = self._parts.prefixes.match(body.model, body.tokens, body.cache_salt)
+        return _json({"prompt_tokens": len(body.tokens), "matches": matches})
 
     async def _decisions(self, http: web.Request) -> web.Response:
         text = http.query.get("limit", str(_DECISIONS_LIMIT))

@@ -33,7 +33,7 @@ from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
 from conductor.routing.joining import ADVICE, FoundSessions, Gap, RankEvents, Sessions
-from conductor.routing.prefixes import engine_worker, node_worker, own_domain
+from conductor.routing.prefixes import engine_worker, engine_workers, node_worker, own_domain
 from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError, read
@@ -214,10 +214,6 @@ class Membership:
         for source in sources:
             self._index.follow(source)
 
-    def _unfollow(self, engine_id: str) -> None:
-        for worker in self._followed.pop(engine_id, set()) | {engine_worker(engine_id)}:
-            self._index.unfollow(worker)
-
     def _is_current(self, worker: str) -> bool:
         known = self._index.worker(worker)
         return known is not None and known.current
@@ -256,10 +252,13 @@ class Membership:
 
     def remove(self, engine_id: str) -> bool:
         """Remove an engine; returns False if it is unknown."""
-        if self._registry.remove(engine_id) is None:
+        info = self._registry.remove(engine_id)
+        if info is None:
             return False
         self._registrations.pop(engine_id, None)
-        self._unfollow(engine_id)
+        ranks = {worker for _, worker in engine_workers(info)}  # they may have no events
+        for worker in self._followed.pop(engine_id, set()) | ranks:
+            self._index.unfollow(worker)
         self._changed()
         return True
 
@@ -388,6 +387,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),
         shards=opened.shards if opened else (),
+        windows=opened.windows if opened else {},
         block_tokens=found.block_tokens if found else None,
         events=events,
         events_bind=events_bind,

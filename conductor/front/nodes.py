@@ -144,8 +144,8 @@ class NodeApi:
             query = urlencode({"cursor": cursor, "limit": _SESSIONS_PART})
             part = await self._get(f"/v1/sessions?{query}", _SESSIONS.decode)
             found += part.sessions
-            if part.next is not None and part.next <= cursor:
-                raise NodeUnreadableError("GET /v1/sessions: its cursors do not increase")
+            if part.next is not None and (part.next <= cursor or not part.sessions):
+                raise NodeUnreadableError("GET /v1/sessions: its cursors do not go on")
             cursor = part.next
         return found
 
@@ -284,7 +284,9 @@ class Nodes:
             entry = msgspec.structs.replace(entry, id=view.id)
         if known is None and len(self._nodes) >= NODES_MAX:
             raise BadRequestError("id", "too many nodes are registered")
-        node = RegisteredNode(entry, view or (known.view if known else None), trouble)
+        if view is None and known is not None and known.entry.url == entry.url:
+            view = known.view
+        node = RegisteredNode(entry, view, trouble)
         if known is not None and known.entry != entry:
             self._stop(node.id)
         self._nodes[node.id] = node

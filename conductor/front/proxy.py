@@ -255,17 +255,17 @@ class Proxy:
         now = self._parts.clock()
         for engine_id, rank in assign.ranks.items():
             engine = self._parts.registry.get(engine_id)
-            if engine is not None:
+            if engine is not None and rank is not None:
                 told = engine.info.events or engine.info.events_bind
                 until = now + (_EXPECTED_S if told else _UNTOLD_S)
                 self._parts.prefixes.expect(number, engine_id, rank, now, until)
 
     def _headers(self, run: _Run, assign: Assign, engine_id: str) -> dict[str, str]:
-        """Headers for an engine: they name the data-parallel rank that has the prefix."""
-        engine = self._parts.registry.get(engine_id)
-        if engine is None or len(engine.info.ranks) <= 1:
-            return run.headers
-        return {**run.headers, _RANK_HEADER: str(assign.ranks[engine_id])}
+        """Headers for an engine: they name the data-parallel rank that has more than others."""
+        engine, rank = self._parts.registry.get(engine_id), assign.ranks[engine_id]
+        if engine is None or len(engine.info.ranks) <= 1 or rank is None:
+            return run.headers  # an engine with several ranks spreads its load itself
+        return {**run.headers, _RANK_HEADER: str(rank)}
 
     async def _attempt(self, run: _Run, lease: Lease, attempt: Attempt) -> web.StreamResponse:
         """Send the request to the engines of one assignment."""

@@ -54,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             for an engine without a space.
         spaces: hex digests of the spaces that it has opened at its node; empty = unknown.
         shards: hex digests of the shards that it needs of each page on a node; empty = unknown.
+        windows: of shards of which a hit needs the last pages only, their number.
         block_tokens: tokens of one of its own blocks; None = unknown.
         events: endpoint of its KV events, or None.
         events_bind: endpoint to which it connects, so that its follower listens there, or None.
@@ -72,6 +73,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     domain: str
     spaces: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
+    windows: dict[str, int] = {}
     block_tokens: int | None = None
     events: str | None = None
     events_bind: str | None = None

@@ -81,12 +81,16 @@ class SeenEngine(Struct, frozen=True):
 
 
 class SeenSpace(Struct, frozen=True):
-    """A space that a session has opened, and hex digests of its shards there."""
+    """A space that a session has opened, and hex digests of its shards there.
+
+    ``windows``: of shards of which a hit needs the last pages only, their number.
+    """
 
     space: _Digest
     page_tokens: _Tokens
     scope: _Word = ""
     shards: Annotated[tuple[_Digest, ...], Meta(max_length=65_536)] = ()
+    windows: Annotated[dict[_Digest, _Tokens], Meta(max_length=65_536)] = {}
 
 
 class SeenSession(Struct, frozen=True):
@@ -140,6 +144,7 @@ class FoundSessions(NamedTuple):
         spaces: hex digests of the spaces that it has opened, the newest last; none yet if empty.
         page_tokens: tokens per page of the newest of them; 0 if there is none.
         shards: hex digests of the shards that it has opened in the newest.
+        windows: of shards of which a hit needs the last pages only, their number.
         block_tokens: tokens of one of its blocks; None = unknown.
         ranks: its events, by data-parallel rank.
     """
@@ -148,6 +153,7 @@ class FoundSessions(NamedTuple):
     spaces: tuple[str, ...]
     page_tokens: int
     shards: tuple[str, ...]
+    windows: dict[str, int]
     block_tokens: int | None
     ranks: tuple[RankEvents, ...]
 
@@ -225,6 +231,7 @@ def _same_host(one: str, other: str) -> bool:
 def _found(node: str, sessions: Iterable[SeenSession], host: str) -> FoundSessions:
     spaces: dict[str, SeenSpace] = {}
     shards: dict[str, dict[str, None]] = {}
+    windows: dict[str, int] = {}
     ranks: dict[int, RankEvents] = {}
     block_tokens: int | None = None
     for session in sessions:
@@ -237,12 +244,14 @@ def _found(node: str, sessions: Iterable[SeenSession], host: str) -> FoundSessio
             if not space.scope:  # others are private: a self-test, pages of one handoff
                 spaces[space.space] = space
                 shards.setdefault(space.space, {}).update(dict.fromkeys(space.shards))
+                windows |= space.windows
     newest = next(reversed(spaces), None)
     return FoundSessions(
         node=node,
         spaces=tuple(spaces),
         page_tokens=spaces[newest].page_tokens if newest else 0,
         shards=tuple(sorted(shards[newest])) if newest else (),
+        windows=windows,
         block_tokens=block_tokens,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
     )

@@ -44,13 +44,13 @@ class Prefix(NamedTuple):
         local: longest prefix in the engine's own cache.
         node: longest prefix on nodes it can read from.
         usable: longest prefix of which each page is in either, or expected soon.
-        rank: the engine's data-parallel rank for which this is true.
+        rank: the engine's data-parallel rank for which this is true; None = it is for all.
     """
 
     local: int = 0
     node: int = 0
     usable: int = 0
-    rank: int = 0
+    rank: int | None = None
 
 
 NO_PREFIX: Final = Prefix()
@@ -148,7 +148,7 @@ class Candidate(msgspec.Struct, frozen=True):
 class Assign:
     """Send a request to these engines; ``prefill == decode`` if one serves it alone.
 
-    ``ranks``: the data-parallel rank of each that has the longest prefix.
+    ``ranks``: the data-parallel rank of each that has the longest prefix; None = all have the same.
     """
 
     request: int
@@ -158,7 +158,7 @@ class Assign:
     reason: str
     usable_tokens: int
     candidates: tuple[Candidate, ...]
-    ranks: Mapping[str, int]
+    ranks: Mapping[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)

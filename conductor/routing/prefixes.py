@@ -7,10 +7,12 @@ keys. A prompt is hashed once for each scope: way of naming, model or space, blo
 A prefix is usable as far as each of its tokens is in a block or page that the engine can use.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -51,6 +53,22 @@ def engine_workers(info: EngineInfo) -> list[tuple[int, str]]:
     """The data-parallel ranks of an engine, and their names in the index."""
     numbers = [rank.rank for rank in info.ranks] or [0]
     return [(number, engine_worker(info.id, number)) for number in numbers]
+
+
+class MediumMatch(msgspec.Struct, frozen=True):
+    """How much of a prompt one worker has in one medium.
+
+    Attributes:
+        engine: id of the engine that could use it.
+        worker: the engine (a rank of it) or its node.
+        medium: ``GPU``, ``CPU``, ``STORAGE``, or ``EXPECTED``.
+        tokens: the longest usable prefix in this medium alone.
+    """
+
+    engine: str
+    worker: str
+    medium: str
+    tokens: int
 
 
 class PromptScope(NamedTuple):
@@ -140,9 +158,9 @@ class _Plan:
                 needs = [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
                 expected.setdefault(scope, []).append((row, needs))
                 if pages is not None:
-                    same.setdefault(pages, []).append((row, _page_needs(name, (), directory)))
+                    same.setdefault(pages, []).append((row, _page_needs(name, None, directory)))
                     if info.node is not None:
-                        held = _page_needs(node_worker(info.node), info.shards, directory)
+                        held = _page_needs(node_worker(info.node), info, directory)
                         on_node.setdefault(pages, []).append((row, held))
         self.own, self.expected = _parts(own), _parts(expected)
         self.same, self.on_node = _parts(same), _parts(on_node)
@@ -200,23 +218,48 @@ def _own_needs(
 ) -> list[PartNeed]:
     """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
     known = workers.get(name)
-    groups = known.groups if known is not None else {}
     holders = [
         one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
     ]
+    # The report may not know a group yet, or not know the engine.
+    groups = dict.fromkeys((one.group for one in holders), 0)
+    groups |= known.groups if known is not None else {}
     return [
         PartNeed([one for one in holders if one.group == group], last_blocks or None)
         for group, last_blocks in groups.items()
     ]
 
 
-def _page_needs(name: str, shards: Sequence[str], directory: HolderDirectory) -> list[PartNeed]:
-    """What a hit needs of a worker's pages: these shards, or all that it has if unknown."""
+def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory) -> list[PartNeed]:
+    """What a hit needs of a worker's pages: the shards of who reads them, or all if unknown."""
+    shards = reader.shards if reader is not None else ()
+    windows = reader.windows if reader is not None else {}
     of_shard: dict[str, list[PageHolder]] = {digest[:_SHARD_DIGITS]: [] for digest in shards}
+    last = {digest[:_SHARD_DIGITS]: pages for digest, pages in windows.items()}
     for holder in directory.by_worker.get(name, ()):
         if holder.shard and (not shards or holder.shard in of_shard):
             of_shard.setdefault(holder.shard, []).append(holder)
-    return [PartNeed(holders) for holders in of_shard.values()]
+    return [PartNeed(holders, last.get(shard)) for shard, holders in of_shard.items()]
+
+
+def _places(
+    info: EngineInfo, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
+) -> Iterator[tuple[str, PromptScope, list[PartNeed]]]:
+    """Where an engine's blocks and pages are looked for, and what it needs there."""
+    pages = space_scope(info)
+    for _, name in engine_workers(info):
+        scope = own_scope(info, workers.get(name))
+        yield name, scope, _own_needs(name, workers, directory)
+        yield name, scope, [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
+        if pages is not None:
+            yield name, pages, _page_needs(name, None, directory)
+    if pages is not None and info.node is not None:
+        node = node_worker(info.node)
+        yield node, pages, _page_needs(node, info, directory)
+
+
+def _in_medium(need: PartNeed, medium: str) -> PartNeed:
+    return need._replace(holders=[one for one in need.holders if one.medium == medium])
 
 
 class PrefixView:
@@ -276,6 +319,38 @@ class PrefixView:
             plan = self._plans[model] = _Plan(engines, report, directory)
         return plan
 
+    def match(self, model: str, tokens: Sequence[int], salt: str = "") -> list[MediumMatch]:
+        """The prefix of a prompt at each worker, medium by medium; empty if nothing is known.
+
+        Args:
+            model: whose engines.
+            tokens: the prompt.
+            salt: its cache salt; empty for none.
+        """
+        table = self._index.table()
+        if table is None:
+            return []
+        self._keep_secret(table)
+        prompt = _Prompt(np.array(tokens, dtype=np.uint32), salt)
+        workers = {one.worker: one for one in self._index.report.workers}
+        directory = table.holders()
+        asked: dict[PromptScope, list[tuple[str, str, str, list[PartNeed]]]] = {}
+        for engine in self._registry.of_model(model):
+            for worker, scope, needs in _places(engine.info, workers, directory):
+                for medium in sorted({h.medium for need in needs for h in need.holders}):
+                    alone = [_in_medium(need, medium) for need in needs]
+                    asked.setdefault(scope, []).append((engine.info.id, worker, medium, alone))
+        found: list[MediumMatch] = []
+        for scope, rows in asked.items():
+            blocks = table.match(
+                [prompt.named(scope, self._secret)], PrefixNeeds([row[3] for row in rows])
+            )[0]
+            found += [
+                MediumMatch(engine_id, worker, medium, int(count) * scope.block_tokens)
+                for (engine_id, worker, medium, _), count in zip(rows, blocks, strict=True)
+            ]
+        return sorted(found, key=lambda one: (one.engine, one.worker, one.medium))
+
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
         """An engine will probably have the blocks of a request's prompt in its own cache.
 
@@ -313,7 +388,7 @@ class _Lookup:
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
 
     def prefixes(self) -> dict[str, Prefix]:
-        """The best rank of each engine."""
+        """The best rank of each engine; no rank if all have the same."""
         plan = self._plan
         for part in (*plan.own, *plan.same):
             self._add(part, self._own)
@@ -323,11 +398,14 @@ class _Lookup:
             self._add(part, None)
         usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
         result: dict[str, Prefix] = {}
-        for row, rank in enumerate(plan.ranks):
-            numbers = (int(self._own[row]), int(self._node[row]), int(usable[row]))
-            known = result.get(plan.infos[rank.engine].id)
-            if known is None or numbers[2] > known.usable:
-                result[plan.infos[rank.engine].id] = Prefix(*numbers, rank.number)
+        for engine, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
+            rows = [row for row, _ in ranks]
+            best = max(rows, key=usable.__getitem__)
+            differs = len(rows) == 1 or usable[rows].min() < usable[best]
+            result[plan.infos[engine].id] = Prefix(
+                int(self._own[best]), int(self._node[best]), int(usable[best]),
+                plan.ranks[best].number if differs else None,
+            )  # fmt: skip
         return result
 
     def _add(self, part: _Part, longest: Numbers | None) -> None:

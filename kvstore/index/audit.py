@@ -28,7 +28,6 @@ AUDIT_S: Final = 30.0
 SAMPLE_KEYS: Final = 1_024
 _APPLIED_S_MAX: Final = 5.0
 """Maximum wait for the batches that an answer needs."""
-_QUESTION_BYTES: Final = KEYS_MAX * KEY_BYTES
 
 
 class AuditResult(NamedTuple):
@@ -68,7 +67,7 @@ class Auditor:
         while True:
             await asyncio.sleep(AUDIT_S * random.uniform(0.9, 1.1))
             for follower in list(self._followers):
-                if follower.source.is_node and follower.current:
+                if follower.has_snapshots and follower.current:
                     await self.audit(follower)
             known = {follower.source.worker for follower in self._followers}
             self._results = {worker: r for worker, r in self._results.items() if worker in known}
@@ -98,10 +97,8 @@ class Auditor:
         pages = missing = stale = 0
         for part in parts:
             pages += len(part.keys) // KEY_BYTES
-            suspects = _chosen(part.keys, ~self._present(follower, part))
-            for start in range(0, len(suspects), _QUESTION_BYTES):
-                asked = suspects[start : start + _QUESTION_BYTES]
-                missing += await self._differ(follower, part._replace(keys=asked))
+            suspects = part._replace(keys=_chosen(part.keys, ~self._present(follower, part)))
+            missing += await self._differ(follower, suspects)
             await asyncio.sleep(0)
         for part in follower.told.pages():
             pages += len(part.keys) // KEY_BYTES
@@ -120,7 +117,10 @@ class Auditor:
         return np.repeat(here != 0, np.diff(found.ends, prepend=0))
 
     async def _differ(self, follower: Follower, part: SnapshotPages) -> int:
-        """Number of pages on which node and index differ after all."""
+        """Number of pages on which node and index differ after all; of too many, of the first."""
+        part = part._replace(keys=part.keys[: KEYS_MAX * KEY_BYTES])
+        if not part.keys:
+            return 0
         source = follower.source
         assert source.replay_endpoint is not None
         truth = await audit(source.replay_endpoint, source.token, part.space, part.shard, part.keys)

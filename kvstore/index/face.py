@@ -33,7 +33,7 @@ class PrefixIndex(Protocol):
         ...
 
     def unfollow(self, worker: str) -> None:
-        """Forget a worker, if it is known."""
+        """Forget a worker, whether it was followed or only expected to have pages."""
         ...
 
     def expect(self, expected: Expect) -> None:

@@ -72,6 +72,7 @@ class Follower:
         lag_s: time from the publication of the newest batch to its application.
         snapshots: snapshots that were read.
         resyncs: times that everything was read again because of a gap or an audit.
+        has_snapshots: it answers questions: whoever it follows is a node, not an older one.
         told: some pages that the events of a node told of.
         faults: faults of its publisher, by cause.
     """
@@ -102,7 +103,7 @@ class Follower:
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
         self._turn_ends = 0.0
-        self._has_snapshots = source.is_node and source.replay_endpoint is not None
+        self.has_snapshots = source.is_node and source.replay_endpoint is not None
         self._counts_from = 0  # number of the batch after those that a snapshot needs
         self._drifted = False
         self._applied = asyncio.Event()
@@ -220,9 +221,16 @@ class Follower:
         except _ResyncNeededError:
             await self._resync()
         if self.sequence.next < self._counts_from:
+            self.sequence.forget()  # the publisher dropped them: another snapshot has them
             raise OSError("batches that its snapshot needs do not come")
 
     async def _live(self, message: zmtp.Message) -> None:
+        """Apply a live message, and before it what was missed.
+
+        Raises:
+            OSError: replay or snapshot do not fit the connection's messages; or it broke.
+            PeerError: the peer is not a publisher.
+        """
         if len(message) != 3 or len(message[1]) != 8 or len(message[0]) > TOPIC_BYTES_MAX:
             self.faults.note("frames", "a message that is not a batch")
             return
@@ -232,13 +240,17 @@ class Follower:
             self._clear()
         try:
             if self.sequence.needs_replay(number):
-                if self._has_snapshots and not self.sequence.known:
+                if self.has_snapshots and not self.sequence.known:
                     raise _ResyncNeededError
                 await self._replay()
-            await self._take(number, payload)
+            if self.sequence.is_of(topic):
+                await self._take(number, payload)
         except _ResyncNeededError:
             await self._resync()
-            await self._take(number, payload)
+        if not self.sequence.is_of(topic):
+            raise OSError("it has restarted")
+        if self.has_snapshots and self.sequence.next <= number:
+            raise OSError("its snapshot lacks what it published before")
 
     async def _catch_up(self) -> None:
         """Get everything that was published before: from a snapshot if nothing is known.
@@ -249,7 +261,7 @@ class Follower:
         """
         for _ in range(_RESYNCS_MAX):
             try:
-                if self._has_snapshots and not self.sequence.known:
+                if self.has_snapshots and not self.sequence.known:
                     await self._read_snapshot()
                 await self._replay()
             except _ResyncNeededError:
@@ -264,6 +276,7 @@ class Follower:
         self._drifted = False
         self.why = self.why or "its snapshot is read again, after a gap"
         self.resyncs += 1
+        self._clear()
         self.sequence.forget()
         await self._catch_up()
 
@@ -292,7 +305,7 @@ class Follower:
             self.sequence.forget()
             if error.cause != "unsupported":
                 raise OSError(f"its snapshot: {error}") from error
-            self._has_snapshots = False  # an older node
+            self.has_snapshots = False  # an older node
         except BaseException:
             self.sequence.forget()
             raise
@@ -305,7 +318,7 @@ class Follower:
         if verdict is BatchVerdict.SKIP:
             return False
         if verdict is not BatchVerdict.APPLY:
-            if self._has_snapshots:
+            if self.has_snapshots:
                 raise _ResyncNeededError
             self._clear()
         if verdict is BatchVerdict.RESTARTED:
@@ -313,13 +326,13 @@ class Follower:
         try:
             for _ in self.feed.apply(payload):
                 await self._let_others()
-            if self._has_snapshots:
+            if self.has_snapshots:
                 self.told.note(payload)
         except UnreadableError as error:
             # It may contain removals: everything known of the worker is invalid.
             self.faults.note("batch", f"batch {number} cannot be read: {error}")
             self._clear()
-            if self._has_snapshots:
+            if self.has_snapshots:
                 raise _ResyncNeededError from error
         else:
             self.lag_s = max(0.0, wall_clock() - self.feed.published)
@@ -340,13 +353,20 @@ class Follower:
             self._turn_ends = loop.time() + _TURN_S
 
     async def _replay(self) -> None:
-        """Request the last batch and everything after it; after a restart from the beginning."""
+        """Request the last batch and everything after it; after a restart from the beginning.
+
+        Raises:
+            _ResyncNeededError: the snapshot must be read instead.
+            OSError: a node does not answer as it should.
+        """
         endpoint = self.source.replay_endpoint
         if endpoint is None:
             return
         try:
             async with asyncio.timeout(_REPLAY_S_MAX):
                 if await self._replay_once(endpoint):
+                    if self.has_snapshots:  # not all of its batches need be left
+                        raise _ResyncNeededError
                     await self._replay_once(endpoint)
         except TimeoutError:
             self._not_replayed("replay", "it did not end in time")
@@ -361,7 +381,7 @@ class Follower:
         self.faults.note(cause, what)
         self._clear()
         self.sequence.forget()
-        if self._has_snapshots:
+        if self.has_snapshots:
             raise OSError(what)
 
     async def _replay_once(self, endpoint: str) -> bool:

@@ -74,30 +74,32 @@ class IndexProcess:
         self._settings = settings
         self._sources: dict[str, Source] = {}
         self._life: _Life | None = None
-        self._former: IndexReader | None = None
-        self._former_until_ns = 0
+        self._former: tuple[IndexReader, IndexReport] | None = None
         self._to_catch_up: set[str] = set()
 
     @property
     def report(self) -> IndexReport:
-        """Its last report."""
-        return self._report
+        """The last report about the table to read now."""
+        former = self._read_former()
+        return former[1] if former is not None else self._report
 
     def table(self) -> IndexReader | None:
         """The table to read now; None while nothing is known."""
-        now_ns = time.monotonic_ns()
-        if self._former is not None:
-            if now_ns < self._former_until_ns and self._to_catch_up:
-                return self._former
-            self._forget_former()
+        former = self._read_former()
+        if former is not None:
+            return former[0]
         life = self._life
-        if life is None or not life.begun or life.table.age_ns(now_ns) > STALE_S * 1e9:
-            return None
-        return life.table
+        return life.table if life is not None and life.begun and _is_fresh(life.table) else None
+
+    def _read_former(self) -> tuple[IndexReader, IndexReport] | None:
+        """Table and last report of the process that has ended, as long as they are read."""
+        if self._former is not None and not (self._to_catch_up and _is_fresh(self._former[0])):
+            self._forget_former()
+        return self._former
 
     def worker(self, name: str) -> FollowedWorker | None:
         """The state of one worker in the last report; None if it was not followed."""
-        return next((one for one in self._report.workers if one.worker == name), None)
+        return next((one for one in self.report.workers if one.worker == name), None)
 
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
@@ -106,16 +108,19 @@ class IndexProcess:
             self._send(Follow(source))
 
     def unfollow(self, worker: str) -> None:
-        """Forget a worker, if it is known."""
-        if self._sources.pop(worker, None) is not None:
-            self._to_catch_up.discard(worker)
-            self._send(Unfollow(worker))
+        """Forget a worker, whether it was followed or only expected to have pages."""
+        self._sources.pop(worker, None)
+        self._to_catch_up.discard(worker)
+        self._send(Unfollow(worker))
 
     def expect(self, expected: Expect) -> None:
-        """A worker will probably have some pages; left out while the process does not read."""
+        """A worker will probably have some pages of the present table.
+
+        Left out, and counted, while the process starts or does not read.
+        """
         life = self._life
-        if life is None or life.backlog > _BACKLOG_BYTES:
-            self.faults.note("backlog", "it does not read: expected pages are left out")
+        if life is None or life.table is not self.table() or life.backlog > _BACKLOG_BYTES:
+            self.faults.note("backlog", "it starts or does not read: expected pages are left out")
         else:
             life.send(expected)
 
@@ -163,24 +168,28 @@ class IndexProcess:
         finally:
             self._life = None
             if life.begun:
-                self._remember(life.table)
+                self._remember(life.table, self._report)
             await life.end()
 
-    def _remember(self, table: IndexReader) -> None:
+    def _remember(self, table: IndexReader, report: IndexReport) -> None:
         """Read the table of a process that has ended for some time more."""
         self._forget_former()
         now_ns = time.monotonic_ns()
         left_ns = int(STALE_S * 1e9) - table.age_ns(now_ns)
         if left_ns <= 0:  # it has shown no sign of life for too long: nothing is known
             return
-        self._former = table
+        self._former = table, report
         self._former_until_ns = now_ns + left_ns
-        known = {one.worker for one in self._report.workers if one.current}
+        known = {one.worker for one in report.workers if one.current}
         self._to_catch_up = known & self._sources.keys()
 
     def _forget_former(self) -> None:
         self._former = None
         self._to_catch_up = set()
+
+
+def _is_fresh(table: IndexReader) -> bool:
+    return table.age_ns(time.monotonic_ns()) <= STALE_S * 1e9
 
 
 class _Life:

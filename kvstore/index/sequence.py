@@ -56,6 +56,10 @@ class Sequence:
         """First number to request: the last batch seen, for comparison, and those after it."""
         return max(0, (self._next or 0) - 1)
 
+    def is_of(self, topic: bytes) -> bool:
+        """Whether a topic is of the same start of the publisher as what is known."""
+        return self._boot == boot_of(topic)
+
     def met(self, topic: bytes) -> bool:
         """Check the topic of any message.
 

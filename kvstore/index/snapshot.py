@@ -36,6 +36,7 @@ from kvstore.events.questions import (
     Asked,
     encode_question,
 )
+from kvstore.index.batch import HASHES_MAX
 from kvstore.index.channel import EventConnection
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
@@ -51,7 +52,6 @@ ANSWER_S_MAX: Final = 10.0
 PAGES_MAX: Final = 1 << 28
 """Pages of one snapshot."""
 _EVENTS_MAX: Final = 65_536
-_EVENT_KEYS_MAX: Final = 65_536
 _PLACES_MAX: Final = 64
 """Shards and media in which the keys of a sample are, on average, at most."""
 _ENTRY_BYTES: Final = 2 + KEY_BYTES
@@ -326,12 +326,11 @@ async def _parts(
             yield _head(payload)
         elif word == PAGES and begun:
             for held in _read(_HOLDING, payload).events:
-                keys = _keys_of(held)
+                keys = packed_keys(held.block_hashes)
                 pages += len(keys) // KEY_BYTES
                 if pages > pages_max:
                     raise SnapshotError("invalid", f"it has more than {pages_max} pages")
-                if keys:
-                    yield SnapshotPages(held.space, held.shard_digest, held.medium, keys)
+                yield SnapshotPages(held.space, held.shard_digest, held.medium, keys)
         elif word == END and begun:
             end = _end(payload)
             if end.pages != pages:
@@ -345,7 +344,7 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
     """The prefix keys of an encoded array, packed, without an object for each.
 
     Raises:
-        UnreadableError: it is not an array of keys of 32 bytes, each with the shortest head.
+        SnapshotError: it is not an array of keys of 32 bytes, or one of too many.
     """
     view = memoryview(raw)
     first = view[0]
@@ -355,23 +354,15 @@ def packed_keys(raw: msgspec.Raw) -> bytes:
         start = 1 + _ARRAY_HEADS[first]
         count = int.from_bytes(view[1:start], "big")
     else:
-        raise UnreadableError("keys are no array")
+        raise SnapshotError("invalid", "keys are no array")
+    if count > HASHES_MAX:
+        raise SnapshotError("invalid", f"an event has too many keys: {count}")
     if len(view) != start + count * _ENTRY_BYTES:
-        raise UnreadableError(f"these are not {count} keys")
+        raise SnapshotError("invalid", f"these are not {count} keys")
     entries = np.frombuffer(view[start:], dtype=np.uint8).reshape(count, _ENTRY_BYTES)
     if not (entries[:, :2] == _ENTRY_HEAD).all():
-        raise UnreadableError("a key has not 32 bytes")
+        raise SnapshotError("invalid", "a key has not 32 bytes")
     return entries[:, 2:].tobytes()
-
-
-def _keys_of(held: _Held) -> bytes:
-    try:
-        keys = packed_keys(held.block_hashes)
-    except UnreadableError as error:
-        raise SnapshotError("invalid", str(error)) from error
-    if len(keys) > _EVENT_KEYS_MAX * KEY_BYTES:
-        raise SnapshotError("invalid", f"an event with {len(keys) // KEY_BYTES} keys")
-    return keys
 
 
 def _head(payload: bytes) -> SnapshotHead:

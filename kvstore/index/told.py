@@ -1,12 +1,12 @@
 """Some of the pages that a node's events told of, for audits. Pure."""
 
+import contextlib
 from collections import deque
 from typing import Final
 
 from kvstore.index.blocks import Workspace
 from kvstore.index.payload import BlocksStored, read_payload
-from kvstore.index.reading import UnreadableError
-from kvstore.index.snapshot import SnapshotPages, packed_keys
+from kvstore.index.snapshot import SnapshotError, SnapshotPages, packed_keys
 from kvstore.page import KEY_BYTES
 
 EVERY: Final = 16
@@ -41,15 +41,9 @@ class ToldPages:
         for event in stored[:_EVENTS]:
             kind = (event.space or "", event.shard_digest or "", event.medium or "")
             if all(kind) and (kind in self._keys or len(self._keys) < _KINDS_MAX):
-                self._remember(kind, event)
-
-    def _remember(self, kind: tuple[str, str, str], event: BlocksStored) -> None:
-        try:
-            first = packed_keys(event.block_hashes)[:KEY_BYTES]
-        except UnreadableError:  # applied, but encoded in another way than by our nodes
-            return
-        if first:
-            self._keys.setdefault(kind, deque(maxlen=_KEYS_MAX)).append(first)
+                with contextlib.suppress(SnapshotError):  # keys that are encoded in another way
+                    first = packed_keys(event.block_hashes)[:KEY_BYTES]
+                    self._keys.setdefault(kind, deque(maxlen=_KEYS_MAX)).append(first)
 
     def pages(self) -> list[SnapshotPages]:
         """These pages."""

@@ -177,13 +177,17 @@ class EngineRow(Answer, frozen=True):
 
 
 class OpenedSpaceRow(Answer, frozen=True):
-    """A space that a session has opened; ``shards``: hex digests of the shards it opened."""
+    """A space that a session has opened; ``shards``: hex digests of the shards it opened.
+
+    ``windows``: of shards of which a hit needs the last pages only, their number.
+    """
 
     space: str
     model: str
     page_tokens: int
     scope: str
     shards: list[str]
+    windows: dict[str, int]
 
 
 class SessionRow(Answer, frozen=True):

@@ -42,11 +42,13 @@ def _opened(session: Session) -> Work[list[answers.OpenedSpaceRow]]:
         left -= opened.bit_count()
         if rows and left < 0:
             break
-        shards = [one.label for number, one in enumerate(space.shards) if opened >> number & 1]
+        shards = [one for number, one in enumerate(space.shards) if opened >> number & 1]
         rows.append(
             answers.OpenedSpaceRow(
                 space=space.label, model=space.identity.model,
-                page_tokens=space.identity.page_tokens, scope=space.identity.scope, shards=shards,
+                page_tokens=space.identity.page_tokens, scope=space.identity.scope,
+                shards=[one.label for one in shards],
+                windows={one.label: one.window_pages for one in shards if one.window_pages},
             )
         )  # fmt: skip
         yield None

@@ -54,7 +54,7 @@ class LocalIndex:
         self._service.obey(Follow(source))
 
     def unfollow(self, worker: str) -> None:
-        """Forget a worker, if it is known."""
+        """Forget a worker, whether it was followed or only expected to have pages."""
         self._service.obey(Unfollow(worker))
 
     def expect(self, expected: Expect) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from kvstore.events.publisher import EventPublisher
 from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving, session_of
@@ -358,6 +359,38 @@ async def test_all_parts_of_a_long_listing_are_read() -> None:
     async with beside(node), serving(like_vllm()) as client:
         await client.operate("/v1/nodes", {"url": node.url})
         assert (await engine_of(client))["node"] == "n"
+
+
+class EndlessNode(FakeNode):
+    """Always says that there are more sessions, and shows none."""
+
+    async def _sessions(self, http: web.Request) -> web.Response:
+        return web.json_response({"sessions": [], "next": int(http.query["cursor"]) + 1})
+
+
+@in_loop
+async def test_a_listing_that_does_not_end_is_given_up() -> None:
+    node = EndlessNode("n")
+    async with beside(node), serving() as client:
+        async with asyncio.timeout(5):
+            status, refusal, _ = await client.operate("/v1/nodes", {"url": node.url})
+        assert (status, "do not go on" in refusal["error"]["message"]) == (502, True)
+
+
+@in_loop
+async def test_a_node_at_another_url_is_not_followed_where_the_former_one_was() -> None:
+    with as_node(EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@b1"), "b1") as events:
+        node = FakeNode(
+            "n", endpoint=events.bound_endpoint, replay_endpoint=events.bound_replay_endpoint
+        )
+        async with beside(node), serving() as client:
+            await client.operate("/v1/nodes", {"id": "n", "url": node.url})
+            await eventually(lambda: client.is_current("node/n"))
+            await client.operate("/v1/nodes", {"id": "n", "url": "http://127.0.0.1:1"})
+            await eventually(lambda: client.conductor.index.worker("node/n") is None)
+            [known] = client.conductor.membership.nodes
+            assert known.view is None
+            assert known.trouble
 
 
 @in_loop

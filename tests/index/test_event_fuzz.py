@@ -47,7 +47,7 @@ from tests.index.hostile import TOPICS, Hostile, Stopwatch
 from tests.index.publishers import node, usable
 from tests.loops import eventually, in_loop
 
-STALL_S = 0.05
+STALL_S = 0.1
 QUICK_SEED = 10
 QUICK_S = 10.0
 ENTRIES_MAX = 20_000

@@ -141,6 +141,67 @@ async def test_a_stopped_index_counts_for_nothing_and_is_started_again(
 
 
 @in_loop
+async def test_the_table_of_a_stopped_index_is_not_believed_again_when_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STALE_S", 0.5)
+    monkeypatch.setattr(process, "HUNG_S", 2.0)
+    index, seen = IndexProcess(SETTINGS), set[int]()
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(index):
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(index) == 5)
+            await eventually(lambda: index.report.entries == 5)
+            os.kill(pid_of(index), signal.SIGSTOP)
+            publisher.close()  # so the next index never catches up
+            await eventually(lambda: prefix(index) == -1)
+
+            def again() -> bool:
+                seen.add(prefix(index))
+                return index.restarts == 1 and index._life is not None and index._life.begun
+
+            await eventually(again)
+            assert seen <= {-1, 0}
+
+
+@in_loop
+async def test_the_report_is_of_the_table_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STALE_S", 3.0)
+    index, seen = IndexProcess(SETTINGS), []
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+        async with running(index):
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            publisher.publish([stored(KEYS[:5])])
+            await eventually(lambda: prefix(index) == 5)
+            await eventually(lambda: index.report.entries == 5)
+            os.kill(pid_of(index), signal.SIGKILL)
+            publisher.close()  # so the next index never catches up
+
+            def again() -> bool:
+                seen.append((prefix(index), index.report.entries))
+                return index._life is not None and index._life.begun and seen[-1][0] < 5
+
+            await eventually(again)
+            assert {known for known in seen if known[0] == 5} == {(5, 5)}
+            assert seen[-1] == (0, 0)
+
+
+@in_loop
+async def test_nothing_more_is_expected_of_a_worker_that_is_forgotten_though_never_followed() -> (
+    None
+):
+    index = IndexProcess(SETTINGS)
+    async with running(index):
+        await eventually(lambda: index.table() is not None)
+        now = process.time.monotonic_ns()
+        index.expect(Expect("engine/e", bytes([1]) * 8, now, now + 600_000_000_000))
+        await eventually(lambda: index.report.expected == 1)
+        index.unfollow("engine/e")
+        await eventually(lambda: index.report.expected == 0 and index.report.entries == 0)
+
+
+@in_loop
 async def test_two_on_one_machine_do_not_meet() -> None:
     one, other = IndexProcess(SETTINGS), IndexProcess(SETTINGS)
     with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:

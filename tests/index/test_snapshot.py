@@ -25,7 +25,6 @@ from kvstore.events.questions import (
     OpenQuestion,
     RefusedError,
 )
-from kvstore.index.reading import UnreadableError
 from kvstore.index.snapshot import (
     SnapshotEnd,
     SnapshotError,
@@ -95,6 +94,7 @@ def test_the_parts_of_a_snapshot_are_a_head_pages_and_an_end(tmp_path):
             SnapshotHead("aa", 5),
             SnapshotPages(SPACE, SHARD, "CPU", b"".join(KEYS)),
             SnapshotPages(SPACE, SHARD, "STORAGE", b"".join(KEYS[:3])),
+            SnapshotPages(SPACE, SHARD, "CPU", b""),
             SnapshotEnd(9, 43),
         ]
 
@@ -272,5 +272,6 @@ def test_bytes_that_are_no_keys_are_refused(data):
     if is_array_of_keys(data):
         assert packed_keys(msgspec.Raw(data)) == b"".join(msgspec.msgpack.decode(data))
     else:
-        with pytest.raises(UnreadableError):
+        with pytest.raises(SnapshotError) as refused:
             packed_keys(msgspec.Raw(data))
+        assert refused.value.cause == "invalid"

@@ -46,6 +46,7 @@ def test_the_session_of_an_engine_tells_its_name_and_what_it_has_opened(api, dae
     assert first == {
         "space": mine.digest.hex(), "model": mine.model, "page_tokens": mine.page_tokens,
         "scope": "", "shards": [FLAT.digest.hex(), OTHER.digest.hex()],
+        "windows": {},
     }  # fmt: skip
     assert (second["space"], second["scope"]) == (hidden.digest.hex(), "selftest")
     assert second["shards"] == [FLAT.digest.hex()]

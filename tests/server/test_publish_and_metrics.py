@@ -95,7 +95,7 @@ def test_every_event_names_its_shard_by_its_digest_too():
     events = [event for event in events_of(actions) if not isinstance(event, ClearedEvent)]
 
     assert len(events) == 6
-    assert {(event.shard, event.shard_digest) for event in events} == {(2, SHARDS[2].label)}
+    assert {(event.shard, event.shard_digest) for event in events} == {(2, SHARDS[2].event_label)}
 
 
 def test_pages_that_were_never_ready_are_not_told_of():

@@ -31,7 +31,7 @@ class Follower:
 
     def add(self, held: list[HeldPages]) -> None:
         for space, shard, tier, keys in held:
-            where = (space.label, space.shards[shard].label, MEDIA[tier])
+            where = (space.label, space.shards[shard].event_label, MEDIA[tier])
             self.pages |= {(*where, one) for one in keys}
 
     def replay(self, events: list[object]) -> None:
@@ -49,7 +49,7 @@ def truth(table: PageTable) -> set[Page]:
     for space in table.spaces:
         for node in space.nodes.values():
             for shard in node.digests:
-                label = space.shards[shard].label
+                label = space.shards[shard].event_label
                 media = {"CPU": shard in node.slots, "STORAGE": shard in node.disk}
                 found |= {(space.label, label, one, node.key) for one in media if media[one]}
     return found
@@ -108,7 +108,7 @@ def test_a_walk_alone_shows_every_page_once_and_nothing_that_is_not_ready():
             spread(space)
     world.begin(process, space, "never ready")
     shown = Counter(
-        (space.label, space.shards[shard].label, MEDIA[tier], one)
+        (space.label, space.shards[shard].event_label, MEDIA[tier], one)
         for held in walk(world.table)
         for space, shard, tier, keys in held
         for one in keys

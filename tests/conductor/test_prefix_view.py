@@ -1,0 +1,95 @@
+"""Goal: what is said of an engine's prefix is right for all of its ranks and KV groups."""
+
+import msgspec
+import pytest
+
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.joining import RankEvents
+from conductor.routing.policy import Prefix, Waiting
+from conductor.routing.prefixes import PrefixView, engine_worker, own_domain
+from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
+from kvstore.index.feed import WorkerFeed
+from kvstore.testing.index import LocalIndex
+
+BLOCK = 4
+TOKENS = list(range(8 * BLOCK))
+NOW = Waiting(number=1, model="m", deadline=1.0)
+
+
+class View:
+    """One engine with some data-parallel ranks, and what is known of its prompts."""
+
+    def __init__(self, ranks: int = 1, block: int = BLOCK) -> None:
+        self._block = block
+        bounds = SourceBounds(replay_s=1.0, verify_s=1.0, foreign_blocks=1000)
+        self.index = LocalIndex(IndexSettings(1000, bounds))
+        registry = EngineRegistry()
+        info = EngineInfo(
+            id="e", role=Role.MIXED, url="http://127.0.0.1:1", model="m", page_tokens=BLOCK,
+            domain="model:m", ranks=tuple(RankEvents(n, None, None, None) for n in range(ranks)),
+        )  # fmt: skip
+        registry.register(info, 0.0)
+        for number in range(ranks):
+            self.index.follow(
+                Source(
+                    worker=engine_worker("e", number),
+                    domain=own_domain(info),
+                    block_tokens=block,
+                    endpoint="ipc:///nowhere",
+                )
+            )
+        self._view = PrefixView(self.index, registry, needed=True)
+        self._view.remember(1, TOKENS)
+        for feed in self._feeds():
+            feed.live(counts=True)
+
+    def _feeds(self) -> list[WorkerFeed]:
+        return [one.feed for one in self.index._service._followers]
+
+    def stored(self, blocks: int, *, rank: int = 0, group: int = 0, **more: object) -> None:
+        event = {
+            "type": "BlockStored", "block_hashes": list(range(1, blocks + 1)), "medium": "GPU",
+            "parent_block_hash": None, "token_ids": TOKENS[: blocks * self._block],
+            "block_size": self._block, "group_idx": group, **more,
+        }  # fmt: skip
+        for _ in self._feeds()[rank].apply(msgspec.msgpack.encode([1.0, [event], None])):
+            pass
+        self._feeds()[rank].flush()
+
+    def prefix(self) -> Prefix:
+        return self._view(NOW)["e"]
+
+
+def test_ranks_with_the_same_prefix_are_left_to_the_engine():
+    view = View(ranks=3)
+    assert view.prefix() == Prefix(0, 0, 0, None)
+    view.stored(2, rank=1)
+    assert view.prefix() == Prefix(2 * BLOCK, 0, 2 * BLOCK, 1)
+    view.stored(2, rank=0)
+    view.stored(2, rank=2)
+    assert view.prefix() == Prefix(2 * BLOCK, 0, 2 * BLOCK, None)
+
+
+def test_the_only_rank_of_an_engine_is_named():
+    assert View().prefix().rank == 0
+
+
+@pytest.mark.parametrize("window", [2**31 + 1, 2**63, 2**64 - 1])
+def test_a_window_that_no_engine_has_is_none(window: int):
+    view = View(block=1)
+    kind = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": window}
+    view.stored(3, **kind)
+    assert view.prefix().local == 3
+
+
+def test_a_kv_group_that_the_report_does_not_know_yet_is_needed(monkeypatch: pytest.MonkeyPatch):
+    view = View()
+    view.stored(5)
+    report = view.index.report
+    assert report.workers[0].groups == {0: 0}
+    monkeypatch.setattr(LocalIndex, "report", property(lambda _: report))
+    assert view.prefix().local == 5 * BLOCK
+    view.stored(2, group=1)
+    assert view.prefix().local == 2 * BLOCK
+    monkeypatch.setattr(LocalIndex, "report", property(lambda _: IndexReport()))
+    assert view.prefix().local == 2 * BLOCK, "of a process that has just started"
