@@ -173,13 +173,7 @@ class IndexProcess:
 
     def _remember(self, table: IndexReader, report: IndexReport) -> None:
         """Read the table of a process that has ended for some time more."""
-        self._forget_former()
-        now_ns = time.monotonic_ns()
-        left_ns = int(STALE_S * 1e9) - table.age_ns(now_ns)
-        if left_ns <= 0:  # it has shown no sign of life for too long: nothing is known
-            return
         self._former = table, report
-        self._former_until_ns = now_ns + left_ns
         known = {one.worker for one in report.workers if one.current}
         self._to_catch_up = known & self._sources.keys()
 
