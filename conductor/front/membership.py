@@ -165,12 +165,12 @@ class Membership:
             if entry.model is not None:
                 return _Described()
             if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
-                raise EngineError(entry.id, f"{error}; {_NAME_MODEL}") from error
+                raise _unnamed(entry, error) from error
         try:
             raw = await self._upstream.get(entry.id, f"{entry.url}/v1/models", timeout_s)
             models = read(_MODELS.decode, raw).data
         except (EngineError, UnreadableError) as error:
-            raise EngineError(entry.id, f"{error}; {_NAME_MODEL}") from error
+            raise _unnamed(entry, error) from error
         return _Described(model=next((one.id for one in models if one.parent is None), None))
 
     def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:
@@ -437,3 +437,8 @@ def _check_endpoints(endpoints: tuple[str | None, str | None, str | None]) -> No
     """
     for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
         check_endpoint(field, endpoint)
+
+
+def _unnamed(entry: EngineEntry, error: EngineError | UnreadableError) -> EngineError:
+    what = error.what if isinstance(error, EngineError) else str(error)
+    return EngineError(entry.id, f"{what}; {_NAME_MODEL}")

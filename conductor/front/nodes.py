@@ -36,9 +36,12 @@ _SESSIONS_PART: Final = 100
 ANSWER_BYTES_MAX: Final = 4 << 20
 _REFUSED: Final = (401, 403)
 _STATUSES: Final = {
-    **dict.fromkeys(_REFUSED, ": it refuses the token"),
+    **dict.fromkeys(_REFUSED, ": it needs a token, or refuses this one"),
     404: ": a node of an earlier version, or none; register it with `id` and `events`",
 }
+_NO_HTTP: Final = (
+    "its answer is no HTTP; the admin socket of a node has the path of its socket and .admin"
+)
 _Text = Annotated[str, Meta(max_length=512)]
 T = TypeVar("T")
 
@@ -162,6 +165,8 @@ class NodeApi:
                     )
         except TimeoutError as error:
             raise NodeUnreadableError(f"{what}: no answer in time") from error
+        except aiohttp.ClientResponseError as error:
+            raise NodeUnreadableError(f"{what}: {_NO_HTTP}") from error
         except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
             raise NodeUnreadableError(f"{what}: {str(error) or type(error).__name__}") from error
         try:

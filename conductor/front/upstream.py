@@ -31,12 +31,14 @@ class EngineError(Exception):
 
     Attributes:
         engine: its id.
+        what: what happened.
         sick: counts against its health; False if it is only busy.
         status: the status of its answer; 0 = none.
     """
 
     def __init__(self, engine: str, what: str, *, sick: bool = True, status: int = 0) -> None:
-        super().__init__(f"engine {engine}: {printable(what)}")
+        self.what = printable(what)
+        super().__init__(f"engine {engine}: {self.what}")
         self.engine = engine
         self.sick = sick
         self.status = status

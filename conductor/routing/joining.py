@@ -41,8 +41,8 @@ class Gap(enum.StrEnum):
 ADVICE: Final = {
     Gap.NO_EVENTS: (
         "its KV events are unknown, so pages in its own cache do not count",
-        "switch its events on (vLLM: --kv-events-config), and let its adapter connect to a node"
-        " under its id, or register it with `events`",
+        "switch its events on (vLLM: --kv-events-config; the reference engine: --events), and let"
+        " its adapter connect to a node under its id, or register it with `events`",
     ),
     Gap.NO_SPACE: (
         "its space is unknown, so pages on nodes do not count",

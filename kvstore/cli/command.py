@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 from rich.console import Console
 
 from kvstore.cli import doctor, show, top
-from kvstore.cli.index import index
+from kvstore.cli.index import asked_index, index
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
@@ -105,7 +105,8 @@ def _anywhere(**defaults: Any) -> _Parser:
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
                         help="the node: http://HOST:PORT, or unix:// and its admin socket's path"
-                        " (or KVSTORE_URL); default: the node of this machine")  # fmt: skip
+                        " (or KVSTORE_URL); default: the node of this machine;"
+                        " of index: the Conductor, http://HOST:PORT")  # fmt: skip
     shared.add_argument("--token", default=defaults.get("token", unset),
                         help="bearer token for an http address (or KVSTORE_TOKEN, or the file named"
                         " by KVSTORE_TOKEN_FILE)")  # fmt: skip
@@ -167,9 +168,10 @@ def _add_looks(verb: _Add) -> None:
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every setting, its value and its source", "/v1/config", show.config),
         ("pins", "the pins of operators", "/v1/pins", show.pins),
-        ("index", "what a Conductor's index knows; --url is the Conductor's", "/v1/index", index),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
+    verb("index", "what a Conductor's index knows; --url is the Conductor's, not a node's",
+         lambda remote, _options: asked_index(remote), index)  # fmt: skip
     verb("spaces", "the spaces and their limits",
          lambda node, _options: node.listed("spaces", "/v1/spaces", {}, SPACES_MAX),
          show.spaces)  # fmt: skip

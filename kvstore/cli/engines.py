@@ -50,6 +50,7 @@ def conductor_checks(url: str, token: str) -> list[Check]:
         advice = "check --conductor, and whether it runs; if reading needs a token, give --token"
         return [Check("conductor", "fail", f"{url}: {error}", advice)]
     checks = [
+        *(_dead(one) for one in engines if one.get("state") == "dead"),
         *(_engine(one) for one in engines if one.get("gaps")),
         *(_node(one) for one in nodes if one.get("why_not")),
     ]
@@ -73,6 +74,12 @@ def _listed(url: str, name: str, token: str) -> list[dict[str, Any]]:
         raise ValueError(f"GET /v1/{name}: status {status}")
     rows: list[dict[str, Any]] = json.loads(body)[name]
     return rows
+
+
+def _dead(shown: Mapping[str, Any]) -> Check:
+    means = f"it is dead: {shown.get('failures', 'several')} failures in a row; it gets no requests"
+    advice = f"check whether {shown['url']} answers; it counts again when it does"
+    return Check(f"engine {shown['id']}", "warn", means, advice)
 
 
 def _engine(shown: Mapping[str, Any]) -> Check:

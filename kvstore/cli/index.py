@@ -4,8 +4,28 @@ from typing import Any
 
 from rich.console import Console
 
+from kvstore.cli.remote import Remote
 from kvstore.cli.show import seconds, table
 from kvstore.config.sizes import rounded
+from kvstore.errors import InvalidArgument, KVStoreError
+
+
+def asked_index(conductor: Remote) -> Any:
+    """What a Conductor tells of its index.
+
+    Raises:
+        KVStoreError: as of :meth:`Remote.send`; with another answer, there is no Conductor.
+    """
+    try:
+        answer = conductor.get("/v1/index")
+    except KVStoreError as error:
+        if "not found" not in str(error).lower():
+            raise
+        answer = None
+    if not isinstance(answer, dict) or "workers" not in answer:
+        message = f"{conductor.url} has no index: give a Conductor's URL, http://HOST:PORT"
+        raise InvalidArgument("--url", message)
+    return answer
 
 
 def index(answer: Any, console: Console) -> None:

@@ -100,6 +100,7 @@ class Auditor:
             pages += len(part.keys) // KEY_BYTES
             suspects = part._replace(keys=_chosen(part.keys, ~self._present(follower, part)))
             missing += await self._differ(follower, suspects)
+            await asyncio.sleep(0)
         for part in follower.told.pages():
             pages += len(part.keys) // KEY_BYTES
             stale += await self._differ(follower, part)

@@ -163,6 +163,8 @@ class IndexProcess:
                 self._to_catch_up -= {one.worker for one in self._report.workers if one.current}
         except TimeoutError:
             raise OSError("no sign of life") from None
+        except EOFError:
+            raise EOFError("it has ended") from None
         finally:
             self._life = None
             if life.begun:

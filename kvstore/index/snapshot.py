@@ -51,6 +51,8 @@ ANSWER_S_MAX: Final = 10.0
 PAGES_MAX: Final = 1 << 28
 """Pages of one snapshot."""
 _EVENTS_MAX: Final = 65_536
+_PLACES_MAX: Final = 64
+"""Shards and media in which the keys of a sample are, on average, at most."""
 _ENTRY_BYTES: Final = 2 + KEY_BYTES
 """A key in msgpack: type and length, and the key."""
 _ENTRY_HEAD: Final = (0xC4, KEY_BYTES)
@@ -223,7 +225,7 @@ async def sample(
         raise InvalidArgument("keys", f"{keys} is not in 1..{KEYS_MAX}")
     asking = _ask(endpoint, token, Asked(SAMPLE, keys), limit_s, limit_s)
     async with aclosing(asking) as answer:
-        head, *pages, end = [part async for part in _parts(answer, PAGES_MAX)]
+        head, *pages, end = [part async for part in _parts(answer, keys * _PLACES_MAX)]
     assert isinstance(head, SnapshotHead)
     assert isinstance(end, SnapshotEnd)
     return head, [one for one in pages if isinstance(one, SnapshotPages)], end

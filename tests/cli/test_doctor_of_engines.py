@@ -71,6 +71,26 @@ def test_each_gap_of_an_engine_or_node_is_a_line_with_its_advice(conductor) -> N
     )  # fmt: skip
 
 
+def test_a_dead_engine_is_a_line_even_if_it_lacks_nothing(conductor) -> None:
+    dead = {"id": "e", "gaps": [], "state": "dead", "failures": 7, "url": "http://h:1"}
+    conductor.answers["/v1/engines"] = {"engines": [dead, {**dead, "id": "a", "state": "alive"}]}
+    first, engine = conductor_checks(conductor.url, "")
+    assert first.status == "warn"
+    assert (engine.name, engine.status) == ("engine e", "warn")
+    assert "7 failures" in engine.found
+    assert "http://h:1" in engine.advice
+
+
+@pytest.mark.parametrize("answer", [{"error": {"message": "Not Found"}}, {"node": "n"}])
+def test_the_index_of_what_is_no_conductor_is_an_error_that_says_so(
+    conductor, capsys, answer: object
+) -> None:
+    conductor.answers["/v1/index"] = answer
+    assert main(["index", "--url", conductor.url]) == 2
+    told = capsys.readouterr().err
+    assert f"{conductor.url} has no index: give a Conductor's URL" in told
+
+
 def test_a_conductor_that_lacks_nothing_is_well_and_an_empty_one_is_not(conductor) -> None:
     [empty] = conductor_checks(conductor.url, "")
     assert (empty.status, empty.advice) == ("warn", "register engines: POST /v1/engines")

@@ -1,6 +1,7 @@
 """Engines and nodes find each other: id, role and URL suffice, and URL and read token of a node."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -126,6 +127,7 @@ async def test_an_engine_that_cannot_be_asked_for_its_model_must_be_told() -> No
         status, answer, _ = await client.operate("/v1/engines", body)
         assert (status, answer["error"]["param"]) == (502, "url")
         assert "status 401" in answer["error"]["message"]
+        assert answer["error"]["message"].count("engine e") == 1
         assert "register it with `model`" in answer["error"]["message"]
         assert (await client.operate("/v1/engines", {**body, "model": "m"}))[0] == 201
         engine.keyed = False
@@ -263,6 +265,20 @@ async def test_a_node_may_register_by_its_admin_socket(tmp_path) -> None:
             assert (status, answer["id"]) == (201, "n")
     finally:
         await node.stop()
+
+
+@in_loop
+async def test_a_socket_that_speaks_no_http_is_refused_with_the_name_of_the_one_that_does(
+    tmp_path: Path,
+) -> None:
+    async def no_http(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x95\x16\x01 a frame is over the limit\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_unix_server(no_http, tmp_path / "s"), serving() as client:
+        status, answer, _ = await client.operate("/v1/nodes", {"url": f"unix://{tmp_path}/s"})
+    assert (status, answer["error"]["code"]) == (502, "node_unreachable")
+    assert "its answer is no HTTP" in answer["error"]["message"]
 
 
 @in_loop

@@ -123,10 +123,18 @@ async def test_a_stopped_index_counts_for_nothing_and_is_started_again(
             index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
             publisher.publish([stored(KEYS[:5])])
             await eventually(lambda: prefix(index) == 5)
+            await eventually(lambda: index.report.entries == 5)
             stopped = pid_of(index)
             os.kill(stopped, signal.SIGSTOP)
             await eventually(lambda: prefix(index) == -1, "its table is not believed")
-            await eventually(lambda: index.restarts == 1)
+            seen: set[int] = set()
+
+            def again() -> bool:
+                seen.add(prefix(index))
+                return index.restarts == 1
+
+            await eventually(again)
+            assert seen == {-1}, "nor when the process was ended"
             with pytest.raises(ProcessLookupError):
                 os.kill(stopped, 0)
             await eventually(lambda: prefix(index) == 5)
