@@ -1,5 +1,6 @@
 """An index without a process of its own."""
 
+import mmap
 import secrets
 
 from kvstore.index.control import (
@@ -18,6 +19,11 @@ from kvstore.index.table import IndexReader
 from kvstore.index.writer import SETS_MAX
 
 
+def anonymous_memory(size: int) -> TableMemory:
+    """Zeroed memory of this process alone; it has no descriptor."""
+    return TableMemory(-1, mmap.mmap(-1, size))
+
+
 class LocalIndex:
     """The index of :class:`kvstore.index.process.IndexProcess` in this process and its loop.
 
@@ -31,7 +37,7 @@ class LocalIndex:
         Args:
             settings: its settings.
         """
-        memory = TableMemory.anonymous(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
+        memory = anonymous_memory(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
         self._service = IndexService(memory, settings, secrets.randbits(64))
         self._table = IndexReader(memory.buffer)
         self.restarts = 0

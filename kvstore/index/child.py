@@ -27,7 +27,10 @@ _REPORT_S: Final = 0.25
 
 async def _serve(memory: int, control: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
-    begin = await next_command(reader)
+    try:
+        begin = await next_command(reader)
+    except (OSError, EOFError, UnreadableError):
+        return  # who started it has ended already
     assert isinstance(begin, StartIndex)
     settings = begin.settings
     service = IndexService(TableMemory.attach(memory, write=True), settings, secrets.randbits(64))

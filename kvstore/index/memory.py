@@ -35,11 +35,6 @@ class TableMemory:
             raise
 
     @classmethod
-    def anonymous(cls, size: int) -> "TableMemory":
-        """Make zeroed memory for this process alone; it has no descriptor."""
-        return cls(-1, mmap.mmap(-1, size))
-
-    @classmethod
     def attach(cls, fd: int, *, write: bool = False) -> "TableMemory":
         """Map memory that another process has made.
 

@@ -352,6 +352,13 @@ class Client:
         return decision
 
 
+def like_vllm(engine_id: str = "e", **described: object) -> FakeEngine:
+    """An engine that has no ``GET /v1/engine``."""
+    engine = FakeEngine(engine_id, "mixed", **described)
+    engine.describes = False
+    return engine
+
+
 def sse(raw: str) -> list[Any]:
     """The events of a stream: parsed JSON, or the text of what is none."""
     events: list[Any] = []

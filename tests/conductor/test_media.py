@@ -9,7 +9,6 @@ from kvstore.events.publisher import END_OF_REPLAY, EventBatch
 from kvstore.index.control import Source
 from kvstore.index.feed import PageFeeds
 from kvstore.index.layout import TableLayout
-from kvstore.index.memory import TableMemory
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.writer import IndexWriter
@@ -28,6 +27,7 @@ from tests.client.conftest import (
     open_space,
 )
 from tests.index.publishers import usable
+from tests.local_index import anonymous_memory
 
 SECRET = 7
 SETS = 64
@@ -44,7 +44,7 @@ class Index:
     """What a Conductor makes of one node's events."""
 
     def __init__(self) -> None:
-        memory = TableMemory.anonymous(TableLayout(1000, SETS).total_bytes)
+        memory = anonymous_memory(TableLayout(1000, SETS).total_bytes)
         self._feeds = PageFeeds(IndexWriter(memory, 1000, SECRET, SETS), SECRET)
         self._table = IndexReader(memory.buffer)
         source = Source(worker="node/n", domain="node/n", endpoint="ipc:///nowhere", is_node=True)

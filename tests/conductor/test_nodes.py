@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from kvstore.events.publisher import EventPublisher
-from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving, session_of
+from tests.conductor.fakes import FakeEngine, FakeNode, beside, like_vllm, serving, session_of
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
 from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop
@@ -29,13 +29,6 @@ async def engine_of(client, engine_id="e"):
 async def node_of(client):
     [shown] = (await client.get("/v1/nodes"))[1]["nodes"]
     return shown
-
-
-def like_vllm(engine_id="e", **described):
-    """An engine that has no ``GET /v1/engine``."""
-    engine = FakeEngine(engine_id, "mixed", **described)
-    engine.describes = False
-    return engine
 
 
 @in_loop

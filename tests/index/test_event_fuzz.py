@@ -36,14 +36,13 @@ from kvstore.events.server import PEERS_MAX, EventServer
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.feed import PageFeeds
 from kvstore.index.layout import TableLayout
-from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
 from tests.index.hostile import TOPICS, Hostile, Stopwatch
 from tests.index.publishers import node, usable
-from tests.local_index import LocalIndex
+from tests.local_index import LocalIndex, anonymous_memory
 from tests.loops import eventually, in_loop
 
 STALL_S = 0.1
@@ -84,7 +83,7 @@ def seeded(seconds: float) -> Iterator[Hostile]:
 def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
     with seeded(seconds) as hostile:
         secret = hostile.getrandbits(64)
-        memory = TableMemory.anonymous(TableLayout(ENTRIES_MAX, SETS).total_bytes)
+        memory = anonymous_memory(TableLayout(ENTRIES_MAX, SETS).total_bytes)
         writer = IndexWriter(memory, ENTRIES_MAX, secret, SETS)
         feeds = PageFeeds(writer, secret)
         feed = feeds.feed(node("ipc:///nowhere"), 5_000)

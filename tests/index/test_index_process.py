@@ -235,3 +235,17 @@ def test_an_index_ends_with_the_process_that_started_it(spawn, wait_until):
     parent.kill()
     wait_until(lambda: not Path(f"/proc/{child}").exists(), what="the index process ends")
     assert not [name for name in os.listdir("/dev/shm") if "kvstore" in name]  # noqa: PTH208
+
+
+def test_an_index_whose_starter_has_ended_already_ends_without_a_word(spawn):
+    code = (
+        "import os, runpy, socket, sys\n"
+        "ours, theirs = socket.socketpair()\n"
+        "ours.close()\n"
+        "memory = os.memfd_create('test')\n"
+        "sys.argv[1:] = [str(memory), str(theirs.detach())]\n"
+        "runpy.run_module('kvstore.index.child', run_name='__main__')\n"
+    )
+    child = spawn([sys.executable, "-c", code])
+    assert child.wait() == 0
+    assert child.stderr == ""
