@@ -95,11 +95,11 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         assert (shown["model"], shown["node"]) == ("tiny", "local")
         assert (shown["page_tokens"], shown["block_tokens"]) == (PAGE_TOKENS, BLOCK_TOKENS)
         assert (len(shown["spaces"]), len(shown["shards"])) == (1, 1)
-        first, wanted = prompt(300, 7), {"engine/P": 4, "node/local": 4}
+        first, wanted = prompt(300, 7), {"engine/P": 300 // BLOCK_TOKENS, "node/local": 4}
         for tokens in (first, first + prompt(100, 8)):
             body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0.0}
             ask(f"{conductor}/v1/completions", body)
-            wait_until(lambda: known_pages(conductor) >= wanted.items(), WAIT_S, "pages are known")
+            wait_until(lambda: knows(conductor, wanted), WAIT_S, "pages are known")
 
         [second, before] = ask(f"{conductor}/v1/decisions?limit=2")["decisions"]
         assert before["attempts"][-1]["predicted_hit_tokens"] == 0
@@ -108,15 +108,13 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         assert reported >= 300 // BLOCK_TOKENS * BLOCK_TOKENS
         assert abs(attempt["predicted_hit_tokens"] - reported) <= PAGE_TOKENS
         [candidate] = attempt["candidates"]
-        assert candidate["local_tokens"] == candidate["node_tokens"] == 300 // 64 * 64
+        assert candidate["local_tokens"] == reported, "blocks of the engine's own size"
+        assert candidate["node_tokens"] == 300 // PAGE_TOKENS * PAGE_TOKENS
 
 
-def known_pages(conductor):
-    """Pages of each worker in the Conductor's index, at most four."""
-    with urllib.request.urlopen(f"{conductor}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith("kvstore_conductor_index_worker_pages{")]
-    return {
-        (line.split('worker="')[1].split('"')[0], min(4, int(float(line.rpartition(" ")[2]))))
-        for line in found
-    }
+def knows(conductor, wanted):
+    """Whether the index knows so many pages of each worker, by their events."""
+    shown = ask(f"{conductor}/v1/index")["workers"]
+    pages = {one["worker"]: sum(n for m, n in one["pages"].items() if m != "EXPECTED")
+             for one in shown}  # fmt: skip
+    return all(pages.get(worker, 0) >= count for worker, count in wanted.items())
