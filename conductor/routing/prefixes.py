@@ -10,7 +10,7 @@ A prefix is usable as far as each of its tokens is in a block or page that the e
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
 from conductor.routing.policy import Prefix, Waiting
 from kvstore.engine.identity import chain_seed
+from kvstore.index.apply import shard_name
 from kvstore.index.control import Expect, FollowedWorker, IndexReport
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.face import PrefixIndex
@@ -35,8 +36,6 @@ Numbers = npt.NDArray[np.int64]
 
 SPACE_DIGITS: Final = 64
 """A domain of so many digits is a space; others name a model."""
-_SHARD_DIGITS: Final = 16
-"""Digits of a shard's digest in the index."""
 
 
 def engine_worker(engine_id: str, rank: int = 0) -> str:
@@ -113,12 +112,27 @@ class _Prompt:
 
 
 class _Rank(NamedTuple):
-    """One rank of an engine: where its blocks and pages are looked for."""
+    """A data-parallel rank of an engine, by the engine's position in its plan."""
 
     engine: int
     number: int
-    own: PromptScope
-    pages: PromptScope | None
+
+
+class _Place(NamedTuple):
+    """Where blocks or pages that one rank of an engine can use are looked for.
+
+    Attributes:
+        kind: ``own``: its own blocks; ``node``: pages of its node; ``expected``: blocks that it
+            will probably have.
+        worker: who has them.
+        scope: how they are named.
+        needs: what a hit needs of them.
+    """
+
+    kind: Literal["own", "node", "expected"]
+    worker: str
+    scope: PromptScope
+    needs: list[PartNeed]
 
 
 class _Part(NamedTuple):
@@ -144,26 +158,16 @@ class _Plan:
         self.directory = directory
         self.report = report
         self.ranks: list[_Rank] = []
-        own: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
-        expected: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
-        same: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
-        on_node: dict[PromptScope, list[tuple[int, list[PartNeed]]]] = {}
+        rows: dict[str, dict[PromptScope, list[tuple[int, list[PartNeed]]]]] = {}
         for number, info in enumerate(self.infos):
-            pages = space_scope(info)
             for rank, name in engine_workers(info):
-                row = len(self.ranks)
-                scope = own_scope(info, workers.get(name))
-                self.ranks.append(_Rank(number, rank, scope, pages))
-                own.setdefault(scope, []).append((row, _own_needs(name, workers, directory)))
-                needs = [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
-                expected.setdefault(scope, []).append((row, needs))
-                if pages is not None:
-                    same.setdefault(pages, []).append((row, _page_needs(name, None, directory)))
-                    if info.node is not None:
-                        held = _page_needs(node_worker(info.node), info, directory)
-                        on_node.setdefault(pages, []).append((row, held))
-        self.own, self.expected = _parts(own), _parts(expected)
-        self.same, self.on_node = _parts(same), _parts(on_node)
+                for place in _places(info, name, workers, directory):
+                    of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
+                    of_scope.append((len(self.ranks), place.needs))
+                self.ranks.append(_Rank(number, rank))
+        self.own, self.on_node, self.expected = (
+            _parts(rows.get(kind, {})) for kind in ("own", "node", "expected")
+        )
 
     def fits(
         self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
@@ -234,8 +238,8 @@ def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory
     """What a hit needs of a worker's pages: the shards of who reads them, or all if unknown."""
     shards = reader.shards if reader is not None else ()
     windows = reader.windows if reader is not None else {}
-    of_shard: dict[str, list[PageHolder]] = {digest[:_SHARD_DIGITS]: [] for digest in shards}
-    last = {digest[:_SHARD_DIGITS]: pages for digest, pages in windows.items()}
+    of_shard: dict[str, list[PageHolder]] = {shard_name(0, digest): [] for digest in shards}
+    last = {shard_name(0, digest): pages for digest, pages in windows.items()}
     for holder in directory.by_worker.get(name, ()):
         if holder.shard and (not shards or holder.shard in of_shard):
             of_shard.setdefault(holder.shard, []).append(holder)
@@ -243,19 +247,20 @@ def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory
 
 
 def _places(
-    info: EngineInfo, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
-) -> Iterator[tuple[str, PromptScope, list[PartNeed]]]:
-    """Where an engine's blocks and pages are looked for, and what it needs there."""
-    pages = space_scope(info)
-    for _, name in engine_workers(info):
-        scope = own_scope(info, workers.get(name))
-        yield name, scope, _own_needs(name, workers, directory)
-        yield name, scope, [PartNeed([PageHolder(name, EXPECTED, "", 0)])]
-        if pages is not None:
-            yield name, pages, _page_needs(name, None, directory)
-    if pages is not None and info.node is not None:
-        node = node_worker(info.node)
-        yield node, pages, _page_needs(node, info, directory)
+    info: EngineInfo,
+    name: str,
+    workers: Mapping[str, FollowedWorker],
+    directory: HolderDirectory,
+) -> Iterator[_Place]:
+    """Where is looked for what one rank of an engine, the worker ``name``, can use."""
+    scope, pages = own_scope(info, workers.get(name)), space_scope(info)
+    yield _Place("own", name, scope, _own_needs(name, workers, directory))
+    yield _Place("expected", name, scope, [PartNeed([PageHolder(name, EXPECTED, "", 0)])])
+    if pages is not None:
+        yield _Place("own", name, pages, _page_needs(name, None, directory))
+        if info.node is not None:
+            node = node_worker(info.node)
+            yield _Place("node", node, pages, _page_needs(node, info, directory))
 
 
 def _in_medium(need: PartNeed, medium: str) -> PartNeed:
@@ -334,20 +339,22 @@ class PrefixView:
         prompt = _Prompt(np.array(tokens, dtype=np.uint32), salt)
         workers = {one.worker: one for one in self._index.report.workers}
         directory = table.holders()
-        asked: dict[PromptScope, list[tuple[str, str, str, list[PartNeed]]]] = {}
+        #: scope → (engine, worker, medium) → what a hit needs in this medium alone
+        asked: dict[PromptScope, dict[tuple[str, str, str], list[PartNeed]]] = {}
         for engine in self._registry.of_model(model):
-            for worker, scope, needs in _places(engine.info, workers, directory):
-                for medium in sorted({h.medium for need in needs for h in need.holders}):
-                    alone = [_in_medium(need, medium) for need in needs]
-                    asked.setdefault(scope, []).append((engine.info.id, worker, medium, alone))
+            for _, name in engine_workers(engine.info):
+                for place in _places(engine.info, name, workers, directory):
+                    for medium in {one.medium for need in place.needs for one in need.holders}:
+                        row = (engine.info.id, place.worker, medium)
+                        alone = [_in_medium(need, medium) for need in place.needs]
+                        asked.setdefault(place.scope, {})[row] = alone
         found: list[MediumMatch] = []
         for scope, rows in asked.items():
-            blocks = table.match(
-                [prompt.named(scope, self._secret)], PrefixNeeds([row[3] for row in rows])
-            )[0]
+            chains = prompt.named(scope, self._secret)
+            blocks = table.match([chains], PrefixNeeds(list(rows.values())))[0]
             found += [
-                MediumMatch(engine_id, worker, medium, int(count) * scope.block_tokens)
-                for (engine_id, worker, medium, _), count in zip(rows, blocks, strict=True)
+                MediumMatch(*row, int(count) * scope.block_tokens)
+                for row, count in zip(rows, blocks, strict=True)
             ]
         return sorted(found, key=lambda one: (one.engine, one.worker, one.medium))
 
@@ -390,7 +397,7 @@ class _Lookup:
     def prefixes(self) -> dict[str, Prefix]:
         """The best rank of each engine; no rank if all have the same."""
         plan = self._plan
-        for part in (*plan.own, *plan.same):
+        for part in plan.own:
             self._add(part, self._own)
         for part in plan.on_node:
             self._add(part, self._node)
