@@ -1,25 +1,27 @@
 """Shows what a Conductor's index knows of engines and nodes."""
 
+import http.client
 from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.remote import Remote
+from kvstore.cli.remote import RefusedRequest, Remote
 from kvstore.cli.show import seconds, table
 from kvstore.config.sizes import rounded
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import InvalidArgument
 
 
 def asked_index(conductor: Remote) -> Any:
     """What a Conductor tells of its index.
 
     Raises:
-        KVStoreError: as of :meth:`Remote.send`; with another answer, there is no Conductor.
+        InvalidArgument: it is no Conductor that answers.
+        KVStoreError: as of :meth:`Remote.send`.
     """
     try:
         answer = conductor.get("/v1/index")
-    except KVStoreError as error:
-        if "not found" not in str(error).lower():
+    except RefusedRequest as error:
+        if error.status != http.client.NOT_FOUND:
             raise
         answer = None
     if not isinstance(answer, dict) or "workers" not in answer:

@@ -16,6 +16,18 @@ _PAUSE: Final = threading.Event()
 """Never set; waiting for it is a pause."""
 
 
+class RefusedRequest(KVStoreError):
+    """Whoever answers at the address refused the request.
+
+    Attributes:
+        status: of the HTTP answer.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Remote:
     """One node.
 
@@ -49,7 +61,7 @@ class Remote:
         """The answer to any request.
 
         Raises:
-            KVStoreError: the node refused the request; the message is the node's.
+            RefusedRequest: the node refused the request; the message is the node's.
             PeerUnreachable: nothing answers there, or not a node.
         """
         data = json.dumps(body).encode() if body is not None else None
@@ -123,7 +135,7 @@ def _stranger(url: str) -> str:
     return message
 
 
-def _refusal(status: int, body: bytes) -> KVStoreError:
+def _refusal(status: int, body: bytes) -> RefusedRequest:
     try:
         error = json.loads(body)["error"]
         message, field = str(error["message"]), str(error["field"])
@@ -131,4 +143,4 @@ def _refusal(status: int, body: bytes) -> KVStoreError:
         message, field = body[:200].decode(errors="replace"), ""
     if status == 401:
         message += "; give --token, KVSTORE_TOKEN or KVSTORE_TOKEN_FILE, or leave --url out"
-    return KVStoreError(f"{field}: {message}" if field else message)
+    return RefusedRequest(status, f"{field}: {message}" if field else message)

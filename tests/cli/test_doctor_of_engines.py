@@ -12,11 +12,12 @@ from kvstore.cli import main
 from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.index.control import FollowedWorker, IndexReport
 
+NOTHING = object()
 GAP = {"gap": "no_space", "means": "its space is unknown", "do": "set the option `engine`"}
 
 
 class FakeConductor(HTTPServer):
-    """Answers with what a test puts into ``answers``: path → JSON, None = 401."""
+    """Answers with what a test puts into ``answers``: path → JSON, None = 401, nothing = 404."""
 
     answers: dict[str, object]
 
@@ -29,9 +30,9 @@ class Handler(BaseHTTPRequestHandler):
     """One request."""
 
     def do_GET(self) -> None:
-        answer = self.server.answers.get(self.path)
-        body = json.dumps(answer).encode()
-        self.send_response(401 if answer is None else 200)
+        answer = self.server.answers.get(self.path, NOTHING)
+        body = b"Not Found" if answer is NOTHING else json.dumps(answer).encode()
+        self.send_response(404 if answer is NOTHING else 401 if answer is None else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -81,11 +82,14 @@ def test_a_dead_engine_is_a_line_even_if_it_lacks_nothing(conductor) -> None:
     assert "http://h:1" in engine.advice
 
 
-@pytest.mark.parametrize("answer", [{"error": {"message": "Not Found"}}, {"node": "n"}])
+@pytest.mark.parametrize(
+    "answers",
+    [{}, {"/v1/index": {"error": {"message": "Not Found"}}}, {"/v1/index": {"node": "n"}}],
+)
 def test_the_index_of_what_is_no_conductor_is_an_error_that_says_so(
-    conductor, capsys, answer: object
+    conductor, capsys, answers: dict[str, object]
 ) -> None:
-    conductor.answers["/v1/index"] = answer
+    conductor.answers = answers
     assert main(["index", "--url", conductor.url]) == 2
     told = capsys.readouterr().err
     assert f"{conductor.url} has no index: give a Conductor's URL" in told
