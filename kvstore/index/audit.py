@@ -36,7 +36,7 @@ class AuditResult(NamedTuple):
     Attributes:
         pages: pages that were compared.
         missing: pages that the node has and the index has not.
-        stale: pages that events told of, and on which they differ.
+        stale: pages that its events told of, and on which node and index differ.
     """
 
     pages: int = 0

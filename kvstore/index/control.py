@@ -114,7 +114,7 @@ class FollowedWorker(msgspec.Struct, frozen=True, kw_only=True):
         snapshots: snapshots read.
         audited: pages of the last audit of a node; 0 = none yet.
         missing: those that the node had and the index had not.
-        stale: those that the events told of, and on which both differed.
+        stale: those that its events told of, and on which node and index differed.
         resyncs: times that everything was read again, because of a gap or an audit.
         faults: faults of its publisher, by cause.
     """
@@ -150,7 +150,7 @@ class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
         entries: pages and blocks in the table.
         entries_max: their maximum.
         sets: distinct sets of holders.
-        dropped: stores that were left out because something was full.
+        dropped: stores and expected pages that were left out because something was full.
         expected: expected pages.
         resident_bytes: resident memory of the index process.
         workers: every followed worker.

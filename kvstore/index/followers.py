@@ -63,7 +63,7 @@ class Follower:
         lag_s: time from the publication of the newest batch to its application.
         snapshots: snapshots that were read.
         resyncs: times that everything was read again because of a gap or an audit.
-        has_snapshots: it answers questions: whoever it follows is a node, not an older one.
+        has_snapshots: it follows a node, of a version that answers questions.
         told: some pages that the events of a node told of.
         faults: faults of its publisher, by cause.
     """

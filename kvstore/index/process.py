@@ -47,7 +47,8 @@ HUNG_S: Final = 10.0
 _START_S: Final = 30.0
 """Maximum time from the start of the process to its first report."""
 _END_S: Final = 2.0
-"""Maximum time for the process to end after its socket was closed; then it is killed."""
+"""Maximum time for the process to end after its socket was closed, and again after it was killed.
+"""
 _PAUSE_S_MIN: Final = 0.1
 _PAUSE_S_MAX: Final = 5.0
 _BACKLOG_BYTES: Final = 16 << 20
@@ -248,12 +249,20 @@ class _Life:
         return await next_report(self._reader)
 
     async def end(self) -> None:
-        """End the process."""
+        """End the process; one that does not even end when it is killed is left to the kernel."""
         self._writer.close()
+        if await self._has_ended():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        if not await self._has_ended():
+            _log.warning("the index process %d was killed and has not ended", self._process.pid)
+
+    async def _has_ended(self) -> bool:
+        """Wait for the end of the process, but not for long."""
         try:
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            return False
+        return True

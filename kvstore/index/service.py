@@ -26,7 +26,7 @@ from kvstore.index.table import IndexReader
 from kvstore.index.writer import IndexWriter
 
 _TEND_S: Final = 0.02
-"""How often is looked for expectations, and a sign of life given."""
+"""Pause before expectations are looked at again, and the next sign of life is given."""
 
 
 class IndexService:
@@ -81,7 +81,7 @@ class IndexService:
             entries=len(self._pages),
             entries_max=self._settings.entries_max,
             sets=self._pages.sets,
-            dropped=self._pages.left_out,
+            dropped=self._pages.left_out + self._expected.refused,
             expected=len(self._expected),
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             workers=[self._reported(one, pages) for one in self._followers],

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.index import expected
+from kvstore.index.control import Expect, IndexSettings, SourceBounds
 from kvstore.index.expected import Expectations
+from tests.local_index import LocalIndex
 
 WORKERS = ("a", "b")
 SPANS = st.tuples(
@@ -71,3 +73,10 @@ def test_too_many_expected_pages_are_refused_tails_first(monkeypatch):
     applied(expectations, 5, there)
     expectations.add("a", chains(7, 8), 5, 9)
     assert expectations.refused == 1, "what has ended leaves room"
+
+
+def test_expected_pages_that_are_refused_are_reported(monkeypatch):
+    monkeypatch.setattr(expected, "EXPECTED_MAX", 1)
+    index = LocalIndex(IndexSettings(100, SourceBounds(1.0, 1.0, 100)))
+    index.expect(Expect("engine/e", chains(1, 2, 3).tobytes(), 0, 10))
+    assert (index.report.expected, index.report.dropped) == (1, 2)

@@ -51,22 +51,29 @@ async def running(*indexes: IndexProcess) -> AsyncIterator[None]:
         await asyncio.wait(tasks)
 
 
-@in_loop
-async def test_an_index_in_a_process_of_its_own_is_read_without_asking_it() -> None:
-    index = IndexProcess(SETTINGS)
+@asynccontextmanager
+async def knowing(index: IndexProcess) -> AsyncIterator[EventPublisher]:
+    """The index runs, and knows and reports five pages of a publisher that it follows."""
     with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
         async with running(index):
-            assert index.table() is None
             index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
             publisher.publish([stored(KEYS[:5])])
             await eventually(lambda: prefix(index) == 5)
             await eventually(lambda: index.report.entries == 5)
-            known = index.worker("node/n")
-            assert known is not None
-            assert (known.current, known.pages) == (True, {"CPU": 5})
-            index.unfollow("node/n")
-            await eventually(lambda: prefix(index) == 0)
-            await eventually(lambda: index.worker("node/n") is None)
+            yield publisher
+
+
+@in_loop
+async def test_an_index_in_a_process_of_its_own_is_read_without_asking_it() -> None:
+    index = IndexProcess(SETTINGS)
+    assert index.table() is None
+    async with knowing(index):
+        known = index.worker("node/n")
+        assert known is not None
+        assert (known.current, known.pages) == (True, {"CPU": 5})
+        index.unfollow("node/n")
+        await eventually(lambda: prefix(index) == 0)
+        await eventually(lambda: index.worker("node/n") is None)
     assert index.restarts == 0
 
 
@@ -91,24 +98,19 @@ async def test_a_killed_index_is_started_again_and_its_old_table_read_until_it_h
     None
 ):
     index = IndexProcess(SETTINGS)
-    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
-        async with running(index):
-            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
-            publisher.publish([stored(KEYS[:5])])
-            await eventually(lambda: prefix(index) == 5)
-            await eventually(lambda: index.report.entries == 5)
-            before, seen = pid_of(index), []
-            os.kill(before, signal.SIGKILL)
+    async with knowing(index) as publisher:
+        before, seen = pid_of(index), []
+        os.kill(before, signal.SIGKILL)
 
-            def again() -> bool:
-                seen.append(prefix(index))
-                return index.restarts == 1 and index._life is not None and index._life.begun
+        def again() -> bool:
+            seen.append(prefix(index))
+            return index.restarts == 1 and index._life is not None and index._life.begun
 
-            await eventually(again)
-            publisher.publish([stored(KEYS[5:7])])
-            await eventually(lambda: prefix(index) == 7)
-            assert set(seen) == {5}, "at no time was anything else known"
-            assert pid_of(index) != before
+        await eventually(again)
+        publisher.publish([stored(KEYS[5:7])])
+        await eventually(lambda: prefix(index) == 7)
+        assert set(seen) == {5}, "at no time was anything else known"
+        assert pid_of(index) != before
 
 
 @in_loop
@@ -118,26 +120,21 @@ async def test_a_stopped_index_counts_for_nothing_and_is_started_again(
     monkeypatch.setattr(process, "STALE_S", 0.5)
     monkeypatch.setattr(process, "HUNG_S", 2.0)
     index = IndexProcess(SETTINGS)
-    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
-        async with running(index):
-            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
-            publisher.publish([stored(KEYS[:5])])
-            await eventually(lambda: prefix(index) == 5)
-            await eventually(lambda: index.report.entries == 5)
-            stopped = pid_of(index)
-            os.kill(stopped, signal.SIGSTOP)
-            await eventually(lambda: prefix(index) == -1, "its table is not believed")
-            seen: set[int] = set()
+    async with knowing(index):
+        stopped = pid_of(index)
+        os.kill(stopped, signal.SIGSTOP)
+        await eventually(lambda: prefix(index) == -1, "its table is not believed")
+        seen: set[int] = set()
 
-            def again() -> bool:
-                seen.add(prefix(index))
-                return index.restarts == 1
+        def again() -> bool:
+            seen.add(prefix(index))
+            return index.restarts == 1
 
-            await eventually(again)
-            assert seen == {-1}, "nor when the process was ended"
-            with pytest.raises(ProcessLookupError):
-                os.kill(stopped, 0)
-            await eventually(lambda: prefix(index) == 5)
+        await eventually(again)
+        assert seen == {-1}, "nor when the process was ended"
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
+        await eventually(lambda: prefix(index) == 5)
 
 
 @in_loop
@@ -147,44 +144,34 @@ async def test_the_table_of_a_stopped_index_is_not_believed_again_when_it_is_kil
     monkeypatch.setattr(process, "STALE_S", 0.5)
     monkeypatch.setattr(process, "HUNG_S", 2.0)
     index, seen = IndexProcess(SETTINGS), set[int]()
-    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
-        async with running(index):
-            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
-            publisher.publish([stored(KEYS[:5])])
-            await eventually(lambda: prefix(index) == 5)
-            await eventually(lambda: index.report.entries == 5)
-            os.kill(pid_of(index), signal.SIGSTOP)
-            publisher.close()  # so the next index never catches up
-            await eventually(lambda: prefix(index) == -1)
+    async with knowing(index) as publisher:
+        os.kill(pid_of(index), signal.SIGSTOP)
+        publisher.close()  # so the next index never catches up
+        await eventually(lambda: prefix(index) == -1)
 
-            def again() -> bool:
-                seen.add(prefix(index))
-                return index.restarts == 1 and index._life is not None and index._life.begun
+        def again() -> bool:
+            seen.add(prefix(index))
+            return index.restarts == 1 and index._life is not None and index._life.begun
 
-            await eventually(again)
-            assert seen <= {-1, 0}
+        await eventually(again)
+        assert seen <= {-1, 0}
 
 
 @in_loop
 async def test_the_report_is_of_the_table_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "STALE_S", 3.0)
     index, seen = IndexProcess(SETTINGS), []
-    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
-        async with running(index):
-            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
-            publisher.publish([stored(KEYS[:5])])
-            await eventually(lambda: prefix(index) == 5)
-            await eventually(lambda: index.report.entries == 5)
-            os.kill(pid_of(index), signal.SIGKILL)
-            publisher.close()  # so the next index never catches up
+    async with knowing(index) as publisher:
+        os.kill(pid_of(index), signal.SIGKILL)
+        publisher.close()  # so the next index never catches up
 
-            def again() -> bool:
-                seen.append((prefix(index), index.report.entries))
-                return index._life is not None and index._life.begun and seen[-1][0] < 5
+        def again() -> bool:
+            seen.append((prefix(index), index.report.entries))
+            return index._life is not None and index._life.begun and seen[-1][0] < 5
 
-            await eventually(again)
-            assert {known for known in seen if known[0] == 5} == {(5, 5)}
-            assert seen[-1] == (0, 0)
+        await eventually(again)
+        assert {known for known in seen if known[0] == 5} == {(5, 5)}
+        assert seen[-1] == (0, 0)
 
 
 @in_loop
@@ -199,6 +186,39 @@ async def test_nothing_more_is_expected_of_a_worker_that_is_forgotten_though_nev
         await eventually(lambda: index.report.expected == 1)
         index.unfollow("engine/e")
         await eventually(lambda: index.report.expected == 0 and index.report.entries == 0)
+
+
+class Immortal:
+    """A process that the kernel does not let end."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+@in_loop
+async def test_a_process_that_does_not_even_end_when_killed_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_END_S", 0.02)
+    index = IndexProcess(SETTINGS)
+    async with running(index):
+        await eventually(lambda: index.table() is not None)
+        assert index._life is not None
+        immortal, real = Immortal(), index._life._process
+        index._life._process = immortal  # type: ignore[assignment]
+        real.kill()
+        await eventually(lambda: index.restarts == 1)
+        await real.wait()
+    assert immortal.killed == 1
+    assert "has not ended" in caplog.text
 
 
 @in_loop
