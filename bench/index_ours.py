@@ -104,7 +104,7 @@ class OurIndex:
         while time.monotonic() < deadline:
             with contextlib.suppress(FeedError):
                 _pin(_index_process())
-            table = self._index.table()
+            table = self._index.present().table
             if table is not None and table is not former:
                 return table
             await asyncio.sleep(_PAUSE_S)
@@ -132,9 +132,9 @@ class OurIndex:
             FeedError: that takes too long.
         """
         deadline = time.monotonic() + _READY_S
-        while sum(one.current for one in self._index.report.workers) < workers:
+        while sum(one.current for one in self._index.present().report.workers) < workers:
             if time.monotonic() > deadline:
-                raise FeedError(f"not everybody is followed: {self._index.report}")
+                raise FeedError(f"not everybody is followed: {self._index.present().report}")
             await asyncio.sleep(_PAUSE_S)
 
     async def wait_seen(self, seen: Callable[[], bool]) -> int:
@@ -146,7 +146,7 @@ class OurIndex:
         deadline = time.monotonic() + _SEEN_S
         while not seen():
             if time.monotonic() > deadline:
-                raise FeedError(f"not everything is seen: {self._index.report}")
+                raise FeedError(f"not everything is seen: {self._index.present().report}")
             await asyncio.sleep(_PAUSE_S)
         return time.monotonic_ns()
 

@@ -6,12 +6,11 @@ import secrets
 from kvstore.index.control import (
     Expect,
     Follow,
-    FollowedWorker,
-    IndexReport,
     IndexSettings,
     Source,
     Unfollow,
 )
+from kvstore.index.face import PresentIndex
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
 from kvstore.index.service import IndexService
@@ -42,18 +41,9 @@ class LocalIndex:
         self._table = IndexReader(memory.buffer)
         self.restarts = 0
 
-    def table(self) -> IndexReader | None:
-        """The table; None never."""
-        return self._table
-
-    @property
-    def report(self) -> IndexReport:
-        """The present state."""
-        return self._service.report()
-
-    def worker(self, name: str) -> FollowedWorker | None:
-        """The state of one worker; None if it is not followed."""
-        return next((one for one in self.report.workers if one.worker == name), None)
+    def present(self) -> PresentIndex:
+        """Its table, always, and its state."""
+        return PresentIndex(self._table, self._service.report())
 
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
@@ -63,8 +53,9 @@ class LocalIndex:
         """Forget a worker, whether it was followed or only expected to have pages."""
         self._service.obey(Unfollow(worker))
 
-    def expect(self, expected: Expect) -> None:
+    def expect(self, expected: Expect, table: IndexReader) -> None:
         """A worker will probably have some pages."""
+        assert table is self._table
         self._service.obey(expected)
 
     async def run(self) -> None:

@@ -185,9 +185,9 @@ class Admin:
 
     async def _index(self, _: web.Request) -> web.Response:
         index = self._parts.prefix_index
-        report = index.report
-        up = index.table() is not None
-        return _json({"up": up, "restarts": index.restarts, **msgspec.structs.asdict(report)})
+        table, report = index.present()
+        state = {"up": table is not None, "restarts": index.restarts}
+        return _json({**state, **msgspec.structs.asdict(report)})
 
     async def _match(self, http: web.Request) -> web.Response:
         body = parse(await read_body(http), _MatchBody)

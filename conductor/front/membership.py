@@ -215,7 +215,7 @@ class Membership:
             self._index.follow(source)
 
     def _is_current(self, worker: str) -> bool:
-        known = self._index.worker(worker)
+        known = self._index.present().worker(worker)
         return known is not None and known.current
 
     def _note_gaps(self, info: EngineInfo, searched: Gap | None) -> None:

@@ -105,7 +105,7 @@ _COUNTS: Final = {
 
 def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
     """State of the index and of all followed workers."""
-    report, table = index.report, index.table()
+    table, report = index.present()
     workers = report.workers
     return {
         "index_up": {(): float(table is not None)},

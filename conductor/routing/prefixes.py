@@ -299,12 +299,12 @@ class PrefixView:
     def __call__(self, waiting: Waiting) -> Mapping[str, Prefix]:
         """The prefix at each engine of the model; empty if nothing is known of it."""
         prompt = self._prompts.get(waiting.number)
-        table = self._index.table()
+        table, report = self._index.present()
         engines = self._registry.of_model(waiting.model)
         if prompt is None or table is None or not engines:
             return {}
         self._keep_secret(table)
-        plan = self._plan(waiting.model, engines, table)
+        plan = self._plan(waiting.model, engines, report, table.holders())
         return _Lookup(table, prompt, plan).prefixes()
 
     def _keep_secret(self, table: IndexReader) -> None:
@@ -315,8 +315,13 @@ class PrefixView:
             for prompt in self._prompts.values():
                 prompt.chains.clear()
 
-    def _plan(self, model: str, engines: Sequence[Engine], table: IndexReader) -> _Plan:
-        report, directory = self._index.report, table.holders()
+    def _plan(
+        self,
+        model: str,
+        engines: Sequence[Engine],
+        report: IndexReport,
+        directory: HolderDirectory,
+    ) -> _Plan:
         plan = self._plans.get(model)
         if plan is None or not plan.fits(engines, report, directory):
             if plan is None and len(self._plans) >= len(self._registry):
@@ -332,12 +337,12 @@ class PrefixView:
             tokens: the prompt.
             salt: its cache salt; empty for none.
         """
-        table = self._index.table()
+        table, report = self._index.present()
         if table is None:
             return []
         self._keep_secret(table)
         prompt = _Prompt(np.array(tokens, dtype=np.uint32), salt)
-        workers = {one.worker: one for one in self._index.report.workers}
+        workers = {one.worker: one for one in report.workers}
         directory = table.holders()
         #: scope → (engine, worker, medium) → what a hit needs in this medium alone
         asked: dict[PromptScope, dict[tuple[str, str, str], list[PartNeed]]] = {}
@@ -368,17 +373,18 @@ class PrefixView:
             from_s: from when on, on the monotonic clock.
             until_s: until when; then its events must have told of them.
         """
-        prompt, table = self._prompts.get(number), self._index.table()
+        prompt, present = self._prompts.get(number), self._index.present()
         engine = self._registry.get(engine_id)
-        if prompt is None or table is None or engine is None:
+        if prompt is None or present.table is None or engine is None:
             return
-        self._keep_secret(table)
+        self._keep_secret(present.table)
         name = engine_worker(engine_id, rank)
-        scope = own_scope(engine.info, self._index.worker(name))
+        scope = own_scope(engine.info, present.worker(name))
         chains = prompt.named(scope, self._secret)
         if len(chains):
             packed = chains.astype("<u8").tobytes()
-            self._index.expect(Expect(name, packed, int(from_s * 1e9), int(until_s * 1e9)))
+            expected = Expect(name, packed, int(from_s * 1e9), int(until_s * 1e9))
+            self._index.expect(expected, present.table)
 
 
 class _Lookup:

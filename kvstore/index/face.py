@@ -1,9 +1,25 @@
 """What nodes and the Conductor see of an index, wherever it runs. Pure."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.index.control import Expect, FollowedWorker, IndexReport, Source
 from kvstore.index.table import IndexReader
+
+
+class PresentIndex(NamedTuple):
+    """What there is to read of an index, for one decision.
+
+    Attributes:
+        table: the table to read; None while nothing is known.
+        report: the state of the index that wrote this table, not of one that follows it.
+    """
+
+    table: IndexReader | None
+    report: IndexReport
+
+    def worker(self, name: str) -> FollowedWorker | None:
+        """The state of one worker; None if it is not followed."""
+        return next((one for one in self.report.workers if one.worker == name), None)
 
 
 class PrefixIndex(Protocol):
@@ -15,17 +31,11 @@ class PrefixIndex(Protocol):
 
     restarts: int
 
-    @property
-    def report(self) -> IndexReport:
-        """Its state; from a process of its own, up to a second old."""
-        ...
+    def present(self) -> PresentIndex:
+        """Its table and state now; from a process of its own, the state is up to a second old.
 
-    def table(self) -> IndexReader | None:
-        """The table to read now; None while nothing is known."""
-        ...
-
-    def worker(self, name: str) -> FollowedWorker | None:
-        """The state of one worker; None if it is not followed."""
+        Two calls may tell of two indexes: whoever needs both asks once.
+        """
         ...
 
     def follow(self, source: Source) -> None:
@@ -36,8 +46,8 @@ class PrefixIndex(Protocol):
         """Forget a worker, whether it was followed or only expected to have pages."""
         ...
 
-    def expect(self, expected: Expect) -> None:
-        """A worker will probably have some pages."""
+    def expect(self, expected: Expect, table: IndexReader) -> None:
+        """A worker will probably have some pages, whose chain values are of this table."""
         ...
 
     async def run(self) -> None:

@@ -23,13 +23,13 @@ from kvstore.index.control import (
     Command,
     Expect,
     Follow,
-    FollowedWorker,
     IndexReport,
     IndexSettings,
     Source,
     StartIndex,
     Unfollow,
 )
+from kvstore.index.face import PresentIndex
 from kvstore.index.framing import framed, next_report
 from kvstore.index.layout import TableLayout
 from kvstore.index.memory import TableMemory
@@ -75,32 +75,20 @@ class IndexProcess:
         self._settings = settings
         self._sources: dict[str, Source] = {}
         self._life: _Life | None = None
-        self._former: tuple[IndexReader, IndexReport] | None = None
+        self._former: PresentIndex | None = None
         self._to_catch_up: set[str] = set()
 
-    @property
-    def report(self) -> IndexReport:
-        """The last report about the table to read now."""
-        former = self._read_former()
-        return former[1] if former is not None else self._report
-
-    def table(self) -> IndexReader | None:
-        """The table to read now; None while nothing is known."""
-        former = self._read_former()
+    def present(self) -> PresentIndex:
+        """The table to read now, and the last report about it."""
+        former = self._former
         if former is not None:
-            return former[0]
-        life = self._life
-        return life.table if life is not None and life.begun and _is_fresh(life.table) else None
-
-    def _read_former(self) -> tuple[IndexReader, IndexReport] | None:
-        """Table and last report of the process that has ended, as long as they are read."""
-        if self._former is not None and not (self._to_catch_up and _is_fresh(self._former[0])):
+            assert former.table is not None, "it was remembered with its table"
+            if self._to_catch_up and _is_fresh(former.table):
+                return former
             self._forget_former()
-        return self._former
-
-    def worker(self, name: str) -> FollowedWorker | None:
-        """The state of one worker in the last report; None if it was not followed."""
-        return next((one for one in self.report.workers if one.worker == name), None)
+        life = self._life
+        is_read = life is not None and life.begun and _is_fresh(life.table)
+        return PresentIndex(life.table if life is not None and is_read else None, self._report)
 
     def follow(self, source: Source) -> None:
         """Follow a source, in place of what was followed for its worker."""
@@ -114,13 +102,13 @@ class IndexProcess:
         self._to_catch_up.discard(worker)
         self._send(Unfollow(worker))
 
-    def expect(self, expected: Expect) -> None:
-        """A worker will probably have some pages of the present table.
+    def expect(self, expected: Expect, table: IndexReader) -> None:
+        """A worker will probably have some pages, whose chain values are of this table.
 
         Left out, and counted, while the process starts or does not read.
         """
         life = self._life
-        if life is None or life.table is not self.table() or life.backlog > _BACKLOG_BYTES:
+        if life is None or life.table is not table or life.backlog > _BACKLOG_BYTES:
             self.faults.note("backlog", "it starts or does not read: expected pages are left out")
         else:
             life.send(expected)
@@ -174,7 +162,7 @@ class IndexProcess:
 
     def _remember(self, table: IndexReader, report: IndexReport) -> None:
         """Read the table of a process that has ended for some time more."""
-        self._former = table, report
+        self._former = PresentIndex(table, report)
         known = {one.worker for one in report.workers if one.current}
         self._to_catch_up = known & self._sources.keys()
 

@@ -332,11 +332,11 @@ class Client:
     @property
     def entries(self) -> int:
         """Pages and blocks in the index."""
-        return self.conductor.index.report.entries
+        return self.conductor.index.present().report.entries
 
     def is_current(self, worker: str) -> bool:
         """Whether the index follows a worker, and its pages count."""
-        known = self.conductor.index.worker(worker)
+        known = self.conductor.index.present().worker(worker)
         return known is not None and known.current
 
     def followed(self, worker: str) -> Follower | None:

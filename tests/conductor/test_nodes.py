@@ -380,7 +380,7 @@ async def test_a_node_at_another_url_is_not_followed_where_the_former_one_was() 
             await client.operate("/v1/nodes", {"id": "n", "url": node.url})
             await eventually(lambda: client.is_current("node/n"))
             await client.operate("/v1/nodes", {"id": "n", "url": "http://127.0.0.1:1"})
-            await eventually(lambda: client.conductor.index.worker("node/n") is None)
+            await eventually(lambda: client.conductor.index.present().worker("node/n") is None)
             [known] = client.conductor.membership.nodes
             assert known.view is None
             assert known.trouble

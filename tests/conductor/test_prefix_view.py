@@ -87,13 +87,14 @@ def test_a_window_that_no_engine_has_is_none(window: int):
 def test_a_kv_group_that_the_report_does_not_know_yet_is_needed(monkeypatch: pytest.MonkeyPatch):
     view = View()
     view.stored(5)
-    report = view.index.report
-    assert report.workers[0].groups == {0: 0}
-    monkeypatch.setattr(LocalIndex, "report", property(lambda _: report))
+    present = view.index.present()
+    assert present.report.workers[0].groups == {0: 0}
+    monkeypatch.setattr(LocalIndex, "present", lambda _: present)
     assert view.prefix().local == 5 * BLOCK
     view.stored(2, group=1)
     assert view.prefix().local == 2 * BLOCK
-    monkeypatch.setattr(LocalIndex, "report", property(lambda _: IndexReport()))
+    started = present._replace(report=IndexReport())
+    monkeypatch.setattr(LocalIndex, "present", lambda _: started)
     assert view.prefix().local == 2 * BLOCK, "of a process that has just started"
 
 
@@ -104,7 +105,7 @@ def test_a_block_with_a_lora_that_came_first_is_not_taken_for_one_without():
     rest = {"block_hashes": hashes[1:3], "parent_block_hash": hashes[0]}
     view.stored(2, **rest, token_ids=TOKENS[BLOCK : 3 * BLOCK], lora_name="l")
     view.stored(1, block_hashes=hashes[:1])
-    assert view.index.report.workers[0].kind == "keys"
+    assert view.index.present().report.workers[0].kind == "keys"
     assert view.prefix().local == BLOCK
     view.stored(2, **rest, token_ids=TOKENS[BLOCK : 3 * BLOCK])
     assert view.prefix().local == 3 * BLOCK

@@ -100,7 +100,7 @@ async def test_pages_on_a_node_count_for_the_engines_that_read_from_it() -> None
             assert attempt["prefilled"]["restored_tokens"] == 4
             assert await client.delete("/v1/nodes/n1") == 204
             assert await client.delete("/v1/nodes/n1") == 404
-            assert client.conductor.index.worker("node/n1") is None
+            assert client.conductor.index.present().worker("node/n1") is None
 
 
 @in_loop

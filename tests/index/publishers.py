@@ -153,12 +153,12 @@ class Following:
 
     @property
     def table(self) -> IndexReader:
-        table = self.index.table()
+        table = self.index.present().table
         assert table is not None
         return table
 
     def worker(self, name: str = "node/n") -> FollowedWorker:
-        [found] = [one for one in self.index.report.workers if one.worker == name]
+        [found] = [one for one in self.index.present().report.workers if one.worker == name]
         return found
 
     @property

@@ -193,7 +193,7 @@ class HostilePublishers:
 
 def pages_of(index: LocalIndex, worker: str) -> int:
     """Pages of a worker in host memory, if they count."""
-    known = index.worker(worker)
+    known = index.present().worker(worker)
     return known.pages.get("CPU", 0) if known is not None and known.current else -1
 
 
@@ -231,17 +231,17 @@ async def test_hostile_publishers_cost_neither_who_follows_them_nor_an_honest_on
                     lambda: not running.done() and pages_of(index, "node/h") == len(there),
                     "everything that the honest publisher has",
                 )
-                table = index.table()
+                table = index.present().table
                 assert table is not None
                 seed = scope_seed(table.secret, "keys", HONEST_SPACE)
                 keys = b"".join(map(page, sorted(there)))
                 assert usable(table, "node/h", key_chains(keys, seed)) == len(there)
-                bad = [index.worker(f"node/{name}") for name in ("a", "b")]
+                bad = [index.present().worker(f"node/{name}") for name in ("a", "b")]
                 causes = {cause for one in bad if one is not None for cause in one.faults}
                 assert causes >= {"batch", "connection"}
                 for name in ("a", "b", "h"):
                     index.unfollow(f"node/{name}")
-                await eventually(lambda: index.report.entries == 0)
+                await eventually(lambda: index.present().report.entries == 0)
             finally:
                 running.cancel()
                 await asyncio.wait([running])

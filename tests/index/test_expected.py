@@ -78,5 +78,8 @@ def test_too_many_expected_pages_are_refused_tails_first(monkeypatch):
 def test_expected_pages_that_are_refused_are_reported(monkeypatch):
     monkeypatch.setattr(expected, "EXPECTED_MAX", 1)
     index = LocalIndex(IndexSettings(100, SourceBounds(1.0, 1.0, 100)))
-    index.expect(Expect("engine/e", chains(1, 2, 3).tobytes(), 0, 10))
-    assert (index.report.expected, index.report.dropped) == (1, 2)
+    table, _ = index.present()
+    assert table is not None
+    index.expect(Expect("engine/e", chains(1, 2, 3).tobytes(), 0, 10), table)
+    _, report = index.present()
+    assert (report.expected, report.dropped) == (1, 2)

@@ -25,7 +25,7 @@ async def test_a_real_publisher_is_followed_from_its_first_batch_on() -> None:
             publisher.publish([stored(KEYS[4:9]), removed(KEYS[6:9])])
             await eventually(lambda: it.prefix() == 6)
             publisher.publish([ClearedEvent()])
-            await eventually(lambda: it.prefix() == 0 and it.index.report.entries == 0)
+            await eventually(lambda: it.prefix() == 0 and it.index.present().report.entries == 0)
             assert it.node.gaps_lost == 0
             await eventually(lambda: it.node.batches == 3)  # counted when it is applied whole
 
@@ -212,8 +212,8 @@ async def test_an_engine_with_hashes_of_its_own_is_indexed_by_its_tokens(size: i
         assert prefix("1") == blocks, "with this LoRA it is another prefix"
         it.index.unfollow("engine/v")
         assert prefix() == 0
-        await eventually(lambda: it.index.report.entries == 0)
-        assert it.index.report.workers == []
+        await eventually(lambda: it.index.present().report.entries == 0)
+        assert it.index.present().report.workers == []
 
 
 @in_loop

@@ -56,13 +56,13 @@ def source(daemon: Daemon) -> Source:
 
 
 def state(index: LocalIndex) -> FollowedWorker:
-    found = index.worker(WORKER)
+    found = index.present().worker(WORKER)
     assert found is not None
     return found
 
 
 def prefix(index: LocalIndex, space: str, keys: PrefixKeys) -> int:
-    table = index.table()
+    table = index.present().table
     assert table is not None
     return usable(table, WORKER, key_chains(keys.packed, scope_seed(table.secret, "keys", space)))
 
@@ -147,7 +147,7 @@ def _event(index: LocalIndex, space: str, key: bytes) -> dict[str, object]:
 
 
 def applied(index: LocalIndex, batches: int) -> bool:
-    return index.report.workers[0].batches == batches
+    return index.present().report.workers[0].batches == batches
 
 
 @in_loop
@@ -168,10 +168,10 @@ async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
                 topic = b"kv@e@%d" % number
                 await publisher.send_multipart([topic, bytes(8), payload])
                 await eventually(partial(applied, index, 1 + number))
-                assert index.report.workers[0].current
+                assert index.present().report.workers[0].current
             finally:
                 publisher.close(linger=0)
                 context.term()
-            await eventually(lambda: not index.report.workers[0].connected)
-        assert index.report.workers[0].restarts == 1
-        assert index.report.workers[0].pages == {"CPU": 4}
+            await eventually(lambda: not index.present().report.workers[0].connected)
+        assert index.present().report.workers[0].restarts == 1
+        assert index.present().report.workers[0].pages == {"CPU": 4}

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvstore.index.feed import EXPECTED
 from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
+from kvstore.index.table import IndexReader
 from tests.index.publishers import KEYS, SPACE, node, stored, usable
 from tests.loops import eventually, in_loop
 
@@ -25,13 +27,18 @@ LOOPBACK = "tcp://127.0.0.1:*"
 SETTINGS = IndexSettings(4096, SourceBounds(replay_s=5.0, verify_s=0.2, foreign_blocks=1000))
 
 
-def prefix(index: IndexProcess, worker: str = "node/n") -> int:
+def prefix(index: IndexProcess) -> int:
     """Usable pages of the keys; -1 if nothing is known."""
-    table = index.table()
+    return prefix_and_entries(index)[0]
+
+
+def prefix_and_entries(index: IndexProcess) -> tuple[int, int]:
+    """Usable pages of the keys, -1 if nothing is known, and the pages that the report tells of."""
+    table, report = index.present()
     if table is None:
-        return -1
+        return -1, report.entries
     seed = scope_seed(table.secret, "keys", SPACE)
-    return usable(table, worker, key_chains(KEYS.packed, seed))
+    return usable(table, "node/n", key_chains(KEYS.packed, seed)), report.entries
 
 
 def pid_of(index: IndexProcess) -> int:
@@ -59,21 +66,21 @@ async def knowing(index: IndexProcess) -> AsyncIterator[EventPublisher]:
             index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
             publisher.publish([stored(KEYS[:5])])
             await eventually(lambda: prefix(index) == 5)
-            await eventually(lambda: index.report.entries == 5)
+            await eventually(lambda: index.present().report.entries == 5)
             yield publisher
 
 
 @in_loop
 async def test_an_index_in_a_process_of_its_own_is_read_without_asking_it() -> None:
     index = IndexProcess(SETTINGS)
-    assert index.table() is None
+    assert index.present().table is None
     async with knowing(index):
-        known = index.worker("node/n")
+        known = index.present().worker("node/n")
         assert known is not None
         assert (known.current, known.pages) == (True, {"CPU": 5})
         index.unfollow("node/n")
         await eventually(lambda: prefix(index) == 0)
-        await eventually(lambda: index.worker("node/n") is None)
+        await eventually(lambda: index.present().worker("node/n") is None)
     assert index.restarts == 0
 
 
@@ -81,13 +88,13 @@ async def test_an_index_in_a_process_of_its_own_is_read_without_asking_it() -> N
 async def test_expected_pages_count_until_their_time_is_over() -> None:
     index = IndexProcess(SETTINGS)
     async with running(index):
-        await eventually(lambda: index.table() is not None)
-        table = index.table()
+        await eventually(lambda: index.present().table is not None)
+        table = index.present().table
         assert table is not None
         chains = key_chains(KEYS.packed, scope_seed(table.secret, "keys", SPACE))
         needs = PrefixNeeds([[PartNeed([PageHolder("engine/e", EXPECTED, "", 0)])]])
         now = process.time.monotonic_ns()
-        index.expect(Expect("engine/e", chains[:3].tobytes(), now, now + 600_000_000))
+        index.expect(Expect("engine/e", chains[:3].tobytes(), now, now + 600_000_000), table)
         await eventually(lambda: table.match([chains], needs)[0, 0] == 3)
         await eventually(lambda: table.match([chains], needs)[0, 0] == 0)
         assert process.time.monotonic_ns() >= now + 600_000_000
@@ -157,21 +164,69 @@ async def test_the_table_of_a_stopped_index_is_not_believed_again_when_it_is_kil
         assert seen <= {-1, 0}
 
 
+class RacingClock:
+    """A clock on which a table grows stale between any two looks at it."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def monotonic_ns(self) -> int:
+        self._looks += 1
+        return time.monotonic_ns() + int((self._looks - 1) * (process.STALE_S + 1) * 1e9)
+
+
+async def replaced(index: IndexProcess, publisher: EventPublisher) -> IndexReader:
+    """The table of a process that was killed, which is still read; the next one has begun."""
+    before, _ = index.present()
+    assert before is not None
+    os.kill(pid_of(index), signal.SIGKILL)
+    await eventually(lambda: index._former is not None)
+    publisher.close()  # so the next index never catches up
+    await eventually(lambda: index._life is not None and index._life.begun)
+    assert index.present().table is before
+    return before
+
+
 @in_loop
-async def test_the_report_is_of_the_table_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "STALE_S", 3.0)
-    index, seen = IndexProcess(SETTINGS), []
+async def test_table_and_report_are_of_one_process_though_the_former_table_grows_stale_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STALE_S", 60.0)
+    index = IndexProcess(SETTINGS)
     async with knowing(index) as publisher:
-        os.kill(pid_of(index), signal.SIGKILL)
-        publisher.close()  # so the next index never catches up
+        await replaced(index, publisher)
+        assert prefix_and_entries(index) == (5, 5)
+        with monkeypatch.context() as racing:
+            racing.setattr(process, "time", RacingClock())
+            assert prefix_and_entries(index) == (5, 5), "both were still read when it was asked"
+            assert prefix_and_entries(index) == (-1, 0)
+        assert prefix_and_entries(index) == (0, 0), "what was stale is not read again"
 
-        def again() -> bool:
-            seen.append((prefix(index), index.report.entries))
-            return index._life is not None and index._life.begun and seen[-1][0] < 5
 
-        await eventually(again)
-        assert {known for known in seen if known[0] == 5} == {(5, 5)}
-        assert seen[-1] == (0, 0)
+@in_loop
+async def test_chain_values_of_the_former_table_are_not_expected_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "STALE_S", 60.0)
+    index = IndexProcess(SETTINGS)
+    async with knowing(index) as publisher:
+        former = await replaced(index, publisher)
+        monkeypatch.setattr(process, "STALE_S", 5.0)
+        now = process.time.monotonic_ns()
+        with monkeypatch.context() as racing:
+            racing.setattr(process, "time", RacingClock())
+            index.present()
+            index.present()
+        table, _ = index.present()
+        assert table is not None
+        assert table is not former
+        index.expect(Expect("engine/e", bytes([1]) * 8, now, now + 600_000_000_000), former)
+        assert index.faults.counts["backlog"] == 1
+        index.expect(Expect("engine/e", bytes([2]) * 16, now, now + 600_000_000_000), table)
+        await eventually(lambda: index.present().report.expected > 0)
+        assert index.present().report.expected == 2
 
 
 @in_loop
@@ -180,12 +235,15 @@ async def test_nothing_more_is_expected_of_a_worker_that_is_forgotten_though_nev
 ):
     index = IndexProcess(SETTINGS)
     async with running(index):
-        await eventually(lambda: index.table() is not None)
+        await eventually(lambda: index.present().table is not None)
+        table, _ = index.present()
+        assert table is not None
         now = process.time.monotonic_ns()
-        index.expect(Expect("engine/e", bytes([1]) * 8, now, now + 600_000_000_000))
-        await eventually(lambda: index.report.expected == 1)
+        index.expect(Expect("engine/e", bytes([1]) * 8, now, now + 600_000_000_000), table)
+        await eventually(lambda: index.present().report.expected == 1)
         index.unfollow("engine/e")
-        await eventually(lambda: index.report.expected == 0 and index.report.entries == 0)
+        await eventually(lambda: index.present().report.expected == 0)
+        await eventually(lambda: index.present().report.entries == 0)
 
 
 class Immortal:
@@ -210,7 +268,7 @@ async def test_a_process_that_does_not_even_end_when_killed_is_not_waited_for_fo
     monkeypatch.setattr(process, "_END_S", 0.02)
     index = IndexProcess(SETTINGS)
     async with running(index):
-        await eventually(lambda: index.table() is not None)
+        await eventually(lambda: index.present().table is not None)
         assert index._life is not None
         immortal, real = Immortal(), index._life._process
         index._life._process = immortal  # type: ignore[assignment]
@@ -239,7 +297,7 @@ from kvstore.index.process import IndexProcess
 async def main():
     index = IndexProcess(IndexSettings(4096, SourceBounds(1.0, 1.0, 100)))
     running = asyncio.create_task(index.run())
-    while index.table() is None:
+    while index.present().table is None:
         await asyncio.sleep(0.01)
     print("child", index._life._process.pid, flush=True)
     await running

@@ -186,5 +186,5 @@ async def test_who_is_followed_no_longer_holds_nothing_any_more() -> None:
             await publisher.subscribed()
             it.index.unfollow("node/n")
         await eventually(lambda: len(asyncio.all_tasks()) == WITH_NOBODY)
-        assert it.index.report.workers == []
+        assert it.index.present().report.workers == []
         assert len(it.table.holders().holders) == 0
