@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 ASK: Final = b"ask"
 SNAPSHOT: Final = b"snapshot"
@@ -79,6 +80,43 @@ class Asked(NamedTuple):
     space: str = ""
     shard: str = ""
     packed: bytes = b""
+
+
+class HeldEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockStored"):
+    """Pages that a node has: a :class:`~kvstore.events.publisher.StoredEvent` of no chain.
+
+    Attributes:
+        block_hashes: what :func:`encode_keys` returns.
+        parent_block_hash: none, although a page may have one.
+        token_ids: none.
+        block_size: tokens in a page.
+        medium: the tier that they are in.
+        lora_id: none; followers of engines require the field.
+        lora_name: none.
+        space: hex digest of the space.
+        shard: index of the shard in its space.
+        shard_digest: first 16 hex digits of the shard's digest.
+    """
+
+    block_hashes: msgspec.Raw
+    parent_block_hash: None = None
+    token_ids: tuple[()] = ()
+    block_size: int
+    medium: str
+    lora_id: None = None
+    lora_name: None = None
+    space: str
+    shard: int
+    shard_digest: str
+
+
+def encode_keys(packed: bytes | bytearray) -> msgspec.Raw:
+    """The msgpack array of some packed keys, made without an object for each."""
+    keys = np.frombuffer(packed, dtype=np.uint8).reshape(-1, KEY_BYTES)
+    entries = np.empty((len(keys), KEY_BYTES + 2), dtype=np.uint8)
+    entries[:, :2] = 0xC4, KEY_BYTES  # bytes, of this length
+    entries[:, 2:] = keys
+    return msgspec.Raw(b"\xdd" + len(keys).to_bytes(4, "big") + entries.tobytes())
 
 
 class RefusedError(Exception):

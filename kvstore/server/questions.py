@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Final
 
-from kvstore.events.publisher import EventBatch, StoredEvent, wall_clock
+from kvstore.events.publisher import wall_clock
 from kvstore.events.questions import (
     AUDIT,
     END,
@@ -20,11 +20,13 @@ from kvstore.events.questions import (
     PAGES,
     SNAPSHOT,
     TIERS,
+    HeldEvent,
     OpenQuestion,
     RefusedError,
+    encode_keys,
 )
 from kvstore.node.desk import Desk
-from kvstore.page import PrefixKey
+from kvstore.page import KEY_BYTES
 from kvstore.server.publish import MEDIA, Publication
 from kvstore.server.turns import Turns, Work
 from kvstore.state.ask.inventory import HOST, SSD, HeldPages, sample, shard_of, tiers_of, walk
@@ -133,34 +135,29 @@ class _PagesMessage:
 
     def __init__(self) -> None:
         self.keys = 0
-        self._held: dict[tuple[int, int, str], tuple[PrefixTree, list[PrefixKey]]] = {}
+        self._held: dict[tuple[int, int, str], tuple[PrefixTree, bytearray]] = {}
 
     def add(self, held: list[HeldPages]) -> None:
         """Add some pages."""
-        for space, shard, tier, keys in held:
-            self.keys += len(keys)
-            known = self._held.get((space.number, shard, tier))
-            if known is None:
-                self._held[space.number, shard, tier] = space, keys
-            else:
-                known[1].extend(keys)
+        for space, shard, tier, packed in held:
+            self.keys += len(packed) // KEY_BYTES
+            _, known = self._held.setdefault((space.number, shard, tier), (space, bytearray()))
+            known += packed
 
-    def batch(self) -> EventBatch:
-        """The message: its pages are no chains, so they have no parents."""
+    def batch(self) -> list[object]:
+        """The message, as an :class:`~kvstore.events.publisher.EventBatch` is encoded."""
         events = [
-            StoredEvent(
-                block_hashes=keys,
-                parent_block_hash=None,
-                token_ids=(),
+            HeldEvent(
+                block_hashes=encode_keys(packed),
                 block_size=space.identity.page_tokens,
                 medium=MEDIA[tier],
                 space=space.label,
                 shard=shard,
                 shard_digest=space.shards[shard].event_label,
             )
-            for (_, shard, tier), (space, keys) in self._held.items()
+            for (_, shard, tier), (space, packed) in self._held.items()
         ]
-        return EventBatch(wall_clock(), events)
+        return [wall_clock(), events, None]
 
 
 def _is_over(question: OpenQuestion) -> bool:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvstore.events.publisher import BlockHash, Event, RemovedEvent, StoredEvent
+from kvstore.page import KEY_BYTES
 from kvstore.server.publish import MEDIA, events_of
 from kvstore.state.ask.inventory import HeldPages, walk
 from kvstore.state.table.pages import PageTable
@@ -71,9 +72,9 @@ class KnownPages:
             self._shown.clear()
             self._since.clear()
         held = next(self._snapshot, None)
-        for space, shard, tier, keys in held or ():
-            for key in keys:
-                self._shown[space.label, shard, key].add(MEDIA[tier])
+        for space, shard, tier, packed in held or ():
+            for at in range(0, len(packed), KEY_BYTES):
+                self._shown[space.label, shard, packed[at : at + KEY_BYTES]].add(MEDIA[tier])
         if held is not None:
             return
         for event in self._since:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.process.collector import YOUNG, YOUNG_ROUNDS, spare_the_old
+from kvstore.state.tree.slots import SLOT_ALIGNMENT, SlotTable
+from tests.collected import references
 from tests.state.world import FULL, STATE, World, drop_below
 
 
@@ -70,6 +72,27 @@ def test_what_a_page_table_does_leaves_nothing_for_the_collector():
         gc.enable()
 
     assert found == 0
+
+
+def test_slots_are_no_objects_that_the_collector_visits():
+    few, many = SlotTable(1 << 20, 1), SlotTable(1 << 20, 1)
+    few.allocate(1, "tenant", 1 << 20)
+    many.allocate(1, "tenant", SLOT_ALIGNMENT)
+
+    assert many.extents[0].count == 256
+    assert references(many.extents[0]) == references(few.extents[0])
+
+
+def test_keys_of_the_pages_in_slots_are_no_objects_that_the_collector_visits():
+    world = World(extents=1, slots_each=256)
+    process = world.process()
+    space = world.space(process)
+    before = references(*world.table._owners._keys.values())
+    for number in range(200):
+        world.store(process, space, chr(1000 + number))
+
+    assert sum(map(len, world.table._owners._keys.values())) == 256
+    assert references(*world.table._owners._keys.values()) < before + 10
 
 
 def _use(world: World) -> None:

@@ -19,6 +19,11 @@ from tests.state.world import FULL, FULL_2, ROOT, World, chain, identity, key
 SHARDS = (FULL, FULL_2)
 PATHS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=12)
 
+
+def keys_of(held: HeldPages) -> list[bytes]:
+    return [held.packed[at : at + 32] for at in range(0, len(held.packed), 32)]
+
+
 Page = tuple[str, str, str, bytes]
 """Space, digest of the shard, medium, key."""
 
@@ -30,9 +35,10 @@ class Follower:
         self.pages: set[Page] = set()
 
     def add(self, held: list[HeldPages]) -> None:
-        for space, shard, tier, keys in held:
+        for pages in held:
+            space, shard, tier, _ = pages
             where = (space.label, space.shards[shard].event_label, MEDIA[tier])
-            self.pages |= {(*where, one) for one in keys}
+            self.pages |= {(*where, one) for one in keys_of(pages)}
 
     def replay(self, events: list[object]) -> None:
         for event in events:
@@ -108,10 +114,10 @@ def test_a_walk_alone_shows_every_page_once_and_nothing_that_is_not_ready():
             spread(space)
     world.begin(process, space, "never ready")
     shown = Counter(
-        (space.label, space.shards[shard].event_label, MEDIA[tier], one)
+        (pages.space.label, SHARDS[pages.shard].digest.hex()[:16], MEDIA[pages.tier], one)
         for held in walk(world.table)
-        for space, shard, tier, keys in held
-        for one in keys
+        for pages in held
+        for one in keys_of(pages)
     )
 
     assert set(shown) == truth(world.table)
@@ -125,7 +131,7 @@ def test_heads_come_before_tails():
     for _ in range(3):
         spread(space)
         world.store(process, space, "abcdefgh")
-    keys = [one for held in walk(world.table) for pages in held for one in pages.keys]
+    keys = [one for held in walk(world.table) for pages in held for one in keys_of(pages)]
 
     assert keys == chain("abcdefgh")
 
@@ -168,7 +174,7 @@ def test_a_sample_has_so_many_different_keys_that_the_node_has(wanted):
         one
         for held in sample(world.table, wanted, dice.randrange, dice.random)
         for pages in held
-        for one in pages.keys
+        for one in keys_of(pages)
     ]
 
     assert len(found) == len(set(found)) == min(wanted, 400)
@@ -185,7 +191,7 @@ def test_every_page_is_as_likely_in_a_sample_wherever_it_stands():
     for _ in range(600):
         for held in sample(world.table, 30, dice.randrange, dice.random):
             for pages in held:
-                drawn.update(pages.keys)
+                drawn.update(keys_of(pages))
     each = [drawn[key(chr(1000 + number))] for number in range(300)]
     first, second = each[:256], each[256:]
 

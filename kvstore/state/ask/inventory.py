@@ -31,19 +31,23 @@ _SAMPLED_MIN: Final = 1 / 16
 
 
 class HeldPages(NamedTuple):
-    """Pages of one shard in one tier, ``host`` or ``ssd``; heads mostly before tails."""
+    """Pages of one shard in one tier, ``host`` or ``ssd``.
+
+    Their keys are packed, heads mostly before tails: an object for each would keep Python's
+    collector busy.
+    """
 
     space: PrefixTree
     shard: int
     tier: str
-    keys: list[PrefixKey]
+    packed: bytes
 
 
 def walk(table: PageTable) -> Iterator[list[HeldPages]]:
     """Every page that stays, once for each of its tiers; one list a step, which may be empty."""
     for space in list(table.spaces):
         for number in space.by_creation.numbers(0):
-            pages = [(node, node.key_list()) for node in space.by_creation.nodes(number)]
+            pages = [(node, node.keys) for node in space.by_creation.nodes(number)]
             for first in range(0, len(space.shards), _STEP_SHARDS):
                 yield _held(space, pages, range(first, first + _STEP_SHARDS))
 
@@ -69,11 +73,11 @@ def sample(
             at = below(len(numbers))
             numbers[at], numbers[-1] = numbers[-1], numbers[at]
             nodes = space.by_creation.nodes(numbers.pop())
-            chosen: list[tuple[PrefixNode, list[PrefixKey]]] = []
+            chosen: list[tuple[PrefixNode, bytes]] = []
             for node in nodes:
                 some = [key for key in node.key_list() if chance() < rate][:wanted]
                 wanted -= len(some)
-                chosen.append((node, some))
+                chosen.append((node, b"".join(some)))
             for first in range(0, len(space.shards), _STEP_SHARDS):
                 yield _held(space, chosen, range(first, first + _STEP_SHARDS))
 
@@ -113,17 +117,17 @@ def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[Pref
 
 def _held(
     space: PrefixTree,
-    pages: Sequence[tuple[PrefixNode, list[PrefixKey]]],
+    pages: Sequence[tuple[PrefixNode, bytes]],
     shards: Sequence[int],
 ) -> list[HeldPages]:
-    """The READY ones of some pages of nodes; a node that left its tree has none."""
+    """The READY ones of some pages of nodes, packed; a node that left its tree has none."""
     found: list[HeldPages] = []
     for shard in shards[: len(space.shards) - shards[0]]:
         bit = 1 << shard
-        keys = [key for node, some in pages if node.ready & node.memory & bit for key in some]
-        if keys:
-            found.append(HeldPages(space, shard, "host", keys))
-        keys = [key for node, some in pages if node.ready & node.on_disk & bit for key in some]
-        if keys:
-            found.append(HeldPages(space, shard, "ssd", keys))
+        packed = b"".join([some for node, some in pages if node.ready & node.memory & bit])
+        if packed:
+            found.append(HeldPages(space, shard, "host", packed))
+        packed = b"".join([some for node, some in pages if node.ready & node.on_disk & bit])
+        if packed:
+            found.append(HeldPages(space, shard, "ssd", packed))
     return found

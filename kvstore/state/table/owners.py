@@ -1,14 +1,24 @@
-"""Whose page a slot holds: two lists for each extent, which never grow while somebody waits.
+"""Whose page a slot holds: two columns for each extent, which never grow while somebody waits.
 
-They name a page by its key, so that nothing changes here when a node is split.
+They name a page by its key, so that nothing changes here when a node is split. The keys are in
+numpy's arrays of objects, because Python's collector does not look into those: it would touch every
+key of an extent while that is young.
 """
 
 from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import INDEX_BITS, INDEX_MASK, Slot, SlotTable
+
+_Keys = npt.NDArray[Any]
+"""A key or None, for each slot of an extent."""
+_NO_KEYS: Final[_Keys] = np.empty(0, dtype=np.object_)
 
 
 class Owners:
@@ -22,7 +32,7 @@ class Owners:
         self._slots = slots
         #: For each extent that ever held a page, the key and the space of each slot's page, or
         #: None.
-        self._keys: dict[int, list[PrefixKey | None]] = {}
+        self._keys: dict[int, _Keys] = {}
         self._spaces: dict[int, list[PrefixTree | None]] = {}
 
     def run(self, slot: Slot) -> PrefixNode | None:
@@ -31,7 +41,8 @@ class Owners:
         keys = self._keys.get(position)
         if keys is None or index >= len(keys):
             return None
-        key, space = keys[index], self._spaces[position][index]
+        key: PrefixKey | None = keys[index]
+        space = self._spaces[position][index]
         return None if key is None or space is None else space.index[key]
 
     def get(self, slot: Slot) -> PrefixNode | None:
@@ -39,12 +50,12 @@ class Owners:
         found = self.run(slot)
         if found is None or found.count == 1:
             return found
-        key = self._keys[self._slots.position(slot)][self._slots.index(slot)]
+        key: PrefixKey | None = self._keys[self._slots.position(slot)][self._slots.index(slot)]
         return found.space.nodes.get(key) if key is not None else None
 
     def add(self, slots: Sequence[Slot], keys: Sequence[PrefixKey], space: PrefixTree) -> None:
         """The pages of these keys have these slots."""
-        last, known, spaces = -1, list[PrefixKey | None](), list[PrefixTree | None]()
+        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
         for slot, key in zip(slots, keys, strict=True):
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
             if position != last:
@@ -55,7 +66,7 @@ class Owners:
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """The pages in these slots are gone."""
-        last, known, spaces = -1, list[PrefixKey | None](), list[PrefixTree | None]()
+        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
         for slot in slots:
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
             if position != last:
@@ -63,11 +74,11 @@ class Owners:
             assert known[index] is not None
             known[index] = spaces[index] = None
 
-    def _grown(self, position: int) -> list[PrefixKey | None]:
+    def _grown(self, position: int) -> "_Keys":
         """The keys of an extent that is new, or may have been cut into more slots than before."""
-        keys = self._keys.setdefault(position, [])
+        keys = self._keys.get(position, _NO_KEYS)
         more = self._slots.extents[position].count - len(keys)
         if more > 0:
-            keys.extend([None] * more)
+            keys = self._keys[position] = np.append(keys, np.full(more, None))
             self._spaces.setdefault(position, []).extend([None] * more)
         return keys

@@ -72,10 +72,10 @@ class Extent:
     slot_bytes: int = 0
     count: int = 0
     states: bytearray = field(default_factory=bytearray)
-    pins: list[int] = field(default_factory=list)
-    holds: list[int] = field(default_factory=list)
+    pins: "array[int]" = field(default_factory=partial(array, "I"))
+    holds: "array[int]" = field(default_factory=partial(array, "I"))
     generations: "array[int]" = field(default_factory=partial(array, "Q"))
-    free: list[int] = field(default_factory=list)
+    free: "array[int]" = field(default_factory=partial(array, "I"))
     pinned: int = 0
     used_at: int = 0
     generation: int = 0
@@ -98,10 +98,10 @@ class Extent:
         self.domain, self.slot_bytes, self.draining = domain, slot_bytes, False
         self.count = count = extent_bytes // slot_bytes
         self.states = bytearray(count)
-        self.pins = [0] * count
-        self.holds = [0] * count
+        self.pins = array("I", bytes(4 * count))
+        self.holds = array("I", bytes(4 * count))
         self.generations = array("Q", bytes(8 * count))
-        self.free = list(range(count - 1, -1, -1))
+        self.free = array("I", range(count - 1, -1, -1))
 
 
 class Replacement(NamedTuple):
