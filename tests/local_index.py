@@ -2,6 +2,7 @@
 
 import mmap
 import secrets
+from collections.abc import Mapping
 
 from kvstore.index.control import (
     Expect,
@@ -40,6 +41,11 @@ class LocalIndex:
         self._service = IndexService(memory, settings, secrets.randbits(64))
         self._table = IndexReader(memory.buffer)
         self.restarts = 0
+
+    @property
+    def fault_counts(self) -> Mapping[str, int]:
+        """None: it has no process."""
+        return {}
 
     def present(self) -> PresentIndex:
         """Its table, always, and its state."""

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from conductor.routing.decisions import Decision
 from kvstore.config.machine import version_of
-from kvstore.index.face import PrefixIndex
+from kvstore.index.face import INDEX_FAULTS, PrefixIndex
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -76,6 +76,11 @@ _GAUGES: Final = {
 _COUNTS: Final = {
     "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),
     "index_restarts": ("Times that the index process was started again.", ()),
+    "index_faults": (
+        "Faults of the index process: it ended, or it starts or does not read, so that the expected"
+        " pages of a prompt were left out (backlog).",
+        ("cause",),
+    ),
     "events_resyncs": (
         "Times that everything of a node was read again, because of a gap or an audit.",
         ("worker",),
@@ -110,6 +115,9 @@ def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
     return {
         "index_up": {(): float(table is not None)},
         "index_restarts": {(): float(index.restarts)},
+        "index_faults": {
+            (cause,): float(index.fault_counts.get(cause, 0)) for cause in INDEX_FAULTS
+        },
         "index_undecided": {(): float(table.undecided if table is not None else 0)},
         "index_entries": {(): float(report.entries)},
         "index_holder_sets": {(): float(report.sets)},

@@ -1,9 +1,13 @@
 """What nodes and the Conductor see of an index, wherever it runs. Pure."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.index.control import Expect, FollowedWorker, IndexReport, Source
 from kvstore.index.table import IndexReader
+
+INDEX_FAULTS: Final = ("ended", "backlog")
+"""Faults of an index: its process ended, or expected pages were left out."""
 
 
 class PresentIndex(NamedTuple):
@@ -30,6 +34,11 @@ class PrefixIndex(Protocol):
     """
 
     restarts: int
+
+    @property
+    def fault_counts(self) -> Mapping[str, int]:
+        """How often each of :data:`INDEX_FAULTS` has happened; none if it is left out."""
+        ...
 
     def present(self) -> PresentIndex:
         """Its table and state now; from a process of its own, the state is up to a second old.

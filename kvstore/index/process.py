@@ -16,7 +16,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvstore.index.control import (
@@ -77,6 +77,11 @@ class IndexProcess:
         self._life: _Life | None = None
         self._former: PresentIndex | None = None
         self._to_catch_up: set[str] = set()
+
+    @property
+    def fault_counts(self) -> Mapping[str, int]:
+        """Ends of the process, and expectations that were left out."""
+        return self.faults.counts
 
     def present(self) -> PresentIndex:
         """The table to read now, and the last report about it."""

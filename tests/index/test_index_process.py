@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conductor.front.metrics import index_gauges
 from kvstore.events.publisher import EventPublisher
 from kvstore.index import process
 from kvstore.index.control import Expect, IndexSettings, SourceBounds
@@ -223,7 +224,8 @@ async def test_chain_values_of_the_former_table_are_not_expected_in_the_next_one
         assert table is not None
         assert table is not former
         index.expect(Expect("engine/e", bytes([1]) * 8, now, now + 600_000_000_000), former)
-        assert index.faults.counts["backlog"] == 1
+        assert index.fault_counts == {"ended": 1, "backlog": 1}
+        assert index_gauges(index)["index_faults"] == {("ended",): 1, ("backlog",): 1}
         index.expect(Expect("engine/e", bytes([2]) * 16, now, now + 600_000_000_000), table)
         await eventually(lambda: index.present().report.expected > 0)
         assert index.present().report.expected == 2
