@@ -170,6 +170,29 @@ def test_an_expected_prompt_is_usable_for_its_time_and_no_local_one(cluster: Clu
     assert cluster.prefix()[:3] == (2, 0, 2)
 
 
+def test_a_prompt_that_is_sent_there_does_not_say_what_waiting_blocks_are(cluster: Cluster):
+    info, worker = cluster.engine(node=None), engine_worker("e")
+    cluster.follows(worker, own_domain(info))
+    cluster.blocks(worker, 1)
+    known = {"block_size": 2, "medium": "GPU"}
+    behind = TOKENS[4:8]
+    cluster.tell(
+        worker, block_hashes=[22, 23], parent_block_hash=21, token_ids=behind, **known
+    )  # fmt: skip
+    cluster.view.expect(1, "e", 0, 10.0, 12.0)
+    assert cluster.prefix()[:3] == (2, 0, 2)
+    cluster.view.expect(1, "e", 0, 10.0, 12.0)
+    cluster.at(10.0)
+    assert cluster.prefix()[:3] == (2, 0, len(TOKENS)), "expected for a time, and nothing else"
+    cluster.at(12.0)
+    assert cluster.index.present().report.workers[-1].waiting == 2
+    cluster.tell(
+        worker, block_hashes=[21], parent_block_hash=1, token_ids=[9_998, 9_999], **known
+    )  # fmt: skip
+    assert cluster.index.present().report.workers[-1].waiting == 0
+    assert cluster.prefix()[:3] == (2, 0, 2), "they were those of another prompt"
+
+
 def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     cluster.engine(shards=(ONE,))
     cluster.pages(ONE, 0, 6)

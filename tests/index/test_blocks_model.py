@@ -186,3 +186,31 @@ def test_prompts_of_another_scope_have_other_chain_values(chains: Chains) -> Non
 
     assert {chain for chain, _ in applied.entries} == {chain_of(block) for block in blocks}
     assert len(applied.entries) == 7
+
+
+@each
+@given(st.lists(prompts, min_size=2, max_size=2, unique=True), prompts)
+def test_blocks_of_an_unknown_parent_are_what_their_parent_turns_out_to_be_and_nothing_before(
+    chains: Chains, several: list[Block], behind: Block
+) -> None:
+    """Two engines that hold different prefixes announce the same: decision 18."""
+    place = Place("GPU")
+    for prefix in several:
+        whole = prefix._replace(parts=prefix.parts + behind.parts)
+        first, last = len(prefix.parts), len(whole.parts)
+        announced = Run(whole, first, last, place)
+        event = announced.event(False)
+        event["parent_block_hash"] = 1_000  # hashes mean nothing, and are those of both engines
+        event["block_hashes"] = [2_000 + number for number in range(last - first)]
+        applied = Applied(chains, limits=ROOM)
+        applied.apply(event)
+        assert applied.entries == set(), "its tokens are those of both"
+        assert applied.ingest.blocks.waiting == last - first
+
+        parents = Run(whole, 0, first, place).event(False)
+        parents["block_hashes"] = [*range(3_000, 3_000 + first - 1), 1_000]
+        applied.apply(parents)
+        assert applied.entries == {
+            (chain_of(block), place) for block in Run(whole, 0, last, place).blocks
+        }
+        assert applied.ingest.blocks.waiting == 0
