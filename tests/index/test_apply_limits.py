@@ -150,6 +150,19 @@ def test_events_of_unknown_kinds_are_counted_and_the_others_applied() -> None:
         applied.payload(PACK([1.0, [{"nothing": 1}], None]))
 
 
+@each
+def test_a_batch_that_is_cut_off_anywhere_cannot_be_read(chains: Chains) -> None:
+    events = [stored([1, 2], [5] * 8), removed([1]), pages(KEYS[:3])]
+    payload = msgspec.msgpack.encode([1.0, events, None])
+    for end in range(len(payload)):
+        applied = Applied(chains)
+        with pytest.raises(UnreadableError):
+            applied.payload(payload[:end])
+        applied.ingest.clear()
+        assert applied.entries == set()
+    assert Applied(chains).payload(payload) == 0
+
+
 @pytest.mark.parametrize("limit", [65_536, 65_537])
 def test_more_hashes_than_an_event_may_have_cannot_be_read(limit: int) -> None:
     applied = Applied()

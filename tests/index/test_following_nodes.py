@@ -175,3 +175,37 @@ async def test_a_publisher_may_connect_to_us_and_come_back() -> None:
             await eventually(lambda: not index.present().report.workers[0].connected)
         assert index.present().report.workers[0].restarts == 1
         assert index.present().report.workers[0].pages == {"CPU": 4}
+
+
+@in_loop
+async def test_of_two_publishers_that_connect_to_us_one_is_heard_at_a_time() -> None:
+    bound = channel.EventListener("tcp://127.0.0.1:*")
+    endpoint = bound.endpoint
+    bound.close()
+    engine = Source(worker="engine/e", domain="m", endpoint=endpoint, bind=True)
+    context = zmq.asyncio.Context()
+    publishers = [context.socket(zmq.XPUB) for _ in range(2)]
+    try:
+        async with following(engine) as index:
+            for number, publisher in enumerate(publishers):
+                publisher.set(zmq.XPUB_VERBOSE, 1)
+                publisher.set(zmq.LINGER, 0)
+                publisher.connect(endpoint)
+                if number == 0:
+                    assert await publisher.recv() == b"\x01"
+            for batch in range(3):
+                payload = msgspec.msgpack.encode([1.0, [stored(KEYS[: 1 + batch])], None])
+                sequence = batch.to_bytes(8, "big")
+                await publishers[0].send_multipart([b"kv@e@0", sequence, payload])
+                await eventually(partial(applied, index, 1 + batch))
+            assert not await publishers[1].poll(0), "nobody subscribes to the second"
+            publishers[0].close()
+            assert await publishers[1].recv() == b"\x01"
+            payload = msgspec.msgpack.encode([1.0, [stored(KEYS[:5])], None])
+            await publishers[1].send_multipart([b"kv@e@1", bytes(8), payload])
+            await eventually(partial(applied, index, 4))
+            await eventually(lambda: index.present().report.workers[0].pages == {"CPU": 5})
+    finally:
+        for publisher in publishers:
+            publisher.close()
+        context.term()

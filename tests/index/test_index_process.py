@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conductor.front.metrics import index_gauges
@@ -21,6 +22,7 @@ from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
+from kvstore.page import page_keys
 from tests.index.publishers import KEYS, SPACE, node, stored, usable
 from tests.loops import eventually, in_loop
 
@@ -119,6 +121,43 @@ async def test_a_killed_index_is_started_again_and_its_old_table_read_until_it_h
         await eventually(lambda: prefix(index) == 7)
         assert set(seen) == {5}, "at no time was anything else known"
         assert pid_of(index) != before
+
+
+@in_loop
+async def test_an_index_that_is_killed_under_load_knows_everything_in_the_end() -> None:
+    index, keys = IndexProcess(SETTINGS), page_keys(np.arange(8_000), 4)
+    told = 0
+    with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
+
+        def usable_now() -> int:
+            """Pages that are known while one more is published; -1 if nothing is known."""
+            nonlocal told
+            if told < len(keys):
+                publisher.publish([stored(keys[told : told + 1])])
+                told += 1
+            table, _ = index.present()
+            if table is None:
+                return -1
+            chains = key_chains(keys.packed, scope_seed(table.secret, "keys", SPACE))
+            return usable(table, "node/n", chains)
+
+        async with running(index):
+            index.follow(node(publisher.bound_endpoint, publisher.bound_replay_endpoint))
+            for restarts in range(2):
+                await eventually(lambda: usable_now() > 0)
+                known = usable_now()
+                assert known > 0
+                os.kill(pid_of(index), signal.SIGKILL)
+                await eventually(
+                    lambda known=known, restarts=restarts: (
+                        usable_now() >= known
+                        and index.restarts > restarts
+                        and index._life is not None
+                        and index._former is None
+                    )
+                )
+            await eventually(lambda: usable_now() == told)
+    assert index.restarts == 2
 
 
 @in_loop
