@@ -97,8 +97,8 @@ _COUNTS: Final = {
         "Blocks of a worker's events that could not be mapped to pages.", ("worker",),
     ),
     "events_skipped": (
-        "Events of a worker that were not applied: of an unknown kind, with extra keys of an unknown"
-        " form, or with too many media or KV groups.",
+        "Events of a worker that were not applied: of an unknown kind, with extra keys of an"
+        " unknown form, or with too many media or KV groups.",
         ("worker",),
     ),
     "events_faults": (

@@ -111,7 +111,11 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 def encode_keys(packed: bytes | bytearray) -> msgspec.Raw:
-    """The msgpack array of some packed keys, made without an object for each."""
+    """The msgpack array of some prefix keys, made without an object for each.
+
+    Args:
+        packed: n keys of 32 bytes, one after the other; not needed afterwards.
+    """
     keys = np.frombuffer(packed, dtype=np.uint8).reshape(-1, KEY_BYTES)
     entries = np.empty((len(keys), KEY_BYTES + 2), dtype=np.uint8)
     entries[:, :2] = 0xC4, KEY_BYTES  # bytes, of this length

@@ -15,7 +15,7 @@ class PresentIndex(NamedTuple):
 
     Attributes:
         table: the table to read; None while nothing is known.
-        report: the state of the index that wrote this table, not of one that follows it.
+        report: the state of the index that wrote this table; without a table, the last one known.
     """
 
     table: IndexReader | None
