@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
 from kvstore.client import forks
@@ -20,11 +21,21 @@ _JOIN_TIMEOUT_S: Final = 60.0
 _IDLE_S: Final = 60.0
 
 
-class Worker:
-    """One thread that runs jobs in the order of submission; it starts with the first job."""
+class MustWaitError(Exception):
+    """The rest of a job waits for a disk: it is to go on at the worker for such jobs."""
 
-    def __init__(self, name: str) -> None:
+
+class Worker:
+    """Runs jobs, which start in the order of submission; its threads start when they are needed.
+
+    Args:
+        name: name of its threads.
+        threads: maximum jobs at a time.
+    """
+
+    def __init__(self, name: str, threads: int = 1) -> None:
         self._name = name
+        self._threads_max = threads
         self._closed = False
         self._begin_empty()
         forks.register(self)
@@ -33,8 +44,8 @@ class Worker:
         #: Protects the fields below; notified when there is a job, or when the worker is closed.
         self._changed = threading.Condition()
         self._waiting: deque[Job[Any]] = deque()
-        self._running: Job[Any] | None = None
-        self._thread: threading.Thread | None = None
+        self._running: dict[Job[Any], None] = {}
+        self._threads: list[threading.Thread] = []
 
     def submit(self, job: "Job[Any]") -> None:
         """Queue a job.
@@ -47,33 +58,40 @@ class Worker:
                 raise CapacityError("the store is closed")
             if len(self._waiting) >= QUEUE_MAX:
                 raise CapacityError(f"{QUEUE_MAX} jobs are queued already")
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise CapacityError(f"no thread available: {error}") from error
-                self._thread = thread
+            busy = len(self._running) + len(self._waiting)
+            if busy >= len(self._threads) < self._threads_max:
+                self._start()
             self._waiting.append(job)
             self._changed.notify()
+
+    def _start(self) -> None:
+        """Start one more thread; without the first one, no job can run."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise CapacityError(f"no thread available: {error}") from error
+            return
+        self._threads.append(thread)
 
     def close(self) -> None:
         """Accept no more jobs; wait for submitted ones to end, for a limited time."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
-            thread = self._thread
-        if thread is None:
-            return
-        thread.join(_JOIN_TIMEOUT_S)
-        if thread.is_alive():
+            self._changed.notify_all()
+            threads = list(self._threads)
+        deadline = monotonic() + _JOIN_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - monotonic()))
+        if any(thread.is_alive() for thread in threads):
             log.error(
                 "%s: a job has not ended after %s s and continues", self._name, _JOIN_TIMEOUT_S
             )
 
     def forked(self) -> None:
         """In a forked child: the parent runs submitted jobs; here they have failed."""
-        inherited = [*self._waiting, *([self._running] if self._running is not None else [])]
+        inherited = [*self._waiting, *self._running]
         self._begin_empty()
         for job in inherited:
             job.forked()
@@ -81,21 +99,31 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._running = None
                 while not self._waiting:
                     if self._closed:
                         return
                     self._changed.wait(_IDLE_S)
-                self._running = job = self._waiting.popleft()
+                job = self._waiting.popleft()
+                self._running[job] = None
             job.run()
+            with self._changed:
+                self._running.pop(job, None)
 
 
 class Job(Generic[T]):
-    """One submitted copy."""
+    """One submitted copy.
 
-    def __init__(self, worker: Worker, run: Callable[[], T]) -> None:
+    Args:
+        worker: runs it.
+        run: does it. It may raise :class:`MustWaitError` if there is a ``slow`` worker, and is
+            then called again there.
+        slow: the worker for jobs that wait for a disk; None = the job goes on at ``worker``.
+    """
+
+    def __init__(self, worker: Worker, run: Callable[[], T], slow: Worker | None = None) -> None:
         """Queue it at once; if the queue is full, the job has failed."""
         self._call = run
+        self._slow = slow
         self._ended = threading.Event()
         self._value: T | None = None
         self._error: KVStoreError | None = None
@@ -134,6 +162,9 @@ class Job(Generic[T]):
         """Run it; called by the worker."""
         try:
             self._value = self._call()
+        except MustWaitError:
+            if self._goes_on_elsewhere():
+                return
         except KVStoreError as error:
             self._error = error
         except BaseException as error:
@@ -141,8 +172,18 @@ class Job(Generic[T]):
             # leave an engine waiting.
             log.exception("a job failed")
             self._error = KVStoreError(f"{type(error).__name__}: {error}")
-        finally:
-            self._ended.set()
+        self._ended.set()
+
+    def _goes_on_elsewhere(self) -> bool:
+        """Queue it at the slow worker; returns whether that was possible."""
+        slow, self._slow = self._slow, None
+        assert slow is not None
+        try:
+            slow.submit(self)
+        except CapacityError as error:
+            self._error = error
+            return False
+        return True
 
     def _outcome(self, timeout_s: float) -> T:
         if not self.wait(timeout_s):
@@ -170,12 +211,13 @@ class RestoreJob(Job[RestoreResult]):
     """A restore in the background. If the store fails, it restores 0 pages and raises nothing."""
 
     def __init__(
-        self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *, layered: bool
-    ) -> None:
+        self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
+        layered: bool, slow: Worker | None = None,
+    ) -> None:  # fmt: skip
         """Queue it at once."""
         self._progress = progress
         self._layered = layered
-        super().__init__(worker, run)
+        super().__init__(worker, run, slow)
         if self.done:  # refused: there will be no layers
             progress.finish()
 
@@ -229,6 +271,7 @@ class RestoreJob(Job[RestoreResult]):
         self._progress.finish()
 
     def run(self) -> None:
-        """Run it, then wake threads that wait for a layer."""
+        """Run it; when it has ended, wake threads that wait for a layer."""
         super().run()
-        self._progress.finish()
+        if self.done:
+            self._progress.finish()

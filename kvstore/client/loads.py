@@ -6,6 +6,7 @@ Pages at the node are leased first, and read from disk to memory if necessary.
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count as counted_from
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
+from kvstore.client.jobs import MustWaitError
 from kvstore.client.link import NodeLink
 from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
@@ -38,6 +40,20 @@ names: Final = counted_from(1)
 
 VERIFY = True
 """Tests switch it off, to show that without verification wrong bytes would reach an engine."""
+
+
+@dataclass(slots=True)
+class LoadState:
+    """How far a load is, which may go on on another thread.
+
+    Attributes:
+        loaded: leading pages that are loaded.
+        may_wait: it may wait for a disk; otherwise it raises
+            :class:`~kvstore.client.jobs.MustWaitError` where it would.
+    """
+
+    loaded: int = 0
+    may_wait: bool = True
 
 
 class _Leased(NamedTuple):
@@ -84,7 +100,7 @@ class Loader:
 
     def load(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
-        progress: mover.Progress | None, order: mover.Order, at_once: int,
+        progress: mover.Progress | None, order: mover.Order, at_once: int, state: LoadState,
     ) -> int:  # fmt: skip
         """Copy and verify the leading run; returns its length in pages.
 
@@ -95,12 +111,17 @@ class Loader:
             progress: for cancellation, and for waits for layers.
             order: page after page, or layer after layer (``segment``).
             at_once: maximum pages leased at a time.
+            state: where it begins, and whether it may wait.
+
+        Raises:
+            MustWaitError: it must wait and may not; ``state`` says how far it is.
         """
-        loaded, first, start = 0, 0, perf_counter()
+        loaded = first = state.loaded
+        start = perf_counter()
         disk_waits = self._services.disk_waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
-            if self._services.promotion is not None:
+            if self._services.promotion is not None and not loaded:
                 loaded, final = self._from_slab(keys, target, shard, progress, order)
                 if final:
                     return loaded
@@ -108,7 +129,10 @@ class Loader:
             while loaded < len(keys):
                 stop = min(loaded + at_once, len(keys))
                 part = target.pages(loaded, stop)
-                count = self._from_node(keys[loaded:stop], part, shard, progress, order)
+                state.loaded = loaded
+                count = self._from_node(
+                    keys[loaded:stop], part, shard, progress, order, may_wait=state.may_wait
+                )
                 loaded += count
                 if loaded < stop:
                     break
@@ -121,9 +145,11 @@ class Loader:
 
     def device_load(
         self, keys: PrefixKeys, pool: KVPool, blocks: npt.ArrayLike, shard: int,
-        progress: mover.Progress, at_once: int,
+        progress: mover.Progress, at_once: int, state: LoadState,
     ) -> Callable[[], int]:  # fmt: skip
-        """Prepare a load to blocks on a device; call the result once, in the background.
+        """Prepare a load to blocks on a device; call the result in the background.
+
+        It raises :class:`~kvstore.client.jobs.MustWaitError` as :meth:`load` does.
 
         Pages go through the slab: a device copies whole pages from host memory fastest, and then
         distributes them to the blocks itself.
@@ -141,13 +167,16 @@ class Loader:
         fence = slab.fence()
 
         def run() -> int:
-            loaded = 0
+            loaded = state.loaded
             try:
                 while loaded < len(keys) and not progress.cancelled:
+                    state.loaded = loaded
                     rest = keys[loaded : loaded + at_once]
                     part = _Blocks(pool, table[loaded * each : (loaded + len(rest)) * each], fence)
                     count = slab.load_blocks(pages, rest, *part)
-                    count = count or self._through_slab(rest, part, shard, promotion, progress)
+                    count = count or self._through_slab(
+                        rest, part, shard, promotion, progress, may_wait=state.may_wait
+                    )
                     if not count:
                         break
                     loaded += count
@@ -162,7 +191,7 @@ class Loader:
         """Views of the leading run, verified, under a lease."""
         with ExitStack() as undo:
             try:
-                leased = self._lease(keys, shard, undo)
+                leased = self._lease(keys, shard, undo, may_wait=True)
                 size = self._pages[shard].page_bytes
                 good = (mover.digest(leased.sources, size, leased.seeds) == leased.digests).all(1)
                 count = self._verified(leased, keys, shard, good)
@@ -178,10 +207,10 @@ class Loader:
         Raises:
             KVStoreError: the node is away, or refuses.
         """
-        link, lease = self._services.waiting_link("load"), next(names)
-        opened = self._numbers(link)
+        lease = next(names)
         # Within a move, because a closed link would disconnect before the lease is released.
-        with link.moving():
+        with self._services.slow_link() as link, link.moving():
+            opened = self._numbers(link)
             try:
                 leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
                 then()
@@ -214,10 +243,10 @@ class Loader:
 
     def _from_node(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
-        progress: mover.Progress | None, order: mover.Order,
+        progress: mover.Progress | None, order: mover.Order, *, may_wait: bool,
     ) -> int:  # fmt: skip
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo)
+            leased = self._lease(keys, shard, undo, may_wait=may_wait)
             count = len(leased.sources)
             if not count:
                 return 0
@@ -238,12 +267,12 @@ class Loader:
 
     def _through_slab(
         self, keys: PrefixKeys, target: _Blocks, shard: int, promotion: Promotion,
-        progress: mover.Progress,
+        progress: mover.Progress, *, may_wait: bool,
     ) -> int:  # fmt: skip
         """Load the leading run from the node through the slab to the blocks; returns its length."""
         slab, pages = promotion.slab, self._pages[shard]
         with ExitStack() as undo:
-            leased = self._lease(keys, shard, undo)
+            leased = self._lease(keys, shard, undo, may_wait=may_wait)
             there = len(leased.sources)
             promotion.stage(pages, keys[:there], leased.sources, leased.answer.digests, progress)
             count = slab.load_blocks(pages, keys[:there], *target)
@@ -256,14 +285,14 @@ class Loader:
                     self._quarantine(leased, keys, shard, count)
             return count
 
-    def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack) -> _Leased:
+    def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack, *, may_wait: bool) -> _Leased:
         """Lease the leading run; ``undo`` releases it."""
         link, lease = self._services.link, next(names)
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
         undo.callback(link.send_later, wire.Release(lease), opened.epoch)
-        answer = self.acquire(opened, keys, shard, lease)
+        answer = self.acquire(opened, keys, shard, lease, may_wait=may_wait)
         digests = np.frombuffer(answer.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         packed = keys.packed[: len(digests) * KEY_BYTES]
         return _Leased(
@@ -272,16 +301,21 @@ class Loader:
             page_seeds(packed, self._pages[shard].seed),
         )  # fmt: skip
 
-    def acquire(self, opened: Opened, keys: PrefixKeys, shard: int, lease: int) -> wire.Acquired:
+    def acquire(
+        self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, *, may_wait: bool
+    ) -> wire.Acquired:
         """Lease the run; pages on disk are read to memory.
 
         Raises:
             KVStoreError: the node is away, or refuses.
+            MustWaitError: pages are on disk, and the load may not wait.
         """
         link = self._services.link
         leased = self._ask(opened, keys, shard, lease)
         if not leased.more:
             return leased
+        if not may_wait:
+            raise MustWaitError
         # Otherwise it would count towards the quota twice.
         link.send(wire.Release(lease), opened.epoch)
 

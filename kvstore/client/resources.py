@@ -1,8 +1,9 @@
 """Resources shared by the spaces of a store: connections, workers, and measured speeds."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from kvstore.client import forks
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 LOAD_BYTES_PER_S_GUESS: Final = 5e9
 DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
+_SLOW_LOADS: Final = 4
+"""Maximum loads of a store that wait for a disk at a time, each on a connection of its own."""
 
 
 class StoreResources:
@@ -26,7 +29,8 @@ class StoreResources:
         waiting_link: returns the connection for requests of one purpose that may wait, so that
             other requests do not wait behind them.
         timeout_s: maximum wait for an answer.
-        loads: runs restores.
+        loads: runs restores, one after the other.
+        slow_loads: runs what of them waits for a disk, so that others do not wait behind it.
         stores: runs extracts.
         troubles: error code → how many reads became a miss because of it.
         load_bytes_per_s: measured speed of loads from the node's memory.
@@ -45,6 +49,8 @@ class StoreResources:
         self.timeout_s = timeout_s
         self.promotion = promotion
         self.loads = Worker("kvstore-load")
+        self.slow_loads = Worker("kvstore-slow-load", _SLOW_LOADS)
+        self._lanes = deque(range(_SLOW_LOADS))
         self.stores = Worker("kvstore-store")
         self.troubles: Counter[str] = Counter()
         self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
@@ -54,8 +60,22 @@ class StoreResources:
         forks.register(self)
 
     def forked(self) -> None:
-        """In a forked child: the slab belongs to the parent."""
+        """In a forked child: the slab belongs to the parent, and so do loads that wait."""
         self.promotion = None
+        self._lanes = deque(range(_SLOW_LOADS))
+
+    @contextmanager
+    def slow_link(self) -> Iterator[NodeLink]:
+        """A connection for one load that waits; shared only if too many wait at a time."""
+        try:
+            lane = self._lanes.pop()
+        except IndexError:
+            yield self.waiting_link("load 0")
+            return
+        try:
+            yield self.waiting_link(f"load {lane}")
+        finally:
+            self._lanes.append(lane)
 
     def load_seconds(self, size: int, on_disk: int) -> float:
         """Estimated seconds for loading ``size`` bytes, ``on_disk`` of them from disk."""

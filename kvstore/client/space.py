@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvstore import mover, wire
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
-from kvstore.client.loads import DISK_WAIT_S, Loader, names
+from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState, names
 from kvstore.client.mapping import Use
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
@@ -293,21 +293,23 @@ class Space:
         """
         size = self._size(shard)
         target = pool.pieces(blocks, size, len(keys), by_layer=order == "segment")
-        progress, load = mover.Progress(), None
+        progress, load, state = mover.Progress(), None, LoadState()
         if pool.device != "cpu":
             at_once = self._batch_pages(shard)
-            load = self._loads.device_load(keys, pool, blocks, shard, progress, at_once)
+            load = self._loads.device_load(keys, pool, blocks, shard, progress, at_once, state)
+        began: list[float] = []
 
         def run() -> RestoreResult:
-            start = perf_counter()
+            began.append(perf_counter())
+            state.may_wait = len(began) > 1  # the second time, it is on a thread that may wait
             if load is not None:
                 pages = load()
             else:
-                pages = self.load_pieces(keys, target, shard, progress, order)
-            return RestoreResult(pages, pages * size, perf_counter() - start)
+                pages = self.load_pieces(keys, target, shard, progress, order, state)
+            return RestoreResult(pages, pages * size, perf_counter() - began[0])
 
-        layered = order == "segment" and load is None
-        return RestoreJob(self._services.loads, run, progress, layered=layered)
+        layered, services = order == "segment" and load is None, self._services
+        return RestoreJob(services.loads, run, progress, layered=layered, slow=services.slow_loads)
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
@@ -364,7 +366,7 @@ class Space:
                     break
             return there
 
-        return StoreJob(self._services.loads, run)
+        return StoreJob(self._services.slow_loads, run)
 
     # ---- copying ----------------------------------------------------------------------------
 
@@ -382,11 +384,12 @@ class Space:
 
     def load_pieces(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
-        progress: mover.Progress | None, order: mover.Order,
+        progress: mover.Progress | None, order: mover.Order, state: LoadState | None = None,
     ) -> int:  # fmt: skip
         """Copy and verify the leading run of pages; returns its length."""
         at_once = self._batch_pages(shard)
-        return self._loads.load(keys, target, shard, progress, order, at_once)
+        state = state or LoadState()
+        return self._loads.load(keys, target, shard, progress, order, at_once, state)
 
     def _on_device(self, keys: PrefixKeys, shards: Sequence[int] | None) -> int:
         """Length of the prefix of ``keys`` that the slab has for all shards."""

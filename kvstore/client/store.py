@@ -248,7 +248,8 @@ class KVStore:
             if promotion is not None:
                 steps.callback(promotion.close)
             steps.callback(self._services.stores.close)
-            steps.callback(self._services.loads.close)
+            steps.callback(self._services.slow_loads.close)
+            steps.callback(self._services.loads.close)  # its jobs may go on at slow_loads
 
     def forked(self) -> None:
         """In a forked child: replace the lock, which another thread may have held."""

@@ -35,7 +35,7 @@ def loaded_bytes(store: KVStore) -> int:
 
 def host_byte(store: KVStore, space: Space, keys: PrefixKeys, index: int):
     lease = 1 << 40
-    leased = space._loads.acquire(space.numbers(), keys, 0, lease)
+    leased = space._loads.acquire(space.numbers(), keys, 0, lease, may_wait=True)
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, SIZE, write=True)[index])
     store._link.send(wire.Release(lease))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import mover
+from kvstore.client.loads import LoadState
 from kvstore.client.store import KVStore
 from kvstore.errors import InvalidArgument
 from kvstore.mover.kvpool import KVPool
@@ -161,7 +162,9 @@ def test_a_cancelled_load_to_a_device_ends(store, device):
     space.put(keys, pages)
     progress = mover.Progress()
     progress.cancel()
-    load = space._loads.device_load(keys, device_pool(Pool(4, BLOCK, 4)), [0, 1], 0, progress, 8)
+    load = space._loads.device_load(
+        keys, device_pool(Pool(4, BLOCK, 4)), [0, 1], 0, progress, 8, LoadState()
+    )
     assert load() == 0
 
 

@@ -17,6 +17,7 @@ from kvstore.errors import (
     KVStoreError,
     TierUnavailable,
 )
+from kvstore.mover.kvpool import KVPool
 from kvstore.node import ssd
 from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.disk import OSDisk
@@ -61,6 +62,34 @@ def test_what_memory_has_no_room_for_comes_back_from_disk_byte_equal(tmp_path):
             assert read(space, keys) == [bytes(page) for page in parts]
         assert store.stats()["counts"]["evicted_to_disk"] > 0
         assert store.stats()["ssd"] is not None
+
+
+def test_restores_from_memory_do_not_wait_behind_one_from_a_disk_that_hangs(
+    tmp_path, monkeypatch, wait_until
+):
+    with open_store(tmp_path) as store:
+        space, tier = large_space(store), store._link._disk
+        size = space.page_bytes[0]
+        old, new = new_keys(space, 2), new_keys(space, 2, start=10_000)
+        pages = content(4, size)
+        space.put(old, pages[:2])
+        space.persist(old)
+        for at in range(8):
+            space.put(new_keys(space, 4, start=100_000 * (at + 1)), content(4, size))
+        wait_until(lambda: space.lookup(old).tiers.get("ssd") == 2)
+        space.put(new, pages[2:])
+        poll, hangs = tier._log.poll, threading.Event()
+        monkeypatch.setattr(tier._log, "poll", lambda: poll() if hangs.is_set() else [])
+
+        target = np.zeros((4, size), dtype=np.uint8)
+        pool = KVPool((target.ctypes.data,), size, size, 4, 1)
+        from_disk = space.restore_to_kvpool(old, pool, [0, 1])
+        wait_until(lambda: store.stats()["ssd"]["loads"])
+        assert space.restore_to_kvpool(new, pool, [2, 3]).result().pages == 2
+        assert not from_disk.done
+        hangs.set()
+        assert from_disk.result().pages == 2
+        assert [bytes(page) for page in target] == [bytes(page) for page in pages]
 
 
 def test_the_node_is_told_of_all_that_ended_before_its_store_is_closed(

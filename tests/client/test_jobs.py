@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.client import jobs
-from kvstore.client.jobs import RestoreJob, StoreJob, Worker
+from kvstore.client.jobs import MustWaitError, RestoreJob, StoreJob, Worker
 from kvstore.client.results import RestoreResult
 from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
@@ -81,6 +81,62 @@ def test_more_jobs_than_may_wait_have_failed_at_once(gate, monkeypatch):
     assert restore.result(0) == RestoreResult(0), "a restore that cannot be is a miss"
     gate.opened.set()
     assert [job.result(TIMEOUT_S) for job in (running, *waiting)] == [0, 1, 1]
+    worker.close()
+
+
+class Waits:
+    """A restore that must wait the first time it is run, and then for a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.threads: list[str] = []
+        self._gate = gate
+
+    def __call__(self) -> RestoreResult:
+        self.threads.append(threading.current_thread().name)
+        if len(self.threads) == 1:
+            raise MustWaitError
+        self._gate()
+        return RestoreResult(5)
+
+
+def test_a_job_that_must_wait_goes_on_elsewhere_and_those_behind_it_do_not_wait(worker, gate):
+    slow = Worker("test-slow", 2)
+    waits = Waits(gate)
+    job = RestoreJob(worker, waits, Progress(), layered=True, slow=slow)
+    behind = StoreJob(worker, lambda: 7)
+
+    assert behind.result(TIMEOUT_S) == 7
+    assert gate.entered.wait(TIMEOUT_S)
+    assert not job.done
+    assert StoreJob(slow, lambda: 8).result(TIMEOUT_S) == 8, "nor does another that waits"
+    gate.opened.set()
+    assert job.result(TIMEOUT_S).pages == 5
+    assert waits.threads == ["test-jobs", "test-slow"]
+    slow.close()
+
+
+def test_a_job_that_must_wait_and_cannot_be_queued_is_a_miss_and_leaves_nobody_waiting(
+    worker, gate
+):
+    slow = Worker("test-slow")
+    slow.close()
+    job = RestoreJob(worker, Waits(gate), Progress(), layered=True, slow=slow)
+
+    assert not job.wait_layer(0, TIMEOUT_S)
+    assert job.result(TIMEOUT_S).pages == 0
+
+
+def test_a_worker_runs_as_many_jobs_at_a_time_as_it_may(gate):
+    worker = Worker("test-pair", 2)
+    held = [Gate(), Gate()]
+    running = [StoreJob(worker, one) for one in held]
+    assert all(one.entered.wait(TIMEOUT_S) for one in held)
+    third = StoreJob(worker, lambda: 3)
+    assert not third.wait(0.01)
+    held[1].opened.set()
+    assert third.result(TIMEOUT_S) == 3
+    assert not running[0].done
+    held[0].opened.set()
     worker.close()
 
 

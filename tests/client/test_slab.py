@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore import mover
+from kvstore.client.loads import LoadState
 from kvstore.client.promotion import Promotion
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
@@ -225,7 +226,7 @@ def test_a_promotion_that_may_not_wait_is_made_at_once(store, monkeypatch):
     space.put(keys, pages)
     get(space, keys)
     assert slab_of(store).run(space.pages[0], keys.packed) == 3
-    assert store._services.promotion._worker._thread is None
+    assert store._services.promotion._worker._threads == []
 
 
 def test_a_closed_worker_leaves_the_promotion_to_the_caller(store):
@@ -319,7 +320,9 @@ def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
                     blocks = chance.permutation(64)[: len(part)]
                     plain = pool.kvpool
                     device = KVPool(plain.planes, BLOCK, BLOCK, 64, 2, slab.device)
-                    load = space._loads.device_load(part, device, blocks, 0, mover.Progress(), 16)
+                    load = space._loads.device_load(
+                        part, device, blocks, 0, mover.Progress(), 16, LoadState()
+                    )
                     found = [pool.page(np.array([block])) for block in blocks[: load()]]
                 if found != expected[: len(found)]:
                     wrong.append(f"{space.identity.model}: {first}")

@@ -263,7 +263,7 @@ def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(store, lo
     space.put(keys, pages)
     other = open_space(store)
     other.put(keys, pages)
-    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 42)
+    leased = space._loads.acquire(space.numbers(), keys, 0, 1 << 42, may_wait=True)
     with store._link.moving() as memory:
         address = int(memory.locate(leased.addresses, 1, write=True)[3])
     byte = ctypes.c_ubyte.from_address(address + SIZE - 1)

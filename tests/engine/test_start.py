@@ -45,9 +45,11 @@ def test_no_byte_of_a_page_that_is_late_lands_when_the_engine_serves(
     def out_of_time(job, timeout_s):
         raise TransferTimeout("it has not ended")
 
-    def slow(space, keys, target, shard, progress, order):
+    def slow(space, keys, target, shard, progress, order, state):
         wait_until(lambda: progress.cancelled)
-        pages = real(space, keys, target, shard, None, order)  # what was under way all the same
+        pages = real(
+            space, keys, target, shard, None, order, state
+        )  # what was under way all the same
         ended.append(pages)
         return pages
 
