@@ -1,0 +1,1 @@
+"""Bytes of pages between nodes."""
