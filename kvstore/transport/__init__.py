@@ -1,1 +1,1 @@
-"""Bytes of pages between nodes."""
+"""Transports: the bytes of pages between the memories of two nodes."""
