@@ -1,4 +1,4 @@
-"""Goal: a page of one node arrives on another as it is, and nothing is held for a reader that left."""
+"""Goal: pages of one node arrive on another as they are; nothing is held for a lost reader."""
 
 import asyncio
 import ssl
