@@ -363,7 +363,8 @@ class PeerSession:
     def _lent(self, answer: wire.Lent, now_ns: int) -> None:
         late = self._late.pop(answer.id, 0)
         if late:
-            self.effects.append(Send(wire.Release(late)))
+            if answer.digests:
+                self.effects.append(Send(wire.Release(late)))
             return
         fetch = self._leasing[answer.id]
         pages, rest = divmod(len(answer.digests), DIGEST_BYTES)

@@ -274,7 +274,8 @@ async def test_requests_that_cannot_be_right_are_refused_and_the_session_goes_on
         assert found.pages == 6
         assert isinstance(await raw.ask(wire.Ping(0)), wire.Pong)
         assert made.node.loans.counts["reports_ignored"] == 2
-        raw.send(wire.Corrupt(space, 0, KEYS[0], 0, b"another boot"))
+        (_, generation, _), *_ = wire.unpack_addresses(lent.addresses)
+        raw.send(wire.Corrupt(space, 0, KEYS[0], generation, b"another boot"))
         assert isinstance(await raw.ask(wire.Ping(0)), wire.Pong)
         assert made.node.loans.counts["reports_ignored"] == 3
         raw.send(wire.Release(1))

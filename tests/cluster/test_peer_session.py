@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -117,7 +118,16 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), pages=st.integers(0, 4), refused=st.booleans())
     def answer(self, data: st.DataObject, pages: int, refused: bool) -> None:
-        request = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        self.give(data.draw(st.integers(0, len(self.asked) - 1)), pages, refused=refused)
+
+    @precondition(lambda self: self.asked)
+    @rule(pages=st.integers(1, 4))
+    def answer_everything(self, pages: int) -> None:
+        while self.asked:
+            self.give(0, pages, refused=False)
+
+    def give(self, position: int, pages: int, *, refused: bool) -> None:
+        request = self.asked.pop(position)
         answer: wire.Answer = wire.Failure(getattr(request, "id", 0), "capacity", "full")
         if isinstance(request, wire.PeerHello):
             if not refused:
@@ -188,6 +198,12 @@ class SessionMachine(RuleBasedStateMachine):
             one.lease for one in self.fetches.values()
             if one.reading and one.end is None and one.lease in self.leases
         }  # fmt: skip
+
+    @invariant()
+    def nothing_is_expected_of_a_closed_connection(self) -> None:
+        session = self.session
+        expected = [session._leasing, session._late, session._opening, session._places]
+        assert self.connected or not any(expected)
 
     @invariant()
     def the_session_knows_what_may_still_be_written(self) -> None:
@@ -291,6 +307,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSession = SessionMachine.TestCase
+TestSession.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 class Talk:

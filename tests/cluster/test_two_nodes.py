@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvstore import wire
 from kvstore.cluster import session as pace
 from kvstore.errors import PageCorrupt, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES
+from kvstore.server import loans
 from kvstore.state.remote.jobs import Locate
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import TransferSettled
@@ -26,6 +28,7 @@ from tests.cluster.whole_node import (
     serving,
     whole_node,
 )
+from tests.loops import WAIT_S as LOOP_WAIT_S
 from tests.loops import eventually, in_loop
 
 
@@ -71,6 +74,7 @@ async def test_pages_of_one_node_arrive_on_the_other_with_their_digests(encrypte
         await eventually(lambda: not a.pinned_bytes(), "the leases are released")
         assert not a.transport.tickets
         assert a.loans.stats() == {"open": 0, "lent_pages": 6}
+        assert b.peers.stats()["transfers"] == 0
 
 
 @in_loop
@@ -137,6 +141,33 @@ async def test_a_page_that_is_wrong_at_its_owner_leaves_it():
         await eventually(lambda: len(b.ends) == 2)
         assert b.ends[1].error is None
         assert len(b.ends[1].digests) == DIGEST_BYTES, "the wrong page is no page any more"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@in_loop
+async def test_a_lease_is_released_after_the_check_of_its_page_or_when_its_reader_leaves(
+    monkeypatch, leaves
+):
+    gate = threading.Event()
+    monkeypatch.setattr(loans, "_is_wrong", lambda *_: not gate.wait(LOOP_WAIT_S))
+    async with AsyncExitStack() as undo:
+        undo.callback(gate.set)
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.damaged = {0}
+        service = await undo.enter_async_context(serving(a))
+        async with reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            b.fetch(b.room(KEYS))
+            await eventually(lambda: b.ends and not a.transport.tickets)
+            assert a.pinned_bytes() == 6 * PAGE_BYTES
+            assert a.loans.stats()["open"] == 1
+            if not leaves:
+                gate.set()
+                await eventually(lambda: not a.pinned_bytes())
+        await eventually(lambda: not a.pinned_bytes(), "its reader has left")
+        gate.set()
+        await eventually(lambda: a.loans.stats()["open"] == 0)
 
 
 def _slot_of(node: WholeNode, position: int) -> Any:
