@@ -100,8 +100,8 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 class Found(msgspec.Struct, array_like=True, tag=6):
     """Answer to Lookup; ``on_disk`` of the pages are only on disk.
 
-    ``remote``: further pages after ``pages`` that other nodes have; ``remote_s``: the estimated
-    seconds to fetch them.
+    Peers have ``remote`` further pages after ``pages``; an Acquire that waits fetches them, in some
+    ``remote_s`` seconds.
     """
 
     id: int

@@ -5,7 +5,8 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from time import monotonic_ns
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -19,12 +20,15 @@ from kvstore.cluster.session import (
     SlotsSettled,
     StartTransfer,
 )
-from kvstore.errors import KVStoreError, PeerUnreachable
-from kvstore.page import KEY_BYTES, digest_seed, page_seeds
+from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import PageTransfer, Range, TransferEnd, Transport
+
+MEMORY_POLL_S: Final = 0.005
+"""Between looks for the memory of an extent that has changed its tenant."""
 
 
 class Locating(Protocol):
@@ -72,6 +76,8 @@ class Peers:
         self._links: dict[str, PeerLink] = {}
         #: Fetch whose transfer is not settled → its link and transport.
         self._reading: dict[int, tuple[PeerLink, Transport]] = {}
+        #: Fetches of these whose transfer waits for memory.
+        self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
 
     async def run(
@@ -129,7 +135,11 @@ class Peers:
             case StartTransfer():
                 self._start(link, effect)
             case CancelTransfer(job):
-                self._reading[job][1].cancel(job)
+                if job in self._without_memory:
+                    self._without_memory.remove(job)
+                    self._not_started(effect.job, 0, TransferTimeout("the fetch has ended"))
+                else:
+                    self._reading[job][1].cancel(job)
             case Ended(end):
                 self._ended(end)
             case SlotsSettled(job):
@@ -137,16 +147,37 @@ class Peers:
 
     def _start(self, link: PeerLink, start: StartTransfer) -> None:
         job = start.fetch.job
-        transport = self._transports[start.transport]
-        self._reading[job] = link, transport
-        try:
-            transport.read(self._transfer(start))
-        except KVStoreError as error:
-            missing = bytes(len(wire.unpack_addresses(start.lent.addresses)))
-            end = TransferEnd(job, missing, error, settled=True)
-            asyncio.get_running_loop().call_soon(self._transfer_ended, end)
+        self._reading[job] = link, self._transports[start.transport]
+        self._without_memory.add(job)
+        self._read(start)
 
-    def _transfer(self, start: StartTransfer) -> PageTransfer:
+    def _read(self, start: StartTransfer) -> None:
+        """Start a transfer once the memory of its slots is there."""
+        job = start.fetch.job
+        if job not in self._without_memory:
+            return  # nobody waits for it any more
+        pages = len(start.lent.digests) // DIGEST_BYTES
+        places = [self._slots.address(slot) for slot in start.fetch.slots[:pages]]
+        missing = any(self._memory.pending(extent) for extent, _, _ in places)
+        if missing and monotonic_ns() < start.deadline_ns:
+            asyncio.get_running_loop().call_later(MEMORY_POLL_S, self._read, start)
+            return
+        self._without_memory.remove(job)
+        if missing:
+            self._not_started(job, pages, TransferTimeout("no memory for the pages in time"))
+            return
+        try:
+            self._reading[job][1].read(self._transfer(start, places))
+        except KVStoreError as error:
+            self._not_started(job, pages, error)
+
+    def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
+        end = TransferEnd(job, bytes(pages), error, settled=True)
+        asyncio.get_running_loop().call_soon(self._transfer_ended, end)
+
+    def _transfer(
+        self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
+    ) -> PageTransfer:
         """The transfer of leased pages into the leading slots of a fetch.
 
         Raises:
@@ -155,10 +186,10 @@ class Peers:
         fetch, lent = start.fetch, start.lent
         size = fetch.shard.page_bytes(fetch.identity)
         remote = [Range(*address, size) for address in wire.unpack_addresses(lent.addresses)]
-        local = np.empty(len(remote), dtype=np.uint64)
-        for at, slot in enumerate(fetch.slots[: len(remote)]):
-            extent, _, offset = self._slots.address(slot)
-            local[at] = self._memory.address(extent) + offset
+        local = np.array(
+            [self._memory.address(extent) + offset for extent, _, offset in places],
+            dtype=np.uint64,
+        )
         keys = fetch.keys[: len(remote) * KEY_BYTES]
         seeds = page_seeds(keys, digest_seed(fetch.identity, fetch.shard))
         return PageTransfer(

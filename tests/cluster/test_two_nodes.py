@@ -243,6 +243,31 @@ async def test_a_fetch_without_a_session_is_refused_at_once_and_the_session_come
         assert b.faults()["closed"] >= 1
 
 
+@pytest.mark.parametrize("comes", [True, False])
+@in_loop
+async def test_a_fetch_waits_for_the_memory_of_its_slots_until_its_deadline(monkeypatch, comes):
+    async with AsyncExitStack() as undo:
+        a, b = await linked(undo)
+        pages = a.store()
+        slots = b.room(KEYS)
+        looked: list[int] = []
+        monkeypatch.setattr(
+            b.memory, "pending", lambda extent: not (comes and len(looked) > 20)
+            and looked.append(extent) is None,
+        )  # fmt: skip
+
+        number = b.fetch(slots, wait_s=5.0 if comes else 0.2)
+        await eventually(lambda: b.end(number))
+
+        assert looked
+        if comes:
+            assert b.content(slots) == pages
+        else:
+            assert isinstance(b.ends[0].error, TransferTimeout)
+            assert b.ends[0].digests == b""
+        await eventually(lambda: not a.pinned_bytes() and not b.peers.stats()["transfers"])
+
+
 @in_loop
 async def test_what_the_directory_says_reaches_the_desk_in_a_later_turn():
     async with AsyncExitStack() as undo:

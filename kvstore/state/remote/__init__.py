@@ -1,1 +1,1 @@
-"""Pages that other nodes have: what is asked of the cluster, and what came of it; pure."""
+"""Pages of other nodes: which of them have what, and the fetches that bring it here. Pure."""

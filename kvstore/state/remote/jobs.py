@@ -1,4 +1,4 @@
-"""What the node asks of the cluster, and the completions."""
+"""What a node asks its peer side to do, and what that says of it. Pure values."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,14 +9,26 @@ from kvstore.state.tree.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Limits of all fetches from peers.
+
+    Attributes:
+        in_flight_bytes_max: most slot bytes that jobs may fill at a time, those included that a
+            failed read may still write.
+        fetch_ns: longest time in which a request gets pages of peers.
+    """
+
+    in_flight_bytes_max: int
+    fetch_ns: int = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
 class Locate:
     """Which peers have a prefix of these pages?
 
     Attributes:
-        number: names the question in its completion.
-        identity: the space.
-        shards: the shards that a hit needs.
-        keys: packed keys of the whole chain from its start.
+        number: names the question.
+        keys: consecutive, 32 bytes each; from the start of their chain where a lookup asked so.
     """
 
     number: int
@@ -29,8 +41,9 @@ class Holding(NamedTuple):
     """One peer has a leading prefix.
 
     Attributes:
-        peer: name of the node.
-        pages: leading pages that it has of all the asked shards.
+        peer: its name.
+        pages: how many of the keys are a hit there for all the shards that were asked for; of a KV
+            group with ``window_pages`` the last pages of these only.
     """
 
     peer: str
@@ -42,14 +55,11 @@ class PeerFetch:
     """Read consecutive pages of one shard from one peer into slots of this node.
 
     Attributes:
-        job: names the fetch in its completion.
-        peer: name of the node that has the pages.
-        identity: the space.
-        shard: the shard.
-        before: packed keys of the chain before the first page; may be empty.
-        keys: packed keys of the pages.
-        slots: where each page goes.
-        deadline_ns: monotonic time at which the fetch ends, with what came until then.
+        job: names the job.
+        before: keys of the chain before the first wanted page; may be empty.
+        keys: of the wanted pages, 32 bytes each.
+        slots: where each goes, at ``SlotTable.address``; its memory may be on its way still.
+        deadline_ns: after it nobody waits for the job.
     """
 
     job: int
@@ -63,17 +73,19 @@ class PeerFetch:
 
 
 class FetchEnd(NamedTuple):
-    """Completion of a :class:`PeerFetch`.
+    """A job has ended.
 
     Attributes:
-        job: the fetch.
+        job: which one.
         digests: 16 bytes for each leading page that arrived and matched its digest.
-        error: why pages are missing; None = all came, or the peer has no more.
-        settled: False = the transport may still write into the slots; that it has ended is told
-            later.
+        error: why not all did; None when the peer just has no more of them.
+        settled: nothing writes into the slots any more; if False, the node is told later.
     """
 
     job: int
     digests: bytes
     error: KVStoreError | None
     settled: bool
+
+
+PeerJob = Locate | PeerFetch
