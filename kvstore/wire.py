@@ -1,4 +1,4 @@
-"""The messages of the node's Unix socket, and their framing.
+"""The messages of the node's Unix socket and of two nodes, and their framing.
 
 A frame is a little-endian uint32 length and that many bytes: one msgpack array whose first element
 is the tag of the message. Keys, addresses and digests of a batch are packed into one bytes field
@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 4
+PROTOCOL_MINOR: Final = 5
 SETTLED_MINOR: Final = 3
 """The minor version since which Settled has ``before``. It is not sent to an older node, which
 would settle too much."""
@@ -98,12 +98,18 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
 
 class Found(msgspec.Struct, array_like=True, tag=6):
-    """Answer to Lookup; ``on_disk`` of the pages are only on disk."""
+    """Answer to Lookup; ``on_disk`` of the pages are only on disk.
+
+    Peers have ``remote`` further pages after ``pages``; an Acquire that waits fetches them, in some
+    ``remote_s`` seconds.
+    """
 
     id: int
     pages: int
     pending: int
     on_disk: int = 0
+    remote: int = 0
+    remote_s: float = 0.0
 
 
 class Acquire(msgspec.Struct, array_like=True, tag=7):
@@ -302,13 +308,71 @@ class Persisted(msgspec.Struct, array_like=True, tag=26):
     id: int
 
 
+class PeerHello(msgspec.Struct, array_like=True, tag=27):
+    """First message of the session of one node with another.
+
+    ``cluster``: name of the cluster. ``node`` and ``boot``: name and boot id of the sender.
+    ``scheme``: how it computes keys and digests of pages.
+    """
+
+    id: int
+    major: int
+    minor: int
+    cluster: str
+    node: str
+    boot: bytes
+    scheme: str
+
+
+class PeerWelcome(msgspec.Struct, array_like=True, tag=28):
+    """Answer to PeerHello.
+
+    ``transports``: name of each transport through which this node can be read, and its endpoint.
+    """
+
+    id: int
+    major: int
+    minor: int
+    node: str
+    boot: bytes
+    transports: dict[str, str]
+
+
+class FollowEvents(msgspec.Struct, array_like=True, tag=29):
+    """First message of a connection that carries the protocol of KV events afterwards.
+
+    No answer. ``cluster``, ``node`` and ``scheme`` as in PeerHello. ``replay``: the connection asks
+    for missed batches and the snapshot, instead of following.
+    """
+
+    cluster: str
+    node: str
+    scheme: str
+    replay: bool
+
+
+class Lent(msgspec.Struct, array_like=True, tag=30):
+    """Answer to Acquire of another node: as Acquired, and the 16 bytes that open the pages.
+
+    The pages can be read through a transport with ``ticket`` until the lease ends.
+    """
+
+    id: int
+    addresses: bytes
+    digests: bytes
+    more: int
+    lasting: int
+    lease_ms: int
+    ticket: bytes
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
-    | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist
+    | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist | PeerHello | FollowEvents
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
-    | Failure | Pong | Persisted
+    | Failure | Pong | Persisted | PeerWelcome | Lent
 )  # fmt: skip
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

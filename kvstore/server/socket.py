@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,21 +21,16 @@ from kvstore import wire
 from kvstore.config import SocketConfig
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
-from kvstore.server.connection import SessionConnection, SessionConnections
+from kvstore.server.connection import SessionConnections
+from kvstore.server.frames import FrameConnection
+from kvstore.server.handshakes import FirstFrame, Handshakes
 from kvstore.server.processes import credentials
 from kvstore.server.tenants import Tenants, groups
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S: Final = 5.0
-SILENT_MAX: Final = 128
-"""Maximum connections without a first message; a new one replaces the oldest."""
-HANDSHAKES_MAX: Final = 2 * SILENT_MAX
-"""The same, including those that wait for memory; further ones are not accepted yet."""
-FIRST_FRAME_BYTES_MAX: Final = 64 << 10
 MEMORY_POLL_S: Final = 0.005
-ACCEPT_PAUSE_S: Final = 0.1
 _EXTENTS_MAX: Final = 64
 
 
@@ -62,10 +58,7 @@ class SocketServer:
         self._config = config
         self._tenants = Tenants(config.tenants)
         self._connections = SessionConnections(desk, stats)
-        self._accepted = 0
-        self._handshakes = asyncio.Semaphore(HANDSHAKES_MAX)
-        #: Connections without a first message, and their deadlines.
-        self._silent: dict[int, asyncio.Timeout] = {}
+        self._handshakes = Handshakes()
 
     def listen(self) -> None:
         """Create the socket; peers may connect, and :meth:`serve` serves them.
@@ -84,21 +77,7 @@ class SocketServer:
 
     async def serve(self) -> None:
         """Accept connections until cancelled."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await self._handshakes.acquire()
-                try:
-                    raw, _ = await loop.sock_accept(self._listener)
-                except OSError as error:  # no descriptors left: pending connections wait
-                    self._handshakes.release()
-                    log.warning("connections cannot be accepted: %s", error)
-                    await asyncio.sleep(ACCEPT_PAUSE_S)
-                    continue
-                raw.setblocking(False)  # noqa: FBT003
-                self._accepted += 1
-                task = tasks.create_task(self._handshake(raw, self._accepted))
-                task.add_done_callback(lambda _: self._handshakes.release())
+        await self._handshakes.serve(self._listener, self._handshake)
 
     def close(self) -> None:
         """Close all connections and remove the socket file if it is still ours."""
@@ -112,22 +91,20 @@ class SocketServer:
     def stats(self) -> dict[str, object]:
         """Number of open connections, and of all accepted ones."""
         return {
-            "connections": len(self._connections.open),
-            "accepted_connections": self._accepted,
+            "connections": len(self._connections.frames.open),
+            "accepted_connections": self._handshakes.accepted,
         }
 
     # ---- internal ---------------------------------------------------------------------------
 
-    async def _handshake(self, raw: socket.socket, serial: int) -> None:
+    async def _handshake(self, raw: socket.socket) -> None:
         """Read the first message and become a session's connection, or answer and close."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as deadline:
+            async with self._handshakes.limits() as heard:
                 tenants = self._admit(raw)
-                self._make_place()
-                self._silent[serial] = deadline
                 body, rest = await _first_frame(loop, raw)
-                self._silent.pop(serial, None)
+                heard()
                 request = wire.decode_request(body)
                 if isinstance(request, wire.FetchExtents):
                     await self._memory_there(request.extents)
@@ -142,16 +119,9 @@ class SocketServer:
         except (KVStoreError, OSError) as error:
             self._turn_away(raw, error)
             return
-        finally:
-            self._silent.pop(serial, None)
-        connection = SessionConnection(self._connections, tenants, (raw, request, rest))
+        begin = partial(self._connections.begin, tenants=tenants, hello=request, rest=rest)
+        connection = FrameConnection(self._connections.frames, raw, begin)
         await loop.connect_accepted_socket(lambda: connection, raw)
-
-    def _make_place(self) -> None:
-        """Close the oldest connection without a first message, if there are too many."""
-        if len(self._silent) >= SILENT_MAX:
-            oldest = next(iter(self._silent))
-            self._silent.pop(oldest).reschedule(asyncio.get_running_loop().time())
 
     def _mode(self) -> int:
         """The mode of the socket file; :meth:`_admit` checks each peer."""
@@ -161,7 +131,7 @@ class SocketServer:
 
     def _admit(self, raw: socket.socket) -> frozenset[str] | None:
         """The tenants that the peer may use, if it may connect; None = any."""
-        if len(self._connections.open) >= self._config.connections_max:
+        if len(self._connections.frames.open) >= self._config.connections_max:
             raise ProtocolError(f"{self._config.connections_max} connections are open already")
         uid = credentials(raw).uid
         if uid in (0, os.geteuid()):
@@ -220,18 +190,11 @@ class SocketServer:
 
 async def _first_frame(loop: asyncio.AbstractEventLoop, raw: socket.socket) -> tuple[bytes, bytes]:
     """Read the first frame; returns its body, and the bytes after it."""
-    data = b""
+    first = FirstFrame()
     while True:
-        if len(data) >= 4:
-            end = wire.frame_length(data) + 4
-            if len(data) >= end:
-                return data[4:end], data[end:]
-            if end > FIRST_FRAME_BYTES_MAX:
-                raise ProtocolError(f"a first message of {end} bytes")
-        more = await loop.sock_recv(raw, 1 << 16)
-        if not more:
-            raise ProtocolError("closed before its first message was complete")
-        data += more
+        found = first.add(await loop.sock_recv(raw, 1 << 16))
+        if found is not None:
+            return found
 
 
 def _lock(path: Path) -> int:

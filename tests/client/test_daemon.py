@@ -120,13 +120,13 @@ def test_a_client_of_another_major_version_is_told_both_versions(daemon, raw):
 
 
 def test_strangers_that_leave_in_the_middle_leave_nothing(daemon, wait_until):
-    before = daemon.ask("/v1/stats")["connections"]
+    wait_until(lambda: daemon.ask("/v1/stats")["connections"] == 0)
     for message in (b"", b"\x01", wire.encode(wire.Hello(1, 1, 0, "brief"))):
         stranger = Raw(daemon.socket)
         stranger.send(message)
         stranger.close()
 
-    wait_until(lambda: daemon.ask("/v1/stats")["connections"] == before)
+    wait_until(lambda: daemon.ask("/v1/stats")["connections"] == 0)
     assert still_serves(daemon)
 
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from kvstore import wire
-from kvstore.server.socket import SILENT_MAX
+from kvstore.server.handshakes import SILENT_MAX
 from tests.conftest import WaitUntil
 from tests.faults.conftest import Daemon, Scene
 

@@ -31,17 +31,21 @@ REQUESTS = [
     wire.ReportPrefill(0.25),
     wire.Stats(7),
     wire.FetchExtents(b"s" * 16, [3, 4], [1, 2], b"b" * 16),
+    wire.PeerHello(8, 1, 5, "cluster", "b", b"b" * 16, "sha256/xxh3_128 1"),
+    wire.FollowEvents("cluster", "b", "sha256/xxh3_128 1", replay=True),
 ]
 ANSWERS = [
     wire.Welcome(1, 1, 0, b"b" * 16, "node", b"s" * 16, 1 << 28, 1 << 29),
     wire.SpaceOpened(2, 5, [0, 3]),
-    wire.Found(3, 10, 2),
+    wire.Found(3, 10, 2, 1, 30, 0.25),
     wire.Acquired(4, b"a" * 32, b"d" * 32, 1, 2, 30_000),
     wire.PutGranted(5, bytes([0, 1, 2]), b"a" * 16),
     wire.Committed(6, bytes([5])),
     wire.StatsReply(7, b"{}"),
     wire.ExtentsFollow([3, 4], [1]),
     wire.Failure(8, "capacity", "full", "field"),
+    wire.PeerWelcome(9, 1, 5, "a", b"a" * 16, {"tcp": "10.0.0.1:7401"}),
+    wire.Lent(10, b"a" * 32, b"d" * 32, 1, 2, 2_000, b"t" * 16),
 ]
 
 

@@ -1,7 +1,6 @@
 """Goal: however much one client sends, and whatever it does not read, others get their turn."""
 
 import asyncio
-import socket
 from collections import Counter
 
 import pytest
@@ -9,10 +8,10 @@ import pytest
 from kvstore import wire
 from kvstore.errors import ProtocolError
 from kvstore.server import rounds
-from kvstore.server.connection import (
+from kvstore.server.frames import (
     UNREAD_BYTES_MAX,
-    SessionConnection,
-    SessionConnections,
+    FrameConnection,
+    FrameConnections,
 )
 from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
 from kvstore.state.tree.sessions import Peer
@@ -110,24 +109,21 @@ class Served:
         self._full = full
         self._rounds = Rounds()
 
-    def begin(self, connection: SessionConnection, hello: wire.Hello, rest: bytes) -> None:
-        connection.peer = Peer(1)
-
-    def want(self, connection: SessionConnection) -> None:
+    def want(self, connection: FrameConnection) -> None:
         self._rounds.want(connection.peer.identity, connection.take)
 
-    def receive(self, connection: SessionConnection, body: bytes | memoryview) -> None:
+    def receive(self, connection: FrameConnection, body: bytes | memoryview) -> None:
         self.got.append(bytes(body))
         if len(self.got) == self._full:
             connection.pause_writing()
 
-    def refuse(self, connection: SessionConnection, error: ProtocolError) -> None:
+    def refuse(self, connection: FrameConnection, error: ProtocolError) -> None:
         raise error
 
     def unread(self, change_bytes: int) -> None:
         self.unread_bytes += change_bytes
 
-    def lost(self, connection: SessionConnection) -> None:
+    def lost(self, connection: FrameConnection) -> None:
         assert not self.unread_bytes
 
 
@@ -153,16 +149,16 @@ def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():
     asyncio.run(run())
 
 
-def made(server: object) -> SessionConnection:
-    hello = wire.Hello(1, 1, 3, "n")
-    first = socket.socket(), hello, b""
-    first[0].close()
-    return SessionConnection(server, None, first)  # type: ignore[arg-type]
+def made(server: object) -> FrameConnection:
+    def begin(connection: FrameConnection) -> None:
+        connection.peer = Peer(1)
+
+    return FrameConnection(server, None, begin)  # type: ignore[arg-type]
 
 
 def test_who_sends_the_most_of_long_messages_loses_one_of_them():
-    refused: list[SessionConnection] = []
-    server = SessionConnections.__new__(SessionConnections)
+    refused: list[FrameConnection] = []
+    server = FrameConnections.__new__(FrameConnections)
     server.refuse = lambda connection, error: refused.append(connection)  # type: ignore[method-assign]
     server.open = {}
     for number, process, size in ((1, 1, UNREAD_BYTES_MAX // 2), (2, 1, 8), (3, 2, 1 << 20)):

@@ -100,12 +100,14 @@ class Peer:
         pid: its process id in the node's PID namespace; 0 when it has none there.
         watched: the kernel will say when it ends.
         tenants: the tenants that it may belong to; None = any.
+        remote: it is another node, which reads pages through a transport and checks digests.
     """
 
     identity: int
     pid: int = 0
     watched: bool = True
     tenants: frozenset[str] | None = None
+    remote: bool = False
 
 
 @dataclass(slots=True, eq=False)

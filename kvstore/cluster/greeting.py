@@ -1,0 +1,69 @@
+"""What two nodes tell each other first, and which differences refuse a session; pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore import wire
+from kvstore.errors import InvalidArgument
+
+PEER_MINOR: Final = 5
+"""The minor version since which nodes have sessions with each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNode:
+    """This node, as it introduces itself to others.
+
+    Attributes:
+        cluster: name of the cluster; equal on all its nodes.
+        name: name of the node; different on all of them.
+        boot: 16 bytes that differ at every start.
+        scheme: how it computes keys and digests of pages; equal on all nodes of a cluster.
+    """
+
+    cluster: str
+    name: str
+    boot: bytes
+    scheme: str
+
+    def hello(self, number: int) -> wire.PeerHello:
+        """The first message to another node."""
+        return wire.PeerHello(
+            number, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.cluster, self.name, self.boot,
+            self.scheme,
+        )  # fmt: skip
+
+    def admit(
+        self, hello: wire.PeerHello | wire.FollowEvents, knows: Callable[[str], bool]
+    ) -> None:
+        """Check the first message of another node.
+
+        Args:
+            hello: the message.
+            knows: whether the cluster has a node of that name.
+
+        Raises:
+            InvalidArgument: it must not have a session; ``field`` names the difference.
+        """
+        if isinstance(hello, wire.PeerHello):
+            check_protocol(hello.major, hello.minor)
+        if hello.cluster != self.cluster:
+            raise InvalidArgument("cluster", f"{hello.cluster!r}; this node is in {self.cluster!r}")
+        if hello.scheme != self.scheme:
+            raise InvalidArgument("scheme", f"{hello.scheme!r}; this node uses {self.scheme!r}")
+        if hello.node == self.name:
+            raise InvalidArgument("node", f"{hello.node!r} is the name of this node")
+        if not knows(hello.node):
+            raise InvalidArgument("node", f"{hello.node!r} is not a node of this cluster")
+
+
+def check_protocol(major: int, minor: int) -> None:
+    """Check the version of another node.
+
+    Raises:
+        InvalidArgument: it has no sessions that this node understands.
+    """
+    if major != wire.PROTOCOL_MAJOR or minor < PEER_MINOR:
+        own = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
+        raise InvalidArgument("protocol", f"{major}.{minor}; this node speaks {own}")

@@ -1,0 +1,191 @@
+"""Connections to other nodes: one a node, kept up, with a pure session on each."""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any, Final
+
+from kvstore import wire
+from kvstore.cluster.session import (
+    CancelTransfer,
+    CloseLink,
+    Effect,
+    Ended,
+    PeerSession,
+    Send,
+    SlotsSettled,
+    StartTransfer,
+)
+from kvstore.errors import ProtocolError, reason
+from kvstore.process.faults import Faults
+from kvstore.process.listeners import Tcp, parse_endpoint
+from kvstore.state.remote.jobs import PeerFetch
+from kvstore.transport.base import TransferEnd
+
+log = logging.getLogger(__name__)
+
+CONNECT_S: Final = 5.0
+"""Limit of connecting, with the TLS handshake."""
+BACKOFF_S: Final = (0.1, 5.0)
+"""The first and the longest pause between attempts to connect."""
+UNSENT_BYTES_MAX: Final = 16 << 20
+"""More requests than this are not sent to a node that does not read them."""
+_READ_BYTES: Final = 64 << 10
+
+Carry = Callable[["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled], None]
+
+
+class PeerLink:
+    """The connection to one other node.
+
+    Args:
+        session: the session with it.
+        place: ``host:port`` of its peer service.
+        tls: this node's certificate, and the authority of its peers; None = plain TCP.
+        carry: carries out what the session decides about transfers and fetches.
+
+    Attributes:
+        faults: broken connections, by cause.
+    """
+
+    def __init__(
+        self, session: PeerSession, place: str, tls: ssl.SSLContext | None, carry: Carry
+    ) -> None:
+        endpoint = parse_endpoint("cluster.nodes", f"tcp://{place}")
+        assert isinstance(endpoint, Tcp)
+        self.faults = Faults(log, f"the session with node {session.peer}")
+        self._session = session
+        self._endpoint = endpoint
+        self._tls = tls
+        self._carry = carry
+        self._writer: asyncio.StreamWriter | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._welcomed = False
+
+    async def run(self) -> None:
+        """Keep the connection up until cancelled."""
+        pause_s, longest_s = BACKOFF_S
+        try:
+            while True:
+                self._welcomed = False
+                await self._connect()
+                if self._welcomed:
+                    pause_s = BACKOFF_S[0]
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def fetch(self, job: PeerFetch) -> None:
+        """Begin a fetch."""
+        self._session.fetch(job, monotonic_ns())
+        self._carry_out()
+
+    def transfer_ended(self, end: TransferEnd) -> None:
+        """A transfer that the session has started has ended."""
+        self._session.transfer_ended(end)
+        self._carry_out()
+
+    def transfer_settled(self, job: int) -> None:
+        """A transfer that had ended before does not write any more."""
+        self._session.transfer_settled(job)
+        self._carry_out()
+
+    def stats(self) -> dict[str, Any]:
+        """Whether the other node has welcomed this one, running fetches, and faults by cause."""
+        session = self._session
+        return {
+            "up": session.up,
+            "boot": session.boot.hex(),
+            "transport": session.transport,
+            "fetches": session.fetches,
+            "faults": dict(self.faults.counts),
+        }
+
+    async def _connect(self) -> None:
+        """Connect, and read answers until the connection is closed."""
+        host = self._endpoint.host
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_connection(
+                    host, self._endpoint.port, ssl=self._tls,
+                    server_hostname=host if self._tls is not None else None,
+                )  # fmt: skip
+        except (TimeoutError, OSError) as error:
+            self.faults.note("unreachable", reason(error))
+            return
+        self._writer = writer
+        self._session.opened(monotonic_ns())
+        self._carry_out()
+        try:
+            await self._read(reader)
+        except ProtocolError as error:
+            self.faults.note(error.code, str(error))
+        except OSError as error:
+            self.faults.note("closed", reason(error))
+        finally:
+            self._writer = None
+            writer.transport.abort()
+            self._session.closed()
+            self._carry_out()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        frames = wire.FrameReader()
+        while data := await reader.read(_READ_BYTES):
+            for body in frames.feed(data):
+                self._session.received(wire.decode_answer(body), monotonic_ns())
+                self._carry_out()
+        if self._writer is not None:  # it was not closed here
+            self.faults.note("closed", "the other node closed the connection")
+
+    def _carry_out(self) -> None:
+        session = self._session
+        self._welcomed |= session.up
+        while session.effects:
+            effects, session.effects = session.effects, []
+            for effect in effects:
+                self._apply(effect)
+        self._schedule()
+
+    def _apply(self, effect: Effect) -> None:
+        match effect:
+            case Send(message):
+                self._send(message)
+            case CloseLink(cause, why):
+                self.faults.note(cause, why)
+                self._abort()
+            case _:
+                self._carry(self, effect)
+
+    def _send(self, message: wire.Request) -> None:
+        writer = self._writer
+        if writer is None or writer.transport.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.faults.note("deaf", "it does not read its requests")
+            self._abort()
+            return
+        writer.write(wire.encode(message))
+
+    def _abort(self) -> None:
+        """Close the connection at once; reading it ends."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.transport.abort()
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_ns = self._session.next_deadline_ns()
+        if deadline_ns:
+            delay_s = max(0.0, (deadline_ns - monotonic_ns()) / 1e9)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._session.advance(monotonic_ns())
+        self._carry_out()

@@ -1,0 +1,452 @@
+"""The reading side of the session with one other node: answers and time in, effects out; pure.
+
+A fetch goes through these stages. Its end is told once, at its deadline at the latest::
+
+    OPENING ──SpaceOpened──► LEASING ──Lent──► READING ──transfer ended──► told
+       │ refused, link lost     │ same            │ deadline             │ unsettled
+       └──────► told            └──► told         └──► told, UNSETTLED ◄─┘ ──settled──► told again
+
+An unsettled transfer may still write into the slots, also over pages that have arrived: nothing of
+it is delivered. Pages with a wrong digest are reported to their owner before their lease is
+released. A lease whose answer comes too late is released then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from typing import Final
+
+from kvstore import wire
+from kvstore.cluster.greeting import LocalNode, check_protocol
+from kvstore.errors import (
+    CapacityError,
+    InvalidArgument,
+    KVStoreError,
+    PageCorrupt,
+    PeerUnreachable,
+    TierUnavailable,
+    TransferTimeout,
+    error_from_code,
+)
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.state.remote.jobs import FetchEnd, PeerFetch
+from kvstore.transport.base import TICKET_BYTES, Arrival, TransferEnd
+
+MS: Final = 1_000_000
+HELLO_NS: Final = 5_000 * MS
+"""The other node must have answered PeerHello."""
+PING_NS: Final = 1_000 * MS
+"""Without any answer for so long, Ping is sent."""
+SILENT_NS: Final = 2_000 * MS
+"""Without an answer to Ping for so long, the connection is given up."""
+REPORT_NS: Final = 50 * MS
+"""A transfer ends so long before its fetch, so that what has arrived is told in time."""
+FETCHES_MAX: Final = 256
+LATE_MAX: Final = 1024
+"""Maximum answers that are still expected although nobody waits for them."""
+SPACES_MAX: Final = 128
+"""If the other node opens no more spaces after so many, the session begins again."""
+_ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the other node."""
+
+    message: wire.Request
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    """Read leased pages; its number is that of the fetch.
+
+    Attributes:
+        fetch: whose leading slots get the pages.
+        transport: name of the transport.
+        endpoint: of the other node's transport.
+        lent: the lease.
+        deadline_ns: end of the transfer.
+    """
+
+    fetch: PeerFetch
+    transport: str
+    endpoint: str
+    lent: wire.Lent
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer:
+    """Nobody waits for the transfer of this fetch any more."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Tell the node that a fetch has ended."""
+
+    end: FetchEnd
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsSettled:
+    """Tell the node that nothing writes into the slots of an ended fetch any more."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Close the connection.
+
+    Attributes:
+        cause: ``refused``, ``protocol``, ``silent`` or ``spaces``.
+        why: description for the log.
+    """
+
+    cause: str
+    why: str
+
+
+Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
+_Pair = tuple[SpaceIdentity, ShardSpec]
+
+
+class _Stage(Enum):
+    OPENING = 0
+    LEASING = 1
+    READING = 2
+    UNSETTLED = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One fetch; ``connection``: the number of the connection that has its lease."""
+
+    job: PeerFetch
+    stage: _Stage = _Stage.OPENING
+    connection: int = 0
+    request: int = 0
+    lease: int = 0
+    lent: wire.Lent | None = None
+
+
+@dataclass(slots=True)
+class _Place:
+    """A space and shard on this connection; ``numbers`` None = the answer is awaited."""
+
+    numbers: tuple[int, int] | None = None
+    waiting: list[_Fetch] = field(default_factory=list)
+
+
+class PeerSession:
+    """The session with one other node, over any number of connections one after another.
+
+    Args:
+        peer: name of the other node.
+        local: this node.
+        transports: names of the transports of this node, the preferred one first.
+
+    Attributes:
+        effects: what is to be done, in order; the caller empties it after each call.
+        up: the other node has welcomed this one.
+        boot: boot id of the other node; empty before the first welcome.
+        transport: name of the transport in use; empty = none that both have.
+    """
+
+    def __init__(self, peer: str, local: LocalNode, transports: Sequence[str]) -> None:
+        self.peer = peer
+        self.effects: list[Effect] = []
+        self.up = False
+        self.boot = b""
+        self.transport = ""
+        self._local = local
+        self._transports = transports
+        self._endpoint = ""
+        self._connection = 0
+        self._connected = False
+        self._numbers = count(1)
+        #: Last answer, and when the unanswered PeerHello or Ping was sent; 0 = none is.
+        self._heard_ns = 0
+        self._asked_ns = 0
+        self._hello = 0
+        self._places: dict[_Pair, _Place] = {}
+        self._opening: dict[int, _Pair] = {}
+        self._leasing: dict[int, _Fetch] = {}
+        #: Acquire that nobody waits for → its lease.
+        self._late: dict[int, int] = {}
+        self._fetches: dict[int, _Fetch] = {}
+
+    @property
+    def fetches(self) -> int:
+        """Number of fetches whose slots may still be written."""
+        return len(self._fetches)
+
+    # ---- the connection ---------------------------------------------------------------------
+
+    def opened(self, now_ns: int) -> None:
+        """A connection to the other node exists."""
+        assert not self._connected
+        self._connected = True
+        self._connection += 1
+        self._heard_ns = self._asked_ns = now_ns
+        self._hello = next(self._numbers)
+        self.effects.append(Send(self._local.hello(self._hello)))
+
+    def closed(self) -> None:
+        """The connection was closed: leases are gone, transfers end by themselves."""
+        self._connected = self.up = False
+        self._places.clear()
+        self._opening.clear()
+        self._leasing.clear()
+        self._late.clear()
+        for fetch in list(self._fetches.values()):
+            if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
+                self._end(fetch, self._unreachable())
+
+    def received(self, answer: wire.Answer, now_ns: int) -> None:
+        """An answer has come."""
+        if not self._connected:
+            return  # of a connection that is being closed
+        self._heard_ns, self._asked_ns = now_ns, 0
+        if not self.up:
+            self._greeted(answer)
+            return
+        match answer:
+            case wire.Pong():
+                pass
+            case wire.SpaceOpened() if answer.id in self._opening:
+                self._opened_space(answer, now_ns)
+            case wire.Lent() if answer.id in self._leasing or answer.id in self._late:
+                self._lent(answer, now_ns)
+            case wire.Failure():
+                self._failed(answer)
+            case _:
+                self._close("protocol", f"{type(answer).__name__} answers no request")
+
+    def advance(self, now_ns: int) -> None:
+        """Apply all deadlines up to ``now_ns``."""
+        for fetch in list(self._fetches.values()):
+            if fetch.stage is not _Stage.UNSETTLED and now_ns >= fetch.job.deadline_ns:
+                self._overdue(fetch)
+        if not self._connected:
+            return
+        if self._asked_ns:
+            limit_ns = SILENT_NS if self.up else HELLO_NS
+            if now_ns >= self._asked_ns + limit_ns:
+                self._close("silent", f"no answer for {limit_ns / 1e9:.0f} s")
+        elif now_ns >= self._heard_ns + PING_NS:
+            self._asked_ns = now_ns
+            self.effects.append(Send(wire.Ping(next(self._numbers))))
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` must be called next; 0 = no deadline."""
+        deadlines = [
+            one.job.deadline_ns
+            for one in self._fetches.values()
+            if one.stage is not _Stage.UNSETTLED
+        ]
+        if self._connected:
+            limit_ns = SILENT_NS if self.up else HELLO_NS
+            asked, heard = self._asked_ns, self._heard_ns
+            deadlines.append(asked + limit_ns if asked else heard + PING_NS)
+        return min(deadlines, default=0)
+
+    # ---- fetches ----------------------------------------------------------------------------
+
+    def fetch(self, job: PeerFetch, now_ns: int) -> None:
+        """Begin a fetch; it ends at once if it cannot be begun."""
+        assert job.job not in self._fetches
+        assert len(job.keys) == len(job.slots) * KEY_BYTES > 0
+        fetch = _Fetch(job)
+        self._fetches[job.job] = fetch
+        refusal = self._refusal(job, now_ns)
+        if refusal is not None:
+            self._end(fetch, refusal)
+            return
+        pair = job.identity, job.shard
+        place = self._places.get(pair)
+        if place is None:
+            place = self._places[pair] = _Place()
+            request = next(self._numbers)
+            self._opening[request] = pair
+            self.effects.append(Send(wire.OpenSpace(request, job.identity, [job.shard])))
+        if place.numbers is None:
+            place.waiting.append(fetch)
+        else:
+            self._acquire(fetch, place.numbers, now_ns)
+
+    def transfer_ended(self, end: TransferEnd) -> None:
+        """The transfer of a fetch has ended."""
+        fetch = self._fetches[end.number]
+        if fetch.stage is _Stage.UNSETTLED:  # the fetch had ended before
+            if end.settled:
+                self.transfer_settled(end.number)
+            return
+        assert fetch.lent is not None
+        assert len(end.good) == len(fetch.lent.digests) // DIGEST_BYTES
+        wrong = [at for at, good in enumerate(end.good) if good == Arrival.WRONG]
+        for at in wrong:
+            self._report(fetch, fetch.lent, at)
+        self._release(fetch)
+        error = end.error
+        if error is None and wrong:
+            error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
+        right = len(end.good) - len(end.good.lstrip(bytes([Arrival.RIGHT])))
+        self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
+
+    def transfer_settled(self, job: int) -> None:
+        """Nothing writes into the slots of a fetch any more."""
+        fetch = self._fetches.pop(job)
+        assert fetch.stage is _Stage.UNSETTLED
+        self.effects.append(SlotsSettled(job))
+
+    # ---- internal ---------------------------------------------------------------------------
+
+    def _greeted(self, answer: wire.Answer) -> None:
+        if isinstance(answer, wire.Failure):
+            self._close("refused", answer.message)
+            return
+        if not isinstance(answer, wire.PeerWelcome) or answer.id != self._hello:
+            self._close("protocol", f"{type(answer).__name__} before PeerWelcome")
+            return
+        try:
+            check_protocol(answer.major, answer.minor)
+            if answer.node != self.peer:
+                raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
+        except InvalidArgument as error:
+            self._close("refused", str(error))
+            return
+        offered = {name: place for name, place in answer.transports.items() if place}
+        self.up = True
+        self.boot = answer.boot
+        self.transport = next((name for name in self._transports if name in offered), "")
+        self._endpoint = offered.get(self.transport, "")
+
+    def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
+        if not self.up:
+            return self._unreachable()
+        if not self.transport:
+            return TierUnavailable(f"this node and {self.peer} have no transport in common")
+        if len(self._fetches) > FETCHES_MAX:
+            return CapacityError(f"{FETCHES_MAX} fetches from node {self.peer} run already")
+        if now_ns >= job.deadline_ns:
+            return self._timeout()
+        return None
+
+    def _opened_space(self, answer: wire.SpaceOpened, now_ns: int) -> None:
+        if len(answer.shards) != 1:
+            self._close("protocol", f"{len(answer.shards)} shards were opened instead of 1")
+            return
+        place = self._places[self._opening.pop(answer.id)]
+        place.numbers = answer.space, answer.shards[0]
+        waiting, place.waiting = place.waiting, []
+        for fetch in waiting:
+            if fetch.job.job in self._fetches:
+                self._acquire(fetch, place.numbers, now_ns)
+
+    def _acquire(self, fetch: _Fetch, numbers: tuple[int, int], now_ns: int) -> None:
+        job = fetch.job
+        left_ms = (job.deadline_ns - now_ns) // MS
+        fetch.stage = _Stage.LEASING
+        fetch.connection = self._connection
+        fetch.request, fetch.lease = next(self._numbers), next(self._numbers)
+        self._leasing[fetch.request] = fetch
+        # Half of the time for loads from the owner's SSDs, the rest for the bytes.
+        asked = wire.Acquire(
+            fetch.request, fetch.lease, *numbers, job.keys, max(1, left_ms), max(0, left_ms // 2)
+        )
+        self.effects.append(Send(asked))
+
+    def _lent(self, answer: wire.Lent, now_ns: int) -> None:
+        late = self._late.pop(answer.id, 0)
+        if late:
+            if answer.digests:
+                self.effects.append(Send(wire.Release(late)))
+            return
+        fetch = self._leasing[answer.id]
+        pages, rest = divmod(len(answer.digests), DIGEST_BYTES)
+        if (
+            rest or pages > len(fetch.job.slots)
+            or len(answer.addresses) != pages * _ADDRESS_BYTES
+            or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+        ):  # fmt: skip
+            self._close("protocol", "the parts of a lease do not match each other")
+            return
+        del self._leasing[answer.id]
+        if not pages:
+            self._end(fetch, None)
+            return
+        fetch.stage, fetch.lent = _Stage.READING, answer
+        deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
+        self.effects.append(
+            StartTransfer(fetch.job, self.transport, self._endpoint, answer, deadline_ns)
+        )
+
+    def _failed(self, answer: wire.Failure) -> None:
+        error = error_from_code(answer.code, answer.message, answer.field)
+        if answer.id in self._opening:
+            waiting = self._places.pop(self._opening.pop(answer.id)).waiting
+            for fetch in waiting:
+                if fetch.job.job in self._fetches:
+                    self._end(fetch, error)
+            if isinstance(error, CapacityError) and len(self._places) >= SPACES_MAX:
+                self._close("spaces", "the other node opens no more spaces in this session")
+        elif answer.id in self._leasing:
+            self._end(self._leasing.pop(answer.id), error)
+        elif self._late.pop(answer.id, 0) == 0:
+            self._close("refused", answer.message)
+
+    def _overdue(self, fetch: _Fetch) -> None:
+        if fetch.stage is _Stage.READING:
+            self.effects.append(CancelTransfer(fetch.job.job))
+            self._release(fetch)
+            self._end(fetch, self._timeout(), settled=False)
+            return
+        if self._leasing.pop(fetch.request, None) is not None:
+            self._late[fetch.request] = fetch.lease
+        self._end(fetch, self._timeout())
+        if len(self._late) > LATE_MAX:
+            self._close("silent", f"{LATE_MAX} leases were not answered in time")
+
+    def _report(self, fetch: _Fetch, lent: wire.Lent, at: int) -> None:
+        """Tell the owner of a page that it came with wrong bytes."""
+        place = self._places.get((fetch.job.identity, fetch.job.shard))
+        if not self._holds(fetch) or place is None or place.numbers is None:
+            return
+        (_, generation, _) = wire.unpack_addresses(lent.addresses)[at]
+        key = fetch.job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+        self.effects.append(Send(wire.Corrupt(*place.numbers, key, generation, self.boot)))
+
+    def _release(self, fetch: _Fetch) -> None:
+        if self._holds(fetch):
+            self.effects.append(Send(wire.Release(fetch.lease)))
+
+    def _holds(self, fetch: _Fetch) -> bool:
+        """Whether the lease is one of the present connection."""
+        return self.up and fetch.connection == self._connection
+
+    def _end(
+        self, fetch: _Fetch, error: KVStoreError | None, digests: bytes = b"", *,
+        settled: bool = True,
+    ) -> None:  # fmt: skip
+        """Tell the end of a fetch; what may still be written over is not delivered."""
+        if settled:
+            del self._fetches[fetch.job.job]
+        else:
+            fetch.stage = _Stage.UNSETTLED
+            digests = b""
+        self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled)))
+
+    def _close(self, cause: str, why: str) -> None:
+        """Give the connection up; its loss is told by :meth:`closed`."""
+        self.effects.append(CloseLink(cause, why))
+        self.closed()
+
+    def _unreachable(self) -> PeerUnreachable:
+        return PeerUnreachable(f"no session with node {self.peer}")
+
+    def _timeout(self) -> TransferTimeout:
+        return TransferTimeout(f"node {self.peer} did not deliver the pages in time")

@@ -1,0 +1,231 @@
+"""The side of the desk towards other nodes: questions to the directory, fetches to their links."""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import monotonic_ns
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from kvstore import wire
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.links import PeerLink
+from kvstore.cluster.session import (
+    CancelTransfer,
+    Ended,
+    PeerSession,
+    SlotsSettled,
+    StartTransfer,
+)
+from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
+from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.tree.slots import SlotTable
+from kvstore.tier.host import HostMemory
+from kvstore.transport.base import PageTransfer, Range, TransferEnd, Transport
+
+MEMORY_POLL_S: Final = 0.005
+"""Between looks for the memory of an extent that has changed its tenant."""
+
+
+class Locating(Protocol):
+    """Says which nodes have a prefix of some pages."""
+
+    def locate(self, asked: Locate, found: Callable[[int, Sequence[Holding]], None]) -> None:
+        """Look for pages; never blocks. ``found`` is called once, at once or later."""
+
+
+class PeerDesk(Protocol):
+    """Where completions go; each is carried out at once."""
+
+    def located(self, number: int, holdings: Sequence[Holding]) -> None:
+        """The answer to a Locate."""
+
+    def peer_fetched(self, end: FetchEnd) -> None:
+        """The end of a PeerFetch."""
+
+    def peer_settled(self, job: int) -> None:
+        """Nothing writes into the slots of an ended PeerFetch any more."""
+
+
+class Peers:
+    """All other nodes, as the desk's peer side.
+
+    Args:
+        desk: gets the completions, in later turns of the loop.
+        take: returns the node's new jobs, and forgets them.
+        slots: where each slot is.
+        memory: the memory of the slots.
+        transports: the preferred one first; they are closed by their owner.
+        directory: says who has which pages.
+    """
+
+    def __init__(
+        self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
+        memory: HostMemory, transports: Sequence[Transport], directory: Locating,
+    ) -> None:  # fmt: skip
+        self._desk = desk
+        self._take = take
+        self._slots = slots
+        self._memory = memory
+        self._transports = {one.name: one for one in transports}
+        self._directory = directory
+        self._links: dict[str, PeerLink] = {}
+        #: Fetch whose transfer is not settled → its link and transport.
+        self._reading: dict[int, tuple[PeerLink, Transport]] = {}
+        #: Fetches of these whose transfer waits for memory.
+        self._without_memory: set[int] = set()
+        self._completions: deque[Callable[[], None]] = deque()
+
+    async def run(
+        self, local: LocalNode, places: Mapping[str, str], tls: ssl.SSLContext | None
+    ) -> None:
+        """Keep sessions with other nodes until cancelled.
+
+        Args:
+            local: this node.
+            places: name and ``host:port`` of each other node.
+            tls: this node's certificate, and the authority of its peers; None = plain TCP.
+        """
+        loop = asyncio.get_running_loop()
+        names = list(self._transports)
+        for peer, place in places.items():
+            session = PeerSession(peer, local, names)
+            self._links[peer] = PeerLink(session, place, tls, self._carry)
+        for transport in self._transports.values():
+            loop.add_reader(transport.fileno(), self._poll, transport)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for link in self._links.values():
+                    tasks.create_task(link.run())
+        finally:
+            for transport in self._transports.values():
+                loop.remove_reader(transport.fileno())
+
+    def flush(self) -> None:
+        """Start the node's jobs; never blocks, and completes none of them at once."""
+        for job in self._take():
+            if isinstance(job, Locate):
+                self._directory.locate(job, self._located)
+                continue
+            link = self._links.get(job.peer)
+            if link is None:
+                error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
+                self._ended(FetchEnd(job.job, b"", error, settled=True))
+            else:
+                link.fetch(job)
+
+    def stats(self) -> dict[str, Any]:
+        """Each other node, transfers that are not settled, and counts of the transports."""
+        return {
+            "peers": {name: link.stats() for name, link in self._links.items()},
+            "transfers": len(self._reading),
+            "transports": {name: one.stats() for name, one in self._transports.items()},
+        }
+
+    # ---- what sessions decide ---------------------------------------------------------------
+
+    def _carry(
+        self, link: PeerLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
+    ) -> None:
+        match effect:
+            case StartTransfer():
+                self._start(link, effect)
+            case CancelTransfer(job):
+                if job in self._without_memory:
+                    self._without_memory.remove(job)
+                    self._not_started(effect.job, 0, TransferTimeout("the fetch has ended"))
+                else:
+                    self._reading[job][1].cancel(job)
+            case Ended(end):
+                self._ended(end)
+            case SlotsSettled(job):
+                self._complete(partial(self._desk.peer_settled, job))
+
+    def _start(self, link: PeerLink, start: StartTransfer) -> None:
+        job = start.fetch.job
+        self._reading[job] = link, self._transports[start.transport]
+        self._without_memory.add(job)
+        self._read(start)
+
+    def _read(self, start: StartTransfer) -> None:
+        """Start a transfer once the memory of its slots is there."""
+        job = start.fetch.job
+        if job not in self._without_memory:
+            return  # nobody waits for it any more
+        pages = len(start.lent.digests) // DIGEST_BYTES
+        places = [self._slots.address(slot) for slot in start.fetch.slots[:pages]]
+        missing = any(self._memory.pending(extent) for extent, _, _ in places)
+        if missing and monotonic_ns() < start.deadline_ns:
+            asyncio.get_running_loop().call_later(MEMORY_POLL_S, self._read, start)
+            return
+        self._without_memory.remove(job)
+        if missing:
+            self._not_started(job, pages, TransferTimeout("no memory for the pages in time"))
+            return
+        try:
+            self._reading[job][1].read(self._transfer(start, places))
+        except KVStoreError as error:
+            self._not_started(job, pages, error)
+
+    def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
+        end = TransferEnd(job, bytes(pages), error, settled=True)
+        asyncio.get_running_loop().call_soon(self._transfer_ended, end)
+
+    def _transfer(
+        self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
+    ) -> PageTransfer:
+        """The transfer of leased pages into the leading slots of a fetch.
+
+        Raises:
+            TierUnavailable: the memory of a slot is not available.
+        """
+        fetch, lent = start.fetch, start.lent
+        size = fetch.shard.page_bytes(fetch.identity)
+        remote = [Range(*address, size) for address in wire.unpack_addresses(lent.addresses)]
+        local = np.array(
+            [self._memory.address(extent) + offset for extent, _, offset in places],
+            dtype=np.uint64,
+        )
+        keys = fetch.keys[: len(remote) * KEY_BYTES]
+        seeds = page_seeds(keys, digest_seed(fetch.identity, fetch.shard))
+        return PageTransfer(
+            fetch.job, start.endpoint, lent.ticket, remote, local, seeds, lent.digests,
+            start.deadline_ns,
+        )  # fmt: skip
+
+    # ---- completions ------------------------------------------------------------------------
+
+    def _poll(self, transport: Transport) -> None:
+        for event in transport.poll():
+            if isinstance(event, TransferEnd):
+                self._transfer_ended(event)
+            else:
+                link, _ = self._reading.pop(event.number)
+                link.transfer_settled(event.number)
+
+    def _transfer_ended(self, end: TransferEnd) -> None:
+        link, _ = self._reading[end.number]
+        if end.settled:
+            del self._reading[end.number]
+        link.transfer_ended(end)
+
+    def _located(self, number: int, holdings: Sequence[Holding]) -> None:
+        self._complete(partial(self._desk.located, number, holdings))
+
+    def _ended(self, end: FetchEnd) -> None:
+        self._complete(partial(self._desk.peer_fetched, end))
+
+    def _complete(self, completion: Callable[[], None]) -> None:
+        """Tell the desk in a later turn, because it may be carrying out decisions now."""
+        self._completions.append(completion)
+        if len(self._completions) == 1:
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        told, self._completions = self._completions, deque()
+        for completion in told:
+            completion()
