@@ -302,6 +302,19 @@ class Persisted(msgspec.Struct, array_like=True, tag=26):
     id: int
 
 
+class FollowEvents(msgspec.Struct, array_like=True, tag=29):
+    """First message of a connection that carries the protocol of KV events afterwards.
+
+    No answer. ``cluster``, ``node`` and ``scheme`` as in PeerHello. ``replay``: the connection asks
+    for missed batches and the snapshot, instead of following.
+    """
+
+    cluster: str
+    node: str
+    scheme: str
+    replay: bool
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
     | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist
@@ -321,7 +334,7 @@ _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 """Invalid bytes, too deep nesting, and values that a type refuses."""
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: Request | Answer | FollowEvents) -> bytes:
     """Encode a message as one frame, including its length."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body

@@ -1,5 +1,8 @@
 """Serves a publisher's batches to followers, live and as replays, and answers their questions.
 
+Followers connect to the listeners, or their connections are handed over, ready made: what followers
+send and read through another connection.
+
 One thread owns everything and never waits longer than its caller allows. Faults of one follower do
 not affect others: an invalid message closes its connection; a follower that does not read loses
 batches (and sees the gap), and is disconnected after some time. The number of connections, the
@@ -140,11 +143,13 @@ class EventServer:
     Attributes:
         counts: replays ``served`` completely and ``cut``, and batches ``lost`` by slow followers.
         faults: closed connections, by cause.
+        handed: connections that other threads hand over, each with its side: taken at the next
+            turn. They need no token, because whoever made them knows the follower.
     """
 
     def __init__(
         self,
-        live: Listener,
+        live: Listener | None,
         replay: Listener | None,
         *,
         topic: bytes,
@@ -156,8 +161,9 @@ class EventServer:
         """Take over the listeners.
 
         Args:
-            live: for live batches.
-            replay: for replays, or None.
+            live: for live batches, or None.
+            replay: for replays, or None. Without it, batches are kept from the first connection
+                for replays on that is handed over.
             topic: first frame of every batch.
             token: token that followers over TCP must send; empty = none.
             waiting_max: maximum batches that wait for one slow follower.
@@ -171,9 +177,12 @@ class EventServer:
         self._token = token
         self._waiting_max = waiting_max
         self._kept = KeptBatches(kept)
-        self._listeners = {live.socket: (live, zmtp.PUB)}
-        if replay is not None:
-            self._listeners[replay.socket] = (replay, zmtp.ROUTER)
+        self.handed: deque[tuple[socket.socket, zmtp.Side]] = deque()
+        self._listeners = {
+            listener.socket: (listener, side)
+            for listener, side in ((live, zmtp.PUB), (replay, zmtp.ROUTER))
+            if listener is not None
+        }
         self._keeps = replay is not None
         self._followers: dict[socket.socket, _Follower] = {}
         self._selector = selectors.DefaultSelector()
@@ -204,6 +213,10 @@ class EventServer:
                 self._accept(found)
             elif follower := self._followers.get(found):
                 self._serve(follower, mask)
+        while self.handed:
+            raw, side = self.handed.popleft()
+            self._keeps = self._keeps or side is zmtp.ROUTER
+            self._meet(raw, side, b"")
         if time.monotonic() - self._checked_at >= _CHECK_S:
             self._check()
         return woken
@@ -233,6 +246,8 @@ class EventServer:
         """Close all connections and listeners."""
         for follower in list(self._followers.values()):
             self._drop(follower, "")
+        for raw, _ in self.handed:
+            raw.close()
         for listener, _ in self._listeners.values():
             listener.close()
         self._selector.close()
@@ -255,22 +270,26 @@ class EventServer:
                 if error.errno in _FULL:
                     self._pause(str(error))
                 return
-            if len(self._followers) >= PEERS_MAX and not self._make_room():
-                self.faults.note("full", f"{PEERS_MAX} are connected already")
-                raw.close()
-                continue
-            raw.setblocking(False)  # noqa: FBT003
             token = b""
             if raw.family != socket.AF_UNIX:
                 token = self._token
                 with contextlib.suppress(OSError):  # already closed
                     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            follower = self._followers[raw] = _Follower(raw, side, token, time.monotonic())
-            self._selector.register(raw, selectors.EVENT_READ)
-            follower.mask = selectors.EVENT_READ
-            follower.queue(follower.peer.outgoing())
-            self._push(follower)
+            self._meet(raw, side, token)
+
+    def _meet(self, raw: socket.socket, side: zmtp.Side, token: bytes) -> None:
+        """Begin to serve a connection."""
+        if len(self._followers) >= PEERS_MAX and not self._make_room():
+            self.faults.note("full", f"{PEERS_MAX} are connected already")
+            raw.close()
+            return
+        raw.setblocking(False)  # noqa: FBT003
+        follower = self._followers[raw] = _Follower(raw, side, token, time.monotonic())
+        self._selector.register(raw, selectors.EVENT_READ)
+        follower.mask = selectors.EVENT_READ
+        follower.queue(follower.peer.outgoing())
+        self._push(follower)
 
     def _pause(self, why: str) -> None:
         """Accept no connections for a while."""

@@ -1,0 +1,1 @@
+"""Pages that other nodes have: what is asked of the cluster, and what came of it; pure."""
