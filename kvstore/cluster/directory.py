@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Final, Protocol
 
 from kvstore.cluster.membership import Membership
-from kvstore.cluster.records import ClusterTerms, NodeRecord
+from kvstore.cluster.records import NodeRecord
 from kvstore.config.cluster import NODES_MAX
 from kvstore.index.apply import shard_name
 from kvstore.index.control import Source
@@ -22,7 +22,6 @@ from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.tunnel import SCHEME as PEER
 from kvstore.page import ShardSpec, SpaceIdentity
-from kvstore.process.tls import CertificateFiles
 from kvstore.state.remote.jobs import Holding, Locate
 
 MEDIA: Final = ("CPU", "STORAGE")
@@ -59,24 +58,19 @@ class PeersDirectory:
         self,
         index: PrefixIndex,
         membership: Membership,
-        terms: ClusterTerms,
-        own: str,
-        files: CertificateFiles | None,
+        credentials: PeerCredentials,
     ) -> None:
         """Follow nobody yet; see :meth:`run`.
 
         Args:
             index: used by nobody else.
             membership: who is followed.
-            terms: of the cluster.
-            own: name of this node, which is not followed.
-            files: certificates to show to the others; None = no TLS.
+            credentials: what to show to the others; the node of that name is not followed.
         """
         self.refused: list[str] = []
         self._index = index
         self._membership = membership
-        self._credentials = PeerCredentials(terms.cluster, own, terms.scheme, files)
-        self._own = own
+        self._credentials = credentials
         self._peers: list[str] = []
         self._followed: dict[str, Source] = {}
         self._table: IndexReader | None = None
@@ -112,7 +106,7 @@ class PeersDirectory:
         }  # fmt: skip
 
     def _follow(self, nodes: Mapping[str, NodeRecord]) -> None:
-        others = sorted(name for name in nodes if name != self._own)
+        others = sorted(name for name in nodes if name != self._credentials.node)
         self.refused = others[NODES_MAX - 1 :]
         sources = {name: self._source(nodes[name]) for name in others[: NODES_MAX - 1]}
         for name in self._followed.keys() - sources.keys():

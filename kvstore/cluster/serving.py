@@ -109,10 +109,10 @@ class EventTunnels:
         try:
             await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            requests.transport.abort()
             for task in copying:
                 task.cancel()
             ended = await asyncio.gather(*copying, return_exceptions=True)
-            requests.transport.abort()
         for error in ended:
             if isinstance(error, Exception):
                 raise error

@@ -50,7 +50,9 @@ async def open_tunnel(
         writer.write(wire.encode(hello))
         first = await reader.read(1)
         if not first:
-            raise ConnectionResetError("the node has closed the connection")
+            # TLS 1.3 tells who connects nothing if its certificate is refused.
+            hint = "" if context is None else "; does it accept this node's certificate?"
+            raise ConnectionResetError(f"the node has closed the connection{hint}")
         if first != zmtp.GREETING_FIRST:
             raise zmtp.PeerError("refused", await _refusal(reader, first))
     except ssl.SSLError as error:  # TLS 1.3 refuses our certificate after its handshake
