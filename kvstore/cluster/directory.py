@@ -7,13 +7,13 @@ the directory says is a miss.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.records import NodeRecord
 from kvstore.config.cluster import NODES_MAX
 from kvstore.index.apply import shard_name
-from kvstore.index.control import Source
+from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.directory import PageHolder
 from kvstore.index.face import PrefixIndex
@@ -30,21 +30,20 @@ _SPACES_MAX: Final = 1_024
 _SHAPES_MAX: Final = 256
 """Spaces and lists of shards that are prepared; more than that are prepared again and again."""
 
+_BOUNDS: Final = SourceBounds(replay_s=5.0, verify_s=5.0, foreign_blocks=1)
+"""Nodes have no blocks with hashes of their own."""
+
 Found = Callable[[int, Sequence[Holding]], None]
 """The number of a question, and its answer."""
 
 
-class Directory(Protocol):
-    """Says which nodes have a prefix of some pages."""
+def index_settings(pages_max: int) -> IndexSettings:
+    """The settings of the index process of a :class:`PeersDirectory`.
 
-    def locate(self, asked: Locate, found: Found) -> None:
-        """Look for pages; never blocks.
-
-        Args:
-            asked: which ones.
-            found: called once, at once or later, on the loop's thread: with the nodes that have at
-                least one page, the longest prefix first. Whatever goes wrong, nobody has one.
-        """
+    Args:
+        pages_max: maximum entries.
+    """
+    return IndexSettings(pages_max, _BOUNDS)
 
 
 class PeersDirectory:
@@ -86,7 +85,13 @@ class PeersDirectory:
                     self._follow(nodes)
 
     def locate(self, asked: Locate, found: Found) -> None:
-        """See :meth:`Directory.locate`; answers at once, from the index's table."""
+        """Look for pages in the index's table; takes well below a millisecond.
+
+        Args:
+            asked: which ones.
+            found: called once, at once: with the nodes that have at least one page, the longest
+                prefix first. If nothing is known, nobody has one.
+        """
         found(asked.number, self._holdings(asked))
 
     def stats(self) -> dict[str, object]:

@@ -264,17 +264,8 @@ class EventPublisher:
         self._closing = False
         self._close_deadline = 0.0
         self._counts = dict.fromkeys(("sent", "dropped"), 0)
-        listeners: dict[str, Listener] = {}
-        try:
-            for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
-                if where is not None:
-                    listeners[field] = Listener(field, parse_endpoint(field, where), access.mode)
-        except InvalidArgument:
-            for listener in listeners.values():
-                listener.close()
-            raise
+        live, replay = _listeners(endpoint, replay_endpoint, access.mode)
         self._questions = Questions(self._wake)
-        live, replay = listeners.get("endpoint"), listeners.get("replay_endpoint")
         self.bound_endpoint = str(live.endpoint) if live else None
         self.bound_replay_endpoint = str(replay.endpoint) if replay else None
         self._server = EventServer(
@@ -441,6 +432,22 @@ class EventPublisher:
             with self._lock:
                 self._counts["sent" if payload is not None else "dropped"] += 1
         return True
+
+
+def _listeners(
+    endpoint: str | None, replay_endpoint: str | None, mode: int
+) -> tuple[Listener | None, Listener | None]:
+    """Bind both endpoints, or none."""
+    listeners: dict[str, Listener] = {}
+    try:
+        for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+            if where is not None:
+                listeners[field] = Listener(field, parse_endpoint(field, where), mode)
+    except InvalidArgument:
+        for listener in listeners.values():
+            listener.close()
+        raise
+    return listeners.get("endpoint"), listeners.get("replay_endpoint")
 
 
 def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:

@@ -79,31 +79,33 @@ class MembershipContract:
 
     async def a_watcher_is_told_at_once_and_then_of_changes_only(self) -> None:
         """There is a first answer without any change, and none that repeats the one before."""
-        async with asyncio.timeout(WAIT_S), self._open() as (a, _):
-            async with aclosing(a.watch()) as changes:
-                nodes = await anext(changes)
-                assert "a" not in nodes, "a node is there that has not joined"
-                await a.join(A)
-                while "a" not in nodes:
-                    before, nodes = nodes, await anext(changes)
-                    assert nodes != before, "told twice"
-                try:
-                    async with asyncio.timeout(QUIET_S):
-                        again = await anext(changes)
-                except TimeoutError:
-                    return
-                assert again != nodes, "told twice"
+        async with (
+            asyncio.timeout(WAIT_S), self._open() as (a, _), aclosing(a.watch()) as changes
+        ):  # fmt: skip
+            nodes = await anext(changes)
+            assert "a" not in nodes, "a node is there that has not joined"
+            await a.join(A)
+            while "a" not in nodes:
+                before, nodes = nodes, await anext(changes)
+                assert nodes != before, "told twice"
+            try:
+                async with asyncio.timeout(QUIET_S):
+                    again = await anext(changes)
+            except TimeoutError:
+                return
+            assert again != nodes, "told twice"
 
     async def a_watcher_that_comes_late_or_leaves_disturbs_no_other(self) -> None:
         """Each of several watchers sees the present nodes and what changes afterwards."""
-        async with asyncio.timeout(WAIT_S), self._open() as (a, _):
-            async with aclosing(a.watch()) as first:
-                await anext(first)
-                await a.join(A)
-                assert await _seen(a, lambda nodes: nodes.get("a") == A)  # watches, and leaves
-                await _until(first, lambda nodes: nodes.get("a") == A)
-                await a.leave()
-                await _until(first, lambda nodes: "a" not in nodes)
+        async with (
+            asyncio.timeout(WAIT_S), self._open() as (a, _), aclosing(a.watch()) as first
+        ):  # fmt: skip
+            await anext(first)
+            await a.join(A)
+            assert await _seen(a, lambda nodes: nodes.get("a") == A)  # watches, and leaves
+            await _until(first, lambda nodes: nodes.get("a") == A)
+            await a.leave()
+            await _until(first, lambda nodes: "a" not in nodes)
 
 
 async def _seen(

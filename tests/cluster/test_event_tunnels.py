@@ -1,4 +1,4 @@
-"""Goal: a node that follows another one gets its events, and costs it nothing if it does not read."""
+"""Goal: a node that follows another one gets its events; one that does not read stalls nobody."""
 
 import asyncio
 import socket

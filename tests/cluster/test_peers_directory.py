@@ -1,7 +1,6 @@
 """Goal: the directory says how much of a prefix each other node has, and nothing of dead ones."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
-from kvstore.cluster.directory import PeersDirectory
+from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.membership import LocalMembership
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.index.control import IndexSettings, SourceBounds
@@ -24,7 +23,7 @@ from tests.local_index import LocalIndex
 from tests.loops import eventually, in_loop
 
 KEYS = page_keys(np.arange(16 * 16), 16)
-SETTINGS = IndexSettings(65_536, SourceBounds(replay_s=5.0, verify_s=0.2, foreign_blocks=16))
+SETTINGS = index_settings(65_536)
 ONE = (shard(0),)
 
 
@@ -169,18 +168,20 @@ async def test_a_node_that_has_lost_the_head_of_a_chain_has_nothing_of_it() -> N
 
 @in_loop
 async def test_a_node_that_dies_has_nothing_until_it_is_back_with_what_its_new_start_has() -> None:
-    async with nodes("a", "b", certificates=files()) as (a, b):
-        async with asking(a, b, show=files(), index=IndexProcess(SETTINGS)) as it:
-            for one in (a, b):
-                one.store(KEYS, *ONE)
-            await eventually(lambda: it.holds() == {"a": 16, "b": 16})
-            first = a.boot
-            await a.stop()
-            await eventually(lambda: it.holds() == {"b": 16})
-            await a.start(files())
-            a.store(KEYS[:2], *ONE)
-            await eventually(lambda: it.holds() == {"a": 2, "b": 16})
-            assert a.boot != first
+    async with (
+        nodes("a", "b", certificates=files()) as (a, b),
+        asking(a, b, show=files(), index=IndexProcess(SETTINGS)) as it,
+    ):
+        for one in (a, b):
+            one.store(KEYS, *ONE)
+        await eventually(lambda: it.holds() == {"a": 16, "b": 16})
+        first = a.boot
+        await a.stop()
+        await eventually(lambda: it.holds() == {"b": 16})
+        await a.start(files())
+        a.store(KEYS[:2], *ONE)
+        await eventually(lambda: it.holds() == {"a": 2, "b": 16})
+        assert a.boot != first
 
 
 @in_loop
@@ -299,13 +300,12 @@ async def test_a_node_that_stops_is_no_holder_within_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.index.followers._BEAT_S", 0.05)
-    async with nodes("a") as (a,), asking(a) as it:
+    quiet = IndexSettings(65_536, SourceBounds(replay_s=30.0, verify_s=30.0, foreign_blocks=1))
+    async with nodes("a") as (a,), asking(a, index=LocalIndex(quiet)) as it:
         a.store(KEYS, *ONE)
         await eventually(lambda: it.holds() == {"a": 16})
-        a.hold()
-        began = time.monotonic()
+        a.hold()  # its connections stay open, and nothing answers
         await eventually(lambda: it.holds() == {})
-        assert time.monotonic() - began < 5
         assert it.why("a")
         a.let_go()
         await eventually(lambda: it.holds() == {"a": 16})
