@@ -185,6 +185,21 @@ async def test_a_node_that_dies_has_nothing_until_it_is_back_with_what_its_new_s
 
 
 @in_loop
+async def test_a_killed_index_process_is_started_again_and_knows_the_same() -> None:
+    index = IndexProcess(SETTINGS)
+    async with nodes("a") as (a,), asking(a, index=index) as it:
+        a.store(KEYS, *ONE)
+        await eventually(lambda: it.holds() == {"a": 16})
+        before = index.table()
+        assert index._life is not None
+        index._life._process.kill()
+        await eventually(lambda: index.restarts == 1)
+        await eventually(lambda: index.table() not in (None, before))
+        await eventually(lambda: it.holds() == {"a": 16})
+        assert it.holds((shard(5),)) == {}
+
+
+@in_loop
 async def test_nodes_come_and_go_with_the_membership() -> None:
     async with nodes("a", "b") as (a, b), asking(a) as it:
         for one in (a, b):

@@ -1,6 +1,8 @@
 """Goal: a cluster that cannot work, or would let strangers in, is refused with the key's name."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.config import ServerConfig, load
 from kvstore.config.addresses import Address, is_loopback, read_address
@@ -104,3 +106,14 @@ def test_addresses_are_read_as_they_are_written():
     assert [is_loopback(host) for host in ("::1", "localhost", "localhost.example", "")] == [
         True, True, False, False,
     ]  # fmt: skip
+
+
+@given(st.text() | st.from_regex(r"\[?[a-z0-9.:]*\]?:[0-9]*", fullmatch=True))
+def test_whatever_is_read_as_an_address_is_written_as_it_was(text):
+    try:
+        address = read_address(text)
+    except ValueError:
+        return
+    assert read_address(str(address)) == address
+    assert address.host
+    assert 0 <= address.port <= 65_535
