@@ -214,6 +214,16 @@ def test_a_publisher_without_endpoints_serves_what_is_handed_over_and_closes_it_
         assert late.recv(1) == b""
 
 
+def test_what_was_handed_over_and_not_yet_taken_is_closed_with_the_publisher():
+    ours, theirs = socket.socketpair()
+    with ours, EventPublisher(None, topic=b"kvstore@n@aa") as publisher:
+        publisher.close()
+        publisher._server.handed.append((theirs, zmtp.PUB))
+        publisher._server.close()
+        ours.settimeout(10)
+        assert ours.recv(1) == b""
+
+
 def test_a_node_in_a_cluster_publishes_though_nobody_else_may_follow():
     off, quiet = EventsConfig(endpoint=""), SocketConfig()
     alone = Publication(off, quiet, "n", b"b" * 16)

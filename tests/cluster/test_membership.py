@@ -34,3 +34,5 @@ async def test_a_node_that_is_in_its_own_list_is_there_once_as_it_says_itself() 
         assert await anext(changes) == {
             "a": own, "b": NodeRecord(name="b", endpoint=B.endpoint),
         }  # fmt: skip
+        await membership.leave()
+        assert set(await anext(changes)) == {"b"}
