@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -119,7 +119,7 @@ async def _watch(lags: list[float]) -> None:
 
 @asynccontextmanager
 async def tunnelled(
-    serve: Callable[..., object] | None = None,
+    hello: wire.FollowEvents = HELLO,
 ) -> AsyncIterator[tuple[EventTunnels, asyncio.StreamReader, asyncio.StreamWriter, list[Any]]]:
     """A tunnel to a publication that keeps what it is given, and the follower's end of it."""
     given: list[Any] = []
@@ -132,7 +132,7 @@ async def tunnelled(
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     at_node = await asyncio.open_connection(sock=theirs)
-    task = asyncio.create_task(tunnels.serve_events(*at_node, HELLO))
+    task = asyncio.create_task(tunnels.serve_events(*at_node, hello))
     try:
         async with asyncio.timeout(30):
             await eventually(lambda: given or task.done())
@@ -162,6 +162,33 @@ async def test_the_end_of_either_side_ends_the_other() -> None:
         assert await reader.read() == b""
         await eventually(lambda: not tunnels.stats()["following"])
         given.clear()
+
+
+@in_loop
+async def test_small_live_batches_are_gathered_and_replays_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "_GATHER_S", 0.05)
+    async with tunnelled() as (_, reader, _, given):
+        began, pieces, left = time.monotonic(), 0, 60
+        sending = asyncio.create_task(_trickle(given[0][0], left))
+        while left:
+            left -= len(await reader.read(1000))
+            pieces += 1
+        await sending
+        assert pieces <= (time.monotonic() - began) / 0.05 + 1
+    monkeypatch.setattr(serving, "_GATHER_S", 3_600.0)
+    async with tunnelled(wire.FollowEvents("c", "self", "s", replay=True)) as (_, reader, _, given):
+        for _ in range(3):
+            given[0][0].sendall(b"x")
+            assert await reader.readexactly(1) == b"x"
+
+
+async def _trickle(raw: socket.socket, pieces: int) -> None:
+    """Send single bytes, the loop having turned between them."""
+    for _ in range(pieces):
+        raw.sendall(b"x")
+        await asyncio.sleep(0.001)
 
 
 @in_loop
