@@ -188,7 +188,8 @@ async def _trickle(raw: socket.socket, pieces: int) -> None:
     """Send single bytes, the loop having turned between them."""
     for _ in range(pieces):
         raw.sendall(b"x")
-        await asyncio.sleep(0.001)
+        for _ in range(10):
+            await asyncio.sleep(0)
 
 
 @in_loop
