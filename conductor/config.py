@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
-from kvstore.config import Loaded, Positive, Section, load
+from kvstore.config import Loaded, Positive, load
+from kvstore.config.section import Section
 from kvstore.errors import InvalidArgument
 from kvstore.process.listeners import parse_endpoint
 

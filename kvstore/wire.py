@@ -385,7 +385,7 @@ _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 """Invalid bytes, too deep nesting, and values that a type refuses."""
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: Request | Answer | FollowEvents) -> bytes:
     """Encode a message as one frame, including its length."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body

@@ -7,7 +7,6 @@ and the source. An environment variable that looks like a misspelt one of ours i
 """
 
 import difflib
-import ipaddress
 import logging
 import os
 import re
@@ -18,8 +17,11 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, g
 
 import msgspec
 
+from kvstore.config.addresses import is_loopback
+from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.constraints import allowed
 from kvstore.config.machine import Needs
+from kvstore.config.section import NodeName, Section
 from kvstore.config.sizes import exact, size_of
 from kvstore.errors import ConfigError, reason
 
@@ -41,10 +43,6 @@ EXTENTS_MAX: Final = 1 << 20
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: frozen, keyword-only, without unknown keys."""
-
-
 class NodeConfig(Section, frozen=True):
     """The identity of this node.
 
@@ -52,12 +50,7 @@ class NodeConfig(Section, frozen=True):
         name: name of the node in events, metrics and routing decisions.
     """
 
-    name: Annotated[
-        str,
-        msgspec.Meta(
-            pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)", description="1 to 64 of A-Z a-z 0-9 . _ -"
-        ),
-    ] = "local"
+    name: NodeName = "local"
 
 
 class SocketConfig(Section, frozen=True):
@@ -206,10 +199,7 @@ class HttpConfig(Section, frozen=True):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name, whatever it begins with
-            return False
+        return is_loopback(self.host)
 
 
 class AdminConfig(Section, frozen=True):
@@ -283,8 +273,19 @@ class ServerConfig(Section, frozen=True):
     ssd: SSDConfig = SSDConfig()
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     admin: AdminConfig = AdminConfig()
     debug: DebugConfig = DebugConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse more nodes than one can follow."""
+        others = list(self.cluster.others(self.node.name))
+        if len(others) >= NODES_MAX:
+            raise ValueError(
+                f"cluster.nodes={','.join(self.cluster.nodes)}: a cluster has {NODES_MAX} nodes at"
+                f" most, this one ({self.node.name}) included; the first one too many is"
+                f" {others[NODES_MAX - 1]}"
+            )
 
     @property
     def needs(self) -> Needs:
@@ -358,7 +359,7 @@ def _refusal(
     said = {s: None for k, s in sources.items() if k == key or f"{k}=" in what} or {
         s: None for k, s in sources.items() if k.startswith(f"{key}.")
     }
-    return f"{', '.join(said) or 'configuration'}: {path}: {what}"
+    return ": ".join(filter(None, (", ".join(said) or "configuration", path, what)))
 
 
 def show(loaded: Loaded[T]) -> str:

@@ -23,6 +23,7 @@ counters, and is never held while sending or encoding.
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -35,11 +36,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvstore.errors import InvalidArgument, TransferTimeout
+from kvstore.events import zmtp
 from kvstore.events.kept import Bounds
 from kvstore.events.questions import ANSWER_COUNTS, OpenQuestion, Questions
 from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
 from kvstore.events.server import EventServer
-from kvstore.events.zmtp import TOKEN_BYTES_MAX
 from kvstore.process.listeners import Listener, parse_endpoint
 
 BlockHash = bytes | int
@@ -220,7 +221,7 @@ class EventPublisher:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | None,
         replay_endpoint: str | None = None,
         *,
         topic: bytes = b"",
@@ -235,8 +236,9 @@ class EventPublisher:
         Args:
             endpoint: where batches are published: ``ipc:///path`` or ``tcp://127.0.0.1:*``;
                 :attr:`bound_endpoint` has the actual port. The socket of a dead process is
-                replaced.
-            replay_endpoint: where followers request missed batches; None = no replay.
+                replaced. None = nowhere: only for connections of :meth:`serve`.
+            replay_endpoint: where followers request missed batches; None = no replay but for
+                connections of :meth:`serve`.
             topic: first frame of every message.
             access: who may follow.
             queue_max: maximum batches waiting for the thread, at least 1; also the maximum waiting
@@ -252,8 +254,8 @@ class EventPublisher:
         for field, bound in (bounds | {"replay_bytes_max": replay_bytes_max}).items():
             if bound < 1:
                 raise InvalidArgument(field, f"{bound} is not positive")
-        if len(access.token) > TOKEN_BYTES_MAX:
-            raise InvalidArgument("access", f"a token has {TOKEN_BYTES_MAX} bytes at most")
+        if len(access.token) > zmtp.TOKEN_BYTES_MAX:
+            raise InvalidArgument("access", f"a token has {zmtp.TOKEN_BYTES_MAX} bytes at most")
         self._queue_max = queue_max
         self._clock = clock
         self._lock = threading.Lock()
@@ -262,22 +264,13 @@ class EventPublisher:
         self._closing = False
         self._close_deadline = 0.0
         self._counts = dict.fromkeys(("sent", "dropped"), 0)
-        listeners: list[Listener] = []
-        try:
-            for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
-                if where is not None:
-                    listeners.append(Listener(field, parse_endpoint(field, where), access.mode))
-        except InvalidArgument:
-            for listener in listeners:
-                listener.close()
-            raise
+        live, replay = _listeners(endpoint, replay_endpoint, access.mode)
         self._questions = Questions(self._wake)
-        live, *replay = listeners
-        self.bound_endpoint = str(live.endpoint)
-        self.bound_replay_endpoint = str(replay[0].endpoint) if replay else None
+        self.bound_endpoint = str(live.endpoint) if live else None
+        self.bound_replay_endpoint = str(replay.endpoint) if replay else None
         self._server = EventServer(
             live,
-            replay[0] if replay else None,
+            replay,
             topic=topic,
             token=access.token,
             waiting_max=queue_max,
@@ -318,6 +311,24 @@ class EventPublisher:
         with self._lock:
             if not self._closing:
                 os.eventfd_write(self._wake_fd, 1)
+
+    def serve(self, raw: socket.socket, *, replay: bool) -> None:
+        """Serve a follower through a connection that exists already; never blocks.
+
+        It needs no token. If the publisher is closed, or has as many followers as it may have, the
+        connection is closed.
+
+        Args:
+            raw: a connected stream socket; the publisher owns it from now on.
+            replay: the follower requests missed batches and asks questions; otherwise it gets live
+                batches.
+        """
+        with self._lock:
+            if self._closing:
+                raw.close()
+                return
+            self._server.handed.append((raw, zmtp.ROUTER if replay else zmtp.PUB))
+            os.eventfd_write(self._wake_fd, 1)
 
     @property
     def sequence_next(self) -> int:
@@ -421,6 +432,22 @@ class EventPublisher:
             with self._lock:
                 self._counts["sent" if payload is not None else "dropped"] += 1
         return True
+
+
+def _listeners(
+    endpoint: str | None, replay_endpoint: str | None, mode: int
+) -> tuple[Listener | None, Listener | None]:
+    """Bind both endpoints, or none."""
+    listeners: dict[str, Listener] = {}
+    try:
+        for field, where in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+            if where is not None:
+                listeners[field] = Listener(field, parse_endpoint(field, where), mode)
+    except InvalidArgument:
+        for listener in listeners.values():
+            listener.close()
+        raise
+    return listeners.get("endpoint"), listeners.get("replay_endpoint")
 
 
 def _batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:

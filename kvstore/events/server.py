@@ -1,5 +1,8 @@
 """Serves a publisher's batches to followers, live and as replays, and answers their questions.
 
+Followers connect to the listeners, or their connections are handed over, ready made: what followers
+send and read through another connection.
+
 One thread owns everything and never waits longer than its caller allows. Faults of one follower do
 not affect others: an invalid message closes its connection; a follower that does not read loses
 batches (and sees the gap), and is disconnected after some time. The number of connections, the
@@ -14,11 +17,11 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.events import questions as asking
 from kvstore.events import zmtp
+from kvstore.events.connection import FollowerConnection
 from kvstore.events.kept import Bounds, KeptBatches
 from kvstore.events.questions import ASK
 from kvstore.process.faults import Faults
@@ -29,9 +32,6 @@ END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 
 PEERS_MAX: Final = 128
 """Maximum connections of followers, including replays."""
-_HANDSHAKE_S: Final = 5.0
-_DEAF_S: Final = 120.0
-"""A connection that reads nothing for so long while data waits for it is closed."""
 _CHECK_S: Final = 0.5
 """Seconds between checks of the deadlines."""
 _ACCEPT_PAUSE_S: Final = 0.1
@@ -41,9 +41,6 @@ _ACCEPTS: Final = 16
 _READ_BYTES: Final = 4 << 10
 _HEARD_PER_MESSAGE: Final = 256
 """Bytes that each message of a follower counts in addition, see :class:`Allowed`."""
-_WRITE_BYTES: Final = 1 << 20
-"""Bytes written to one follower before the next one is served."""
-_BUFFERS: Final = 64
 _LIVE_BYTES_MAX: Final = 4 << 20
 """Maximum bytes of live batches that wait for one slow follower."""
 _REPLAY_BYTES: Final = 256 << 10
@@ -56,95 +53,19 @@ _FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 _log = logging.getLogger(__name__)
 
 
-class Allowed(NamedTuple):
-    """What a follower may send; serving one that floods us would take the GIL from the node.
-
-    Attributes:
-        message: limits of one message.
-        burst_bytes: bytes in a burst.
-        check_bytes: bytes in addition per check of the deadlines.
-    """
-
-    message: zmtp.MessageLimits
-    burst_bytes: int
-    check_bytes: int
-
-
-_ALLOWED: Final = {
-    zmtp.PUB: Allowed(zmtp.MessageLimits(1_024, 8), 64 << 10, 4 << 10),
-    zmtp.ROUTER: Allowed(zmtp.MessageLimits(asking.QUESTION_BYTES_MAX, 8), 512 << 10, 128 << 10),
-}
-
-
-class _Follower:
-    """One connection."""
-
-    def __init__(self, raw: socket.socket, side: zmtp.Side, token: bytes, now: float) -> None:
-        self.raw = raw
-        self.side = side
-        self.allowed = _ALLOWED[side]
-        self.peer = zmtp.ZmtpPeer(side, self.allowed.message, token=token, server=True)
-        self.waiting: deque[bytes] = deque()
-        self.waiting_bytes = 0
-        self.sent_of_first = 0
-        self.topics: set[bytes] = set()
-        self.replays: deque[int] = deque()  # next batch of each replay
-        self.question: asking.OpenQuestion | None = None
-        self.came = now
-        self.since = now  # time of the last read, or since data waits
-        self.mask = 0
-        self.heard = 0  # see Allowed
-
-    def queue(self, data: bytes) -> None:
-        if not self.waiting:
-            self.since = time.monotonic()
-        self.waiting.append(data)
-        self.waiting_bytes += len(data)
-
-    def overdue(self, now: float) -> str:
-        """Why its connection must be closed; empty if not."""
-        if not self.peer.ready:
-            return "handshake" if now - self.came > _HANDSHAKE_S else ""
-        if self.question is not None:
-            if now > self.question.deadline:
-                return "late"
-            if self.waiting and now - self.since > asking.STALLED_S:
-                return "deaf"
-        return "deaf" if self.waiting and now - self.since > _DEAF_S else ""
-
-    def write(self, now: float) -> None:
-        """Write as much as the socket accepts.
-
-        Raises:
-            OSError: the connection is broken.
-        """
-        left = _WRITE_BYTES
-        while self.waiting and left > 0:
-            first = memoryview(self.waiting[0])[self.sent_of_first :]
-            try:
-                sent = self.raw.sendmsg([first, *islice(self.waiting, 1, _BUFFERS)])
-            except BlockingIOError:
-                return
-            self.since = now
-            left -= sent
-            self.waiting_bytes -= sent
-            sent += self.sent_of_first
-            while self.waiting and sent >= len(self.waiting[0]):
-                sent -= len(self.waiting.popleft())
-            self.sent_of_first = sent
-
-
 class EventServer:
     """Listens for followers, and serves them.
 
     Attributes:
         counts: replays ``served`` completely and ``cut``, and batches ``lost`` by slow followers.
         faults: closed connections, by cause.
+        handed: connections that other threads hand over, each with its side: taken at the next
+            turn. They need no token, because whoever made them knows the follower.
     """
 
     def __init__(
         self,
-        live: Listener,
+        live: Listener | None,
         replay: Listener | None,
         *,
         topic: bytes,
@@ -156,8 +77,9 @@ class EventServer:
         """Take over the listeners.
 
         Args:
-            live: for live batches.
-            replay: for replays, or None.
+            live: for live batches, or None.
+            replay: for replays, or None. Without it, batches are kept from the first connection
+                for replays on that is handed over.
             topic: first frame of every batch.
             token: token that followers over TCP must send; empty = none.
             waiting_max: maximum batches that wait for one slow follower.
@@ -171,11 +93,14 @@ class EventServer:
         self._token = token
         self._waiting_max = waiting_max
         self._kept = KeptBatches(kept)
-        self._listeners = {live.socket: (live, zmtp.PUB)}
-        if replay is not None:
-            self._listeners[replay.socket] = (replay, zmtp.ROUTER)
+        self.handed: deque[tuple[socket.socket, zmtp.Side]] = deque()
+        self._listeners = {
+            listener.socket: (listener, side)
+            for listener, side in ((live, zmtp.PUB), (replay, zmtp.ROUTER))
+            if listener is not None
+        }
         self._keeps = replay is not None
-        self._followers: dict[socket.socket, _Follower] = {}
+        self._followers: dict[socket.socket, FollowerConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = None  # while no connection is accepted
         self._checked_at = time.monotonic()
@@ -204,6 +129,10 @@ class EventServer:
                 self._accept(found)
             elif follower := self._followers.get(found):
                 self._serve(follower, mask)
+        while self.handed:
+            raw, side = self.handed.popleft()
+            self._keeps = self._keeps or side is zmtp.ROUTER
+            self._meet(raw, side, b"")
         if time.monotonic() - self._checked_at >= _CHECK_S:
             self._check()
         return woken
@@ -233,6 +162,8 @@ class EventServer:
         """Close all connections and listeners."""
         for follower in list(self._followers.values()):
             self._drop(follower, "")
+        for raw, _ in self.handed:
+            raw.close()
         for listener, _ in self._listeners.values():
             listener.close()
         self._selector.close()
@@ -255,22 +186,26 @@ class EventServer:
                 if error.errno in _FULL:
                     self._pause(str(error))
                 return
-            if len(self._followers) >= PEERS_MAX and not self._make_room():
-                self.faults.note("full", f"{PEERS_MAX} are connected already")
-                raw.close()
-                continue
-            raw.setblocking(False)  # noqa: FBT003
             token = b""
             if raw.family != socket.AF_UNIX:
                 token = self._token
                 with contextlib.suppress(OSError):  # already closed
                     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            follower = self._followers[raw] = _Follower(raw, side, token, time.monotonic())
-            self._selector.register(raw, selectors.EVENT_READ)
-            follower.mask = selectors.EVENT_READ
-            follower.queue(follower.peer.outgoing())
-            self._push(follower)
+            self._meet(raw, side, token)
+
+    def _meet(self, raw: socket.socket, side: zmtp.Side, token: bytes) -> None:
+        """Begin to serve a connection."""
+        if len(self._followers) >= PEERS_MAX and not self._make_room():
+            self.faults.note("full", f"{PEERS_MAX} are connected already")
+            raw.close()
+            return
+        raw.setblocking(False)  # noqa: FBT003
+        follower = self._followers[raw] = FollowerConnection(raw, side, token, time.monotonic())
+        self._selector.register(raw, selectors.EVENT_READ)
+        follower.mask = selectors.EVENT_READ
+        follower.queue(follower.peer.outgoing())
+        self._push(follower)
 
     def _pause(self, why: str) -> None:
         """Accept no connections for a while."""
@@ -297,7 +232,7 @@ class EventServer:
         if self._accept_at is not None and now >= self._accept_at:
             self._listen()
 
-    def _serve(self, follower: _Follower, mask: int) -> None:
+    def _serve(self, follower: FollowerConnection, mask: int) -> None:
         if mask & selectors.EVENT_READ:
             try:
                 data = follower.raw.recv(_READ_BYTES)
@@ -324,7 +259,7 @@ class EventServer:
                     return
         self._push(follower)
 
-    def _say(self, follower: _Follower) -> None:
+    def _say(self, follower: FollowerConnection) -> None:
         """Send pending protocol commands, including an error before closing."""
         said = follower.peer.outgoing()
         if said:
@@ -334,7 +269,7 @@ class EventServer:
         except OSError:  # closed; the next turn notices it
             return
 
-    def _hear(self, follower: _Follower, message: zmtp.Message) -> bool:
+    def _hear(self, follower: FollowerConnection, message: zmtp.Message) -> bool:
         """Handle one message; returns False if the connection was closed."""
         if follower.side is zmtp.PUB:
             topic = message[0][1:]
@@ -365,21 +300,21 @@ class EventServer:
             follower.replays.append(self._kept.position(first))
         return self._bounded(follower)
 
-    def _ask(self, follower: _Follower, message: zmtp.Message) -> None:
+    def _ask(self, follower: FollowerConnection, message: zmtp.Message) -> None:
         """Begin to answer a question, or refuse it."""
         try:
             follower.question = self._questions.begin(message, follower.question)
         except asking.RefusedError as error:
             follower.queue(self._replayed(asking.REFUSED, error.payload))
 
-    def _bounded(self, follower: _Follower) -> bool:
+    def _bounded(self, follower: FollowerConnection) -> bool:
         """Whether the waiting bytes of a follower are within the limit; else close it."""
         if follower.waiting_bytes <= _LIVE_BYTES_MAX:
             return True
         self._drop(follower, "deaf", "it sends requests without reading the answers")
         return False
 
-    def _push(self, follower: _Follower) -> None:
+    def _push(self, follower: FollowerConnection) -> None:
         """Write as much as the socket accepts, and wait for it if data is left."""
         try:
             for data in self._replay(follower):
@@ -400,7 +335,7 @@ class EventServer:
             self._selector.modify(follower.raw, mask)
             follower.mask = mask
 
-    def _replay(self, follower: _Follower) -> Iterator[bytes]:
+    def _replay(self, follower: FollowerConnection) -> Iterator[bytes]:
         """The next messages of its replays, as long as few bytes wait for it."""
         while follower.replays and follower.waiting_bytes < _REPLAY_BYTES:
             found = self._kept.next(follower.replays[0])
@@ -413,7 +348,7 @@ class EventServer:
                 self.counts["served"] += 1
                 yield self._replayed(END_OF_REPLAY, b"")
 
-    def _answer(self, follower: _Follower) -> Iterator[bytes]:
+    def _answer(self, follower: FollowerConnection) -> Iterator[bytes]:
         """The next messages of the answer to its question, likewise."""
         while follower.question is not None and follower.waiting_bytes < _REPLAY_BYTES:
             message = follower.question.take()
@@ -428,7 +363,7 @@ class EventServer:
     def _replayed(self, sequence: bytes, payload: bytes) -> bytes:
         return zmtp.encode((b"", self._topic, sequence, payload))
 
-    def _drop(self, follower: _Follower, cause: str, said: str = "") -> None:
+    def _drop(self, follower: FollowerConnection, cause: str, said: str = "") -> None:
         """Close a connection; no cause = the follower closed it."""
         if cause:
             self.faults.note(cause, said)

@@ -26,6 +26,8 @@ TOKEN_BYTES_MAX: Final = 255
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _GREETING_BYTES: Final = 64
 _SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f"
+GREETING_FIRST: Final = b"\xff"
+"""The first byte that every peer sends."""
 _VERSION: Final = b"\x03\x01"
 _MECHANISM_BYTES: Final = 20
 _COMMAND_BYTES_MAX: Final = 1_024

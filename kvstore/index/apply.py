@@ -128,6 +128,7 @@ class EventIngest:
         self.groups: dict[int, KvGroup] = {}
         self._specs: dict[int, tuple[str | None, int | None, int]] = {}  # what groups were made of
         self._holders: dict[tuple[str | None, str | None, int], int] = {}
+        self._listed: set[tuple[str | None, str]] = set()  # medium and shard of pages of a snapshot
         self._media: set[str] = set()
         self._seeds: dict[str, int] = {}  # of spaces
         self._set_seed()
@@ -175,6 +176,21 @@ class EventIngest:
 
     # Nodes
 
+    def listed(self, medium: str, shard: str) -> int | None:
+        """Number of the holder of a node's pages that a snapshot lists, and events may remove.
+
+        Args:
+            medium: their medium.
+            shard: digest of their shard, as in events.
+
+        Returns:
+            None if there are too many holders.
+        """
+        name = shard_name(0, shard)
+        if len(self._listed) < NAMES_MAX:
+            self._listed.add((medium, name))
+        return self._find_holder(self._worker, medium, name, 0)
+
     def _node_keys(
         self, event: BlocksStored | BlocksRemoved, space: str, batch: ChangeBatch, *, stored: bool
     ) -> None:
@@ -186,8 +202,10 @@ class EventIngest:
             seed = self._seeds[space] = scope_seed(self._space.secret, "keys", space)
         at = (event.medium, event.shard_digest, event.shard)
         holder = self._holders.get(at)
-        if holder is None and stored:
-            holder = self._new_holder(at, shard_name(event.shard, event.shard_digest), 0)
+        if holder is None:
+            shard = shard_name(event.shard, event.shard_digest)
+            if stored or (event.medium, shard) in self._listed:
+                holder = self._new_holder(at, shard, 0)
         count = self._write_keys(event, seed, batch, integers=False)
         if holder is not None:
             batch.add(count, holder, stored=stored)

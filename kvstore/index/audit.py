@@ -92,7 +92,7 @@ class Auditor:
         """The result; None if the batches that an answer needs do not come."""
         source = follower.source
         assert source.replay_endpoint is not None
-        _, parts, end = await sample(source.replay_endpoint, source.token, keys=SAMPLE_KEYS)
+        _, parts, end = await sample(source.replay_endpoint, source.credentials, keys=SAMPLE_KEYS)
         if not await _applied(follower, end.sequence_end):
             return None
         pages = missing = stale = 0
@@ -124,7 +124,9 @@ class Auditor:
             return 0
         source = follower.source
         assert source.replay_endpoint is not None
-        truth = await audit(source.replay_endpoint, source.token, part.space, part.shard, part.keys)
+        truth = await audit(
+            source.replay_endpoint, source.credentials, part.space, part.shard, part.keys
+        )
         if not await _applied(follower, truth.end.sequence_end):
             return 0
         if part.medium not in truth.media:

@@ -13,6 +13,8 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
+from kvstore.index.credentials import PeerCredentials
+from kvstore.index.tunnel import open_tunnel
 from kvstore.process.listeners import Listener, Unix, parse_endpoint
 
 CONNECT_S: Final = 5.0
@@ -44,14 +46,15 @@ class EventConnection:
 
     @classmethod
     async def open(
-        cls, endpoint: str, side: zmtp.Side, token: str, timeout_s: float
+        cls, endpoint: str, side: zmtp.Side, credentials: str | PeerCredentials, timeout_s: float
     ) -> "EventConnection":
         """Connect and shake hands.
 
         Args:
-            endpoint: ``ipc://`` or ``tcp://``.
+            endpoint: ``ipc://``, ``tcp://`` or ``peer://``.
             side: type of our socket.
-            token: token for a publisher over TCP; empty = none.
+            credentials: for a publisher over TCP a token, empty = none; for a peer service what to
+                show there.
             timeout_s: maximum time for connecting and the handshake.
 
         Raises:
@@ -59,9 +62,17 @@ class EventConnection:
             PeerError: the peer is not a publisher, or it refuses us.
         """
         async with asyncio.timeout(timeout_s):
-            reader, writer = await _connect(endpoint)
-            shown = token.encode() if endpoint.startswith("tcp:") else b""
-            channel = cls(reader, writer, zmtp.ZmtpPeer(side, _LIMITS, token=shown))
+            if isinstance(credentials, PeerCredentials):
+                reader, writer, first = await open_tunnel(
+                    endpoint, credentials, replay=side is not zmtp.SUB, limit_bytes=_BUFFER_BYTES
+                )
+                peer = zmtp.ZmtpPeer(side, _LIMITS)
+                peer.feed(first)
+            else:
+                reader, writer = await _connect(endpoint)
+                shown = credentials.encode() if endpoint.startswith("tcp:") else b""
+                peer = zmtp.ZmtpPeer(side, _LIMITS, token=shown)
+            channel = cls(reader, writer, peer)
             await channel.shake_hands()
             return channel
 

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from kvstore.index.credentials import PeerCredentials
+
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """The source of one worker's events.
@@ -11,10 +13,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         domain: what decides besides tokens whether an engine's blocks may be shared: its model or
             space. Events of nodes name their space themselves.
         block_tokens: tokens in a block of an engine; 0 = whatever its first event says.
-        endpoint: endpoint of the publisher, ``ipc://`` or ``tcp://``.
+        endpoint: endpoint of the publisher, ``ipc://`` or ``tcp://``, or of the peer service of a
+            node, ``peer://host:port``, which then is the one for replays as well.
         bind: ``endpoint`` is ours: the publisher connects to it.
         replay_endpoint: endpoint for missed batches; None = no replay.
         token: token for a publisher over TCP; empty = none.
+        peer: what to show at a peer service; None for other endpoints.
         is_node: a node: it serves snapshots and audits at its replay endpoint.
     """
 
@@ -25,7 +29,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     bind: bool = False
     replay_endpoint: str | None = None
     token: str = ""
+    peer: PeerCredentials | None = None
     is_node: bool = False
+
+    @property
+    def credentials(self) -> str | PeerCredentials:
+        """What to show at its endpoints."""
+        return self.peer or self.token
 
 
 class SourceBounds(msgspec.Struct, frozen=True):

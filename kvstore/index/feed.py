@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.index.apply import EngineScope, EventIngest, KvGroup, shard_name
+from kvstore.index.apply import EngineScope, EventIngest, KvGroup
 from kvstore.index.batch import ChangeBatch
 from kvstore.index.blocks import BlockLimits, Workspace
 from kvstore.index.control import Source
@@ -222,8 +222,8 @@ class WorkerFeed:
             medium: their medium.
             keys: their prefix keys of 32 bytes, packed.
         """
-        holder = self._feeds.holder(self._worker, medium, shard_name(0, shard), 0)
-        if holder is None or self._ended:
+        holder = self._ingest.listed(medium, shard) if not self._ended else None
+        if holder is None:
             return
         chains = self.chains_of(space, keys)
         batch = self._feeds.batch

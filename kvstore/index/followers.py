@@ -164,7 +164,9 @@ class Follower:
         if listener is not None:
             channel = await listener.accept(CONNECT_S)
         else:
-            channel = await EventConnection.open(source.endpoint, zmtp.SUB, source.token, CONNECT_S)
+            channel = await EventConnection.open(
+                source.endpoint, zmtp.SUB, source.credentials, CONNECT_S
+            )
         try:
             await channel.send([b"\x01"])
             self.connected = True
@@ -286,7 +288,7 @@ class Follower:
         endpoint = self.source.replay_endpoint
         assert endpoint is not None
         try:
-            async with aclosing(read_snapshot(endpoint, self.source.token)) as parts:
+            async with aclosing(read_snapshot(endpoint, self.source.credentials)) as parts:
                 async for part in parts:
                     match part:
                         case SnapshotHead(boot, first):
@@ -395,7 +397,7 @@ class Follower:
         """
         found = False
         replay = read_replay(
-            endpoint, self.source.token, self.sequence.replay_from, self._bounds.replay_s
+            endpoint, self.source.credentials, self.sequence.replay_from, self._bounds.replay_s
         )
         async with aclosing(replay) as messages:
             async for topic, number, payload in messages:

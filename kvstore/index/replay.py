@@ -7,6 +7,7 @@ from typing import Final
 from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY
 from kvstore.index.channel import CONNECT_S, EventConnection
+from kvstore.index.credentials import PeerCredentials
 
 TOPIC_BYTES_MAX: Final = 256
 
@@ -24,13 +25,13 @@ class NoReplayError(Exception):
 
 
 async def read_replay(
-    endpoint: str, token: str, first: int, silence_s: float
+    endpoint: str, credentials: str | PeerCredentials, first: int, silence_s: float
 ) -> AsyncGenerator[tuple[bytes, int | None, bytes], None]:
     """Topic, number and payload of each batch; at the end only the topic (number None).
 
     Args:
         endpoint: the publisher's endpoint for replays.
-        token: for a publisher over TCP; empty = none.
+        credentials: see :meth:`EventConnection.open`.
         first: number of the first batch that is wanted.
         silence_s: maximum time between two messages.
 
@@ -40,7 +41,7 @@ async def read_replay(
         PeerError: the peer is not a publisher.
         NoReplayError: it is not a valid replay.
     """
-    channel = await EventConnection.open(endpoint, zmtp.DEALER, token, CONNECT_S)
+    channel = await EventConnection.open(endpoint, zmtp.DEALER, credentials, CONNECT_S)
     try:
         await channel.send([b"", first.to_bytes(8, "big")])
         before = -1

@@ -38,6 +38,7 @@ from kvstore.events.questions import (
 )
 from kvstore.index.batch import HASHES_MAX
 from kvstore.index.channel import CONNECT_S, EventConnection
+from kvstore.index.credentials import PeerCredentials
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
 
@@ -177,7 +178,7 @@ _REFUSED: Final = msgspec.msgpack.Decoder(_Refused)
 
 async def read_snapshot(
     endpoint: str,
-    token: str = "",
+    credentials: str | PeerCredentials = "",
     *,
     silence_s: float = SILENCE_S,
     limit_s: float = SNAPSHOT_S_MAX,
@@ -189,8 +190,8 @@ async def read_snapshot(
     caller takes; a caller that stops for 10 s is disconnected by the node.
 
     Args:
-        endpoint: the node's endpoint for replays, ``ipc://`` or ``tcp://``.
-        token: token for followers over TCP; empty = none.
+        endpoint: the node's endpoint for replays, ``ipc://``, ``tcp://`` or ``peer://``.
+        credentials: see :meth:`EventConnection.open`.
         silence_s: maximum time between two messages.
         limit_s: maximum time of all.
         pages_max: more pages are an error.
@@ -200,20 +201,24 @@ async def read_snapshot(
         OSError: the connection broke, as when the node ends; what was read is no snapshot.
         PeerError: the peer is not a publisher, or it refuses the token.
     """
-    asking = _ask(endpoint, token, Asked(SNAPSHOT), silence_s, limit_s)
+    asking = _ask(endpoint, credentials, Asked(SNAPSHOT), silence_s, limit_s)
     async with aclosing(asking) as answer:
         async for part in _parts(answer, pages_max):
             yield part
 
 
 async def sample(
-    endpoint: str, token: str = "", *, keys: int = KEYS_MAX, limit_s: float = ANSWER_S_MAX
+    endpoint: str,
+    credentials: str | PeerCredentials = "",
+    *,
+    keys: int = KEYS_MAX,
+    limit_s: float = ANSWER_S_MAX,
 ) -> tuple[SnapshotHead, list[SnapshotPages], SnapshotEnd]:
     """Read some pages of a node, chosen at random.
 
     Args:
         endpoint: see :func:`read_snapshot`.
-        token: likewise.
+        credentials: likewise.
         keys: about how many keys, 1 to 4,096; each may be in several shards and media.
         limit_s: maximum time.
 
@@ -223,7 +228,7 @@ async def sample(
     """
     if not 1 <= keys <= KEYS_MAX:
         raise InvalidArgument("keys", f"{keys} is not in 1..{KEYS_MAX}")
-    asking = _ask(endpoint, token, Asked(SAMPLE, keys), limit_s, limit_s)
+    asking = _ask(endpoint, credentials, Asked(SAMPLE, keys), limit_s, limit_s)
     async with aclosing(asking) as answer:
         head, *pages, end = [part async for part in _parts(answer, keys * _PLACES_MAX)]
     assert isinstance(head, SnapshotHead)
@@ -233,7 +238,7 @@ async def sample(
 
 async def audit(
     endpoint: str,
-    token: str,
+    credentials: str | PeerCredentials,
     space: str,
     shard: str,
     keys: bytes,
@@ -244,7 +249,7 @@ async def audit(
 
     Args:
         endpoint: see :func:`read_snapshot`.
-        token: likewise.
+        credentials: likewise.
         space: hex digest of the space; one that the node does not know has no pages.
         shard: digest of the shard, as in events; likewise.
         keys: 1 to 4,096 prefix keys of 32 bytes, packed.
@@ -260,7 +265,7 @@ async def audit(
     head: SnapshotHead | None = None
     found: _Tiers | None = None
     asked = Asked(AUDIT, count, space, shard, keys)
-    async with aclosing(_ask(endpoint, token, asked, limit_s, limit_s)) as answer:
+    async with aclosing(_ask(endpoint, credentials, asked, limit_s, limit_s)) as answer:
         async for word, payload in answer:
             if word == HEAD and head is None:
                 head = _head(payload)
@@ -279,13 +284,19 @@ async def audit(
 
 
 async def _ask(
-    endpoint: str, token: str, asked: Asked, silence_s: float, limit_s: float
+    endpoint: str,
+    credentials: str | PeerCredentials,
+    asked: Asked,
+    silence_s: float,
+    limit_s: float,
 ) -> AsyncGenerator[tuple[bytes, bytes], None]:
     """Word and payload of each message of the answer; the last one is the end."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     try:
-        channel = await EventConnection.open(endpoint, zmtp.DEALER, token, min(CONNECT_S, limit_s))
+        channel = await EventConnection.open(
+            endpoint, zmtp.DEALER, credentials, min(CONNECT_S, limit_s)
+        )
     except TimeoutError as error:
         raise SnapshotError("late", "it does not answer") from error
     try:

@@ -114,7 +114,10 @@ class Daemon:
         )
         undo.callback(self.memory.close)
         self.memory.create(extent.number for extent in slots.extents)
-        self.publication = Publication(config.events, config.socket, config.node.name, self.boot)
+        self.publication = Publication(
+            config.events, config.socket, config.node.name, self.boot,
+            to_peers=bool(config.cluster.name),
+        )  # fmt: skip
         undo.callback(self._close_publication)
         self.desk = Desk(
             self.node, self.memory, self.publication.publish,

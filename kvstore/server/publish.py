@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from socket import socket as Socket  # noqa: N812
 from typing import Final
 
 import msgspec
@@ -47,7 +48,15 @@ class Publication:
         needs_token: whether followers over TCP must send a token.
     """
 
-    def __init__(self, config: EventsConfig, socket: SocketConfig, node: str, boot: bytes) -> None:
+    def __init__(
+        self,
+        config: EventsConfig,
+        socket: SocketConfig,
+        node: str,
+        boot: bytes,
+        *,
+        to_peers: bool = False,
+    ) -> None:
         """Bind the sockets.
 
         Args:
@@ -56,6 +65,7 @@ class Publication:
                 permissions.
             node: its name.
             boot: its boot id.
+            to_peers: other nodes follow it, even if nobody else may (:meth:`serve`).
 
         Raises:
             ConfigError: an endpoint cannot be bound, or a token is missing or invalid; names its
@@ -66,16 +76,17 @@ class Publication:
         self._tokens = config.tokens
         self.topic = f"kvstore@{node}@{boot.hex()}"
         self.needs_token = False
-        if not config.endpoint:
+        if not config.endpoint and not to_peers:
             return
         # Events cover all tenants, so a group with separate tenants must not read them.
         mode = 0o660 if socket.group_access and not socket.tenants else 0o600
-        replay = config.replay_endpoint
+        live = config.endpoint
+        replay = config.replay_endpoint if live else ""
         token = _follow_token(config)
         self.needs_token = bool(token)
         try:
             self._publisher = EventPublisher(
-                _resolved(config.endpoint, socket, "events"),
+                _resolved(live, socket, "events") if live else None,
                 _resolved(replay, socket, "replay") if replay else None,
                 topic=self.topic.encode(),
                 access=FollowerAccess(token, mode),
@@ -90,7 +101,7 @@ class Publication:
     @property
     def endpoint(self) -> str:
         """The endpoint of events; empty if they are off."""
-        return self._publisher.bound_endpoint if self._publisher else ""
+        return (self._publisher.bound_endpoint or "") if self._publisher else ""
 
     @property
     def replay_endpoint(self) -> str:
@@ -111,6 +122,13 @@ class Publication:
     def sequence_next(self) -> int:
         """Number of the next batch; 0 if events are off."""
         return self._publisher.sequence_next if self._publisher else 0
+
+    def serve(self, raw: Socket, *, replay: bool) -> None:
+        """See :meth:`EventPublisher.serve`; closes the connection if events are off."""
+        if self._publisher is None:
+            raw.close()
+        else:
+            self._publisher.serve(raw, replay=replay)
 
     def answer_with(self, answer: Callable[[OpenQuestion], None] | None) -> None:
         """See :meth:`EventPublisher.answer_with`."""

@@ -203,7 +203,9 @@ def test_what_is_shown_is_toml_that_gives_the_same_tree(tmp_path):
     again.write_text(text)
     assert load(ServerConfig, again, {}).config == loaded.config
     assert "capacity_bytes = 1073741824  # --set host.capacity_bytes" in text
-    sections = {"node", "socket", "host", "ssd", "http", "events", "admin", "debug"}
+    sections = {
+        "node", "socket", "host", "ssd", "http", "events", "cluster", "admin", "debug",
+    }  # fmt: skip
     assert set(tomllib.loads(text)) == sections
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import InvalidArgument
+from kvstore.events import connection, zmtp
 from kvstore.events import server as eventserver
-from kvstore.events import zmtp
 from kvstore.events.publisher import (
     END_OF_REPLAY,
     ClearedEvent,
@@ -144,7 +144,7 @@ def test_what_no_follower_says_ends_its_own_connection_and_is_counted(
 
 
 def test_who_does_not_finish_its_handshake_is_sent_away(tmp_path, follow, monkeypatch):
-    monkeypatch.setattr(eventserver, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(connection, "_HANDSHAKE_S", 0.05)
     monkeypatch.setattr(eventserver, "_CHECK_S", 0.01)
     with publishing(tmp_path) as publisher:
         silent = follow(publisher.bound_endpoint)
@@ -177,7 +177,7 @@ def test_when_all_places_are_taken_the_slowest_handshake_makes_room_and_follower
 def test_who_takes_nothing_loses_batches_and_is_cut_off_at_last(
     tmp_path, follow, monkeypatch, wait_until
 ):
-    monkeypatch.setattr(eventserver, "_DEAF_S", 0.2)
+    monkeypatch.setattr(connection, "_DEAF_S", 0.2)
     monkeypatch.setattr(eventserver, "_CHECK_S", 0.01)
     with publishing(tmp_path, queue_max=2_000) as publisher:
         deaf = follow(publisher.bound_endpoint).meet()

@@ -1,0 +1,152 @@
+"""Lets other nodes follow this node's events through its peer service.
+
+The connection has been accepted, decrypted and understood as FollowEvents. From then on its bytes
+are passed on, as they are, to a socket pair whose other end belongs to the publisher's thread. Two
+tasks copy, one a direction, each with one piece of data at a time: who does not read makes the
+publisher wait for room in that socket pair, and lose batches for this follower alone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Final, Protocol
+
+from kvstore.process.faults import Faults
+from kvstore.wire import FollowEvents
+
+_log = logging.getLogger(__name__)
+
+TUNNELS_MAX: Final = 96
+"""Followers at a time. Each of 15 nodes has one connection for live batches, and at times one or
+two for replays and questions; the publisher has room for 128 connections, others included."""
+_PIECE_BYTES: Final = 32 << 10
+"""Copied at a time: 14 microseconds of the loop's time without TLS, 25 with it (uvloop)."""
+_GATHER_S: Final = 0.01
+"""How long further live batches are waited for after less than that: a busy publisher sends 500
+small pieces a second to each follower, which would cost nearly as much each."""
+_BUFFER_BYTES: Final = 64 << 10
+"""Data that may wait in each direction, besides what the kernel's sockets have."""
+_KEEPALIVE: Final = {
+    socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 30_000,
+}  # fmt: skip
+"""A follower whose machine is gone is noticed within half a minute."""
+
+
+class ServesFollowers(Protocol):
+    """The node's publication of events."""
+
+    def serve(self, raw: socket.socket, *, replay: bool) -> None:
+        """See :meth:`kvstore.events.publisher.EventPublisher.serve`."""
+
+
+class EventTunnels:
+    """All followers of this node that are other nodes.
+
+    Attributes:
+        faults: followers that were refused or whose connection broke, by cause.
+    """
+
+    def __init__(self, publication: ServesFollowers) -> None:
+        """Serve nobody yet; see :meth:`serve_events`.
+
+        Args:
+            publication: the node's events.
+        """
+        self.faults = Faults(_log, "a node that follows this one was disconnected")
+        self._publication = publication
+        self._followers: dict[int, str] = {}
+        self._number = 0
+
+    def stats(self) -> dict[str, object]:
+        """Followers now, and what ended others."""
+        return {
+            "following": sorted(self._followers.values()), "faults": dict(self.faults.counts),
+        }  # fmt: skip
+
+    async def serve_events(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: FollowEvents
+    ) -> None:
+        """Pass data on between a follower and the publisher, until one of them closes.
+
+        Args:
+            reader: data of the follower, from the first byte after its FollowEvents on.
+            writer: data for it; closed at the end.
+            hello: what it said; its cluster, name and scheme have been checked.
+        """
+        if len(self._followers) >= TUNNELS_MAX:
+            self.faults.note("full", f"{hello.node}: {TUNNELS_MAX} connections follow already")
+            writer.transport.abort()
+            return
+        self._number += 1
+        number = self._number
+        self._followers[number] = hello.node
+        try:
+            await self._splice(reader, writer, replay=hello.replay)
+        except OSError as error:
+            self.faults.note("connection", f"{hello.node}: {str(error) or type(error).__name__}")
+        finally:
+            del self._followers[number]
+            writer.transport.abort()
+
+    async def _splice(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replay: bool
+    ) -> None:
+        _notice_the_dead(writer)
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)  # noqa: FBT003
+            events, requests = await asyncio.open_connection(sock=ours, limit=_BUFFER_BYTES)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        self._publication.serve(theirs, replay=replay)
+        for one in (writer, requests):
+            one.transport.set_write_buffer_limits(_BUFFER_BYTES)
+        copying = [
+            asyncio.create_task(_copy(reader, requests)),
+            asyncio.create_task(_copy(events, writer, 0.0 if replay else _GATHER_S)),
+        ]
+        try:
+            await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            requests.transport.abort()
+            for task in copying:
+                task.cancel()
+            ended = await asyncio.gather(*copying, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gather_s: float = 0.0
+) -> None:
+    """Copy data until its end.
+
+    Args:
+        reader: where it comes from.
+        writer: where it goes.
+        gather_s: pause after less data than is copied at a time.
+
+    Raises:
+        OSError: a connection broke.
+    """
+    while data := await reader.read(_PIECE_BYTES):
+        writer.write(data)
+        await writer.drain()
+        if gather_s and len(data) < _PIECE_BYTES:
+            await asyncio.sleep(gather_s)
+
+
+def _notice_the_dead(writer: asyncio.StreamWriter) -> None:
+    raw: socket.socket | None = writer.get_extra_info("socket")
+    if raw is None or raw.family == socket.AF_UNIX:
+        return
+    with contextlib.suppress(OSError):  # already closed
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _KEEPALIVE.items():
+            raw.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,38 @@
+"""The certificates of a node, as its configuration names them."""
+
+import ssl
+
+from kvstore.config.cluster import ClusterConfig
+from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.process.tls import CertificateFiles
+
+
+def certificate_files(config: ClusterConfig) -> CertificateFiles | None:
+    """The files of TLS between nodes; None = no TLS."""
+    if not config.has_certificates:
+        return None
+    return CertificateFiles(config.certificate, config.key, config.authority)
+
+
+def server_context(config: ClusterConfig) -> ssl.SSLContext | None:
+    """The context for connections of other nodes; None = no TLS. Reads the files.
+
+    Raises:
+        ConfigError: a file cannot be read or used; names its key.
+    """
+    return _context(config, connecting=False)
+
+
+def client_context(config: ClusterConfig) -> ssl.SSLContext | None:
+    """The context for connections with other nodes; see :func:`server_context`."""
+    return _context(config, connecting=True)
+
+
+def _context(config: ClusterConfig, *, connecting: bool) -> ssl.SSLContext | None:
+    files = certificate_files(config)
+    if files is None:
+        return None
+    try:
+        return files.connecting() if connecting else files.accepting()
+    except InvalidArgument as error:
+        raise ConfigError(f"cluster.{error}") from error

@@ -1,0 +1,43 @@
+"""Addresses in the configuration: ``host:port``, ``[::1]:port``."""
+
+import ipaddress
+from typing import NamedTuple
+
+
+class Address(NamedTuple):
+    """A host and a TCP port.
+
+    Attributes:
+        host: a name or an address, without brackets.
+        port: 0 to 65,535; 0 = any free one.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def read_address(text: str) -> Address:
+    """Parse ``host:port``; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: it is none; the message says what it must be.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    plain = host[1:-1] if bracketed else host
+    is_number = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
+    is_host = plain.isascii() and plain.isprintable() and not set(plain) & set(" []/@*=,")
+    if not (colon and plain and is_host and is_number and bracketed == (":" in plain)):
+        raise ValueError(f"{text!r} is not host:port, such as 10.0.0.2:7400 or [fd00::2]:7400")
+    return Address(plain, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address; False for names but ``localhost``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, whatever it begins with
+        return False

@@ -1,0 +1,112 @@
+"""The settings of a node that is one of several."""
+
+import re
+from typing import Annotated, Final
+
+import msgspec
+
+from kvstore.config.addresses import Address, is_loopback, read_address
+from kvstore.config.section import NAME_WORDS, Section
+
+NODES_MAX: Final = 16
+"""Nodes of a cluster, this one included: each follows the events of all others."""
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILES: Final = ("certificate", "key", "authority")
+
+
+class ClusterConfig(Section, frozen=True):
+    """Other nodes, whose pages this one can use, and which can use its pages.
+
+    Attributes:
+        name: name of the cluster; nodes of another one are refused. Empty = this node is alone.
+        listen: ``host:port`` at which other nodes ask for pages and follow this node's events;
+            beyond loopback it needs certificates.
+        transfer_listen: ``host:port`` at which other nodes read the bytes of pages; likewise.
+        nodes: all nodes of the cluster, 16 at most: entries ``NODE=host:port``, the ``node.name``
+            of each and its ``cluster.listen`` as seen from here. This node may be among them.
+        certificate: PEM file with this node's certificate; empty = no TLS. Whoever has a
+            certificate of the authority can read every tenant's pages.
+        key: PEM file with its private key, not encrypted.
+        authority: PEM file with the certificate of the authority that signs those of all nodes,
+            and of nobody else.
+        in_flight_bytes_max: the most bytes of pages that are being fetched from other nodes at a
+            time.
+        index_pages_max: the most entries of the index of other nodes' pages: one for each prefix
+            key, whatever number of nodes has it, of 16 bytes or so. Further ones are left out.
+    """
+
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$(?!\n)", description=f"{NAME_WORDS}, or empty"
+        ),
+    ] = ""
+    listen: str = "127.0.0.1:7400"
+    transfer_listen: str = "127.0.0.1:7401"
+    nodes: tuple[str, ...] = ()
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    in_flight_bytes_max: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
+    index_pages_max: Annotated[int, msgspec.Meta(ge=1_024, le=1 << 28)] = 10_000_000
+
+    def __post_init__(self) -> None:
+        """Refuse addresses that are none, and a service beyond loopback without certificates."""
+        read_nodes(self.nodes)
+        if self.nodes and not self.name:
+            raise ValueError("cluster.nodes needs cluster.name: an empty one means no cluster")
+        missing = [field for field in _FILES if not getattr(self, field)]
+        if missing and len(missing) < len(_FILES):
+            given = next(field for field in _FILES if field not in missing)
+            needed = " and ".join(f"cluster.{field}" for field in missing)
+            path = getattr(self, given)
+            raise ValueError(f"cluster.{given}={path} needs {needed} as well")
+        for field in ("listen", "transfer_listen"):
+            text = getattr(self, field)
+            try:
+                address = read_address(text)
+            except ValueError as error:
+                raise ValueError(f"cluster.{field}={text}: {error}") from error
+            if self.name and not self.has_certificates and not is_loopback(address.host):
+                raise ValueError(
+                    f"cluster.{field}={text} is not loopback, so cluster.certificate, cluster.key"
+                    " and cluster.authority are needed"
+                )
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether nodes speak TLS with each other."""
+        return bool(self.certificate)
+
+    def others(self, own: str) -> dict[str, Address]:
+        """The addresses of all nodes but the one of this name."""
+        found = read_nodes(self.nodes)
+        found.pop(own, None)
+        return found
+
+
+def read_nodes(entries: tuple[str, ...]) -> dict[str, Address]:
+    """Parse ``cluster.nodes``.
+
+    Raises:
+        ValueError: an entry is none, or a name or an address is there twice; the message names it.
+    """
+    found: dict[str, Address] = {}
+    for entry in entries:
+        name, equals, where = entry.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"cluster.nodes={entry}: an entry is NODE=host:port, and the name has {NAME_WORDS}"
+            )
+        try:
+            address = read_address(where)
+        except ValueError as error:
+            raise ValueError(f"cluster.nodes={entry}: {error}") from error
+        if not address.port:
+            raise ValueError(f"cluster.nodes={entry}: port 0 is no address to connect to")
+        if name in found:
+            raise ValueError(f"cluster.nodes={entry}: {name} is there twice")
+        if address in found.values():
+            raise ValueError(f"cluster.nodes={entry}: another node has this address")
+        found[name] = address
+    return found

@@ -1,0 +1,119 @@
+"""Goal: a cluster that cannot work, or would let strangers in, is refused with the key's name."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.config import ServerConfig, load
+from kvstore.config.addresses import Address, is_loopback, read_address
+from kvstore.errors import ConfigError
+
+FILES = ["cluster.certificate=/c", "cluster.key=/k", "cluster.authority=/a"]
+NAMED = ["cluster.name=c"]
+
+
+def read(*overrides):
+    return load(ServerConfig, None, {}, overrides).config
+
+
+def test_a_node_is_alone_unless_the_cluster_has_a_name():
+    assert read().cluster.name == ""
+    assert read().cluster.others("local") == {}
+
+
+@pytest.mark.parametrize("key", ["listen", "transfer_listen"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.2", "node-a", "[::]", "127.evil.example"])
+def test_a_service_beyond_loopback_needs_certificates(key, host):
+    with pytest.raises(ConfigError, match=rf"^--set cluster\.{key}: .*cluster\.certificate") as no:
+        read(*NAMED, f"cluster.{key}={host}:7400")
+    assert f"cluster.{key}={host}:7400" in str(no.value)
+    assert read(*NAMED, f"cluster.{key}={host}:7400", *FILES).cluster.has_certificates
+    assert read(f"cluster.{key}={host}:7400").cluster.name == ""  # nothing listens
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
+def test_on_loopback_certificates_may_be_left_out(host):
+    cluster = read(*NAMED, f"cluster.listen={host}:0").cluster
+    assert not cluster.has_certificates
+
+
+@pytest.mark.parametrize("left_out", range(3))
+def test_one_certificate_file_needs_the_others(left_out):
+    given = [one for number, one in enumerate(FILES) if number != left_out]
+    missing = FILES[left_out].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"needs {missing} as well"):
+        read(*NAMED, *given)
+
+
+def test_this_node_may_be_in_the_list_and_is_none_of_the_others():
+    config = read(*NAMED, "node.name=a", "cluster.nodes=a=10.0.0.1:7400,b=[fd00::2]:7400")
+    assert config.cluster.others("a") == {"b": Address("fd00::2", 7400)}
+    assert str(config.cluster.others("a")["b"]) == "[fd00::2]:7400"
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [("b", "NODE=host:port"), ("=h:1", "NODE=host:port"), ("a b=h:1", "1 to 64 of"),
+     ("b=h", "'h' is not host:port"), ("b=:1", "host:port"), ("b=h:x", "host:port"),
+     ("b=h:70000", "host:port"), ("b=fd00::2:1", "host:port"), ("b=[h]:1", "host:port"),
+     ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("a=h:2", "a is there twice"),
+     ("b=h:1", "another node has this address"), ("b\n=h:3", "NODE=host:port"),
+     ("b=h:٣", "host:port"), ("b=u@h:3", "host:port")],
+)  # fmt: skip
+def test_an_entry_that_names_no_node_is_refused(entry, says):
+    with pytest.raises(ConfigError) as refused:
+        load(ServerConfig, None, {}, [*NAMED, f'cluster.nodes=["a=h:1", {toml(entry)}]'])
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("--set cluster.nodes: cluster: cluster.nodes=")
+
+
+def toml(text):
+    return '"' + text.replace("\n", "\\n") + '"'
+
+
+@pytest.mark.parametrize("text", ["", "h", "7400", "h:1:2", "h:-1"])
+def test_an_address_to_listen_on_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match=r"cluster\.listen=.*is not host:port"):
+        read(f"cluster.listen={text}")
+
+
+def test_nodes_without_a_name_of_the_cluster_are_refused():
+    with pytest.raises(ConfigError, match=r"cluster\.nodes needs cluster\.name"):
+        read("cluster.nodes=b=h:1")
+
+
+def test_sixteen_nodes_are_served_and_the_first_one_beyond_is_named():
+    others = [f"n{number}=h:{number}" for number in range(1, 16)]
+    nodes = ",".join(others)
+    assert len(read(*NAMED, f"cluster.nodes={nodes}").cluster.others("local")) == 15
+    assert read(*NAMED, f"cluster.nodes={nodes},local=h:99").cluster.name == "c"
+    with pytest.raises(ConfigError, match="16 nodes at most") as refused:
+        read(*NAMED, f"cluster.nodes={nodes},n16=h:16")
+    said = str(refused.value)
+    assert said.startswith("--set cluster.nodes: cluster.nodes=n1=h:1,")
+    assert said.endswith("the first one too many is n16")
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 65, "ü", "c\n"])
+def test_a_name_of_a_cluster_is_as_one_of_a_node(name):
+    with pytest.raises(ConfigError, match=r"cluster\.name.*1 to 64 of"):
+        read(f"cluster.name={name}")
+
+
+def test_addresses_are_read_as_they_are_written():
+    assert read_address("10.0.0.2:7400") == Address("10.0.0.2", 7400)
+    assert str(read_address("[::1]:0")) == "[::1]:0"
+    assert [is_loopback(host) for host in ("::1", "localhost", "localhost.example", "")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+@given(st.text() | st.from_regex(r"\[?[a-z0-9.:]*\]?:[0-9]*", fullmatch=True))
+def test_whatever_is_read_as_an_address_is_written_as_it_was(text):
+    try:
+        address = read_address(text)
+    except ValueError:
+        return
+    assert read_address(str(address)) == address
+    assert address.host
+    assert 0 <= address.port <= 65_535
