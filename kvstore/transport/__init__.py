@@ -1,0 +1,1 @@
+"""Transports: the bytes of pages between the memories of two nodes."""

@@ -1,0 +1,210 @@
+"""The interface of a transport: transfers in, their ends out.
+
+A node **grants** a ticket: the pages that whoever shows it may read (or write). A peer's
+**transfer** names the ticket and pages; the transport reads them straight into the peer's memory
+and checks the digest of each. No call waits for a peer.
+
+The memory of a transfer belongs to it until it is **settled**: until then bytes may still arrive
+there, even after its end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.page import DIGEST_BYTES
+
+TICKET_BYTES = 16
+PAGES_MAX = 65_536
+"""Pages of one transfer, and ranges of one ticket."""
+
+
+class Arrival(IntEnum):
+    """What is known of one page when its transfer has ended."""
+
+    MISSING = 0
+    """It did not arrive, or not completely."""
+    RIGHT = 1
+    """It arrived, and its bytes match its digest. Of a write: the peer can read it."""
+    WRONG = 2
+    """It arrived, and its bytes do not match its digest."""
+
+
+class Range(NamedTuple):
+    """Memory of the node that granted it: an address as in ``wire.ADDRESS``, and bytes."""
+
+    extent: int
+    generation: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageTransfer:
+    """Read pages of one size from a peer, or write them to it.
+
+    Attributes:
+        number: chosen by the caller; not that of another transfer that is not settled.
+        endpoint: of the peer's transport, as it says itself.
+        ticket: 16 bytes that the peer granted.
+        remote: place of each page in the peer's memory, 1 to 65,536, all of one length.
+        local: address of each page in our memory, shape (n,).
+        seeds: seed of each page's digest, shape (n,). A write does not use it.
+        digests: 16 bytes a page, as the peer has told them. A write does not use it.
+        deadline_ns: time by which it must have ended, in ``time.monotonic_ns()``.
+    """
+
+    number: int
+    endpoint: str
+    ticket: bytes
+    remote: Sequence[Range]
+    local: npt.NDArray[np.uint64]
+    seeds: npt.NDArray[np.uint64]
+    digests: bytes
+    deadline_ns: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of each page."""
+        return self.remote[0].length
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.page_bytes * len(self.remote)
+
+    def check(self, *, verified: bool) -> None:
+        """Check that its parts match each other.
+
+        Args:
+            verified: its digests are used.
+
+        Raises:
+            InvalidArgument: they do not.
+        """
+        count = len(self.remote)
+        if not 0 < count <= PAGES_MAX:
+            raise InvalidArgument("remote", f"{count} pages are not 1 to {PAGES_MAX}")
+        if self.page_bytes <= 0 or any(one.length != self.page_bytes for one in self.remote):
+            raise InvalidArgument("remote", "its pages are not all of one length")
+        if len(self.ticket) != TICKET_BYTES:
+            raise InvalidArgument("ticket", f"{len(self.ticket)} bytes are not {TICKET_BYTES}")
+        if self.local.shape != (count,):
+            raise InvalidArgument("local", f"{self.local.shape} for {count} pages")
+        if verified and self.seeds.shape != (count,):
+            raise InvalidArgument("seeds", f"{self.seeds.shape} for {count} pages")
+        if verified and len(self.digests) != count * DIGEST_BYTES:
+            raise InvalidArgument("digests", f"{len(self.digests)} bytes for {count} pages")
+
+
+class TransferEnd(NamedTuple):
+    """The end of a transfer; each has exactly one.
+
+    Attributes:
+        number: of the transfer.
+        good: one :class:`Arrival` a page.
+        error: why pages are missing; None if none is.
+        settled: nothing arrives any more. False: :class:`TransferSettled` follows.
+    """
+
+    number: int
+    good: bytes
+    error: KVStoreError | None
+    settled: bool
+
+
+class TransferSettled(NamedTuple):
+    """Nothing arrives any more for a transfer that had ended unsettled."""
+
+    number: int
+
+
+class Transport(Protocol):
+    """A transport; all calls come from one thread.
+
+    A new transport implements this, and must pass
+    :class:`kvstore.testing.transport.TransportContract`.
+
+    Attributes:
+        name: as in ``PeerWelcome.transports``.
+        endpoint: what peers connect to; empty = nobody can read from here.
+    """
+
+    name: str
+    endpoint: str
+
+    def register(self, address: int, length: int) -> None:
+        """Prepare memory in which local pages and granted ranges lie. It stays mapped."""
+        ...
+
+    def read(self, transfer: PageTransfer) -> None:
+        """Read pages from a peer into our memory; its end says how that went.
+
+        If too many bytes are in flight already it ends at once with CapacityError.
+
+        Raises:
+            InvalidArgument: the parts of the transfer do not match each other.
+        """
+        ...
+
+    def write(self, transfer: PageTransfer) -> None:
+        """Write our pages to ranges that a ticket opens for writing; otherwise as :meth:`read`.
+
+        A page is RIGHT when the peer can read its bytes.
+        """
+        ...
+
+    def grant(
+        self,
+        ticket: bytes,
+        ranges: Sequence[tuple[Range, int]],
+        deadline_ns: int,
+        *,
+        write: bool = False,
+    ) -> None:
+        """Let peers that show a ticket read exactly these ranges, or write them.
+
+        Args:
+            ticket: 16 random bytes.
+            ranges: what peers ask for, and the address where it is.
+            deadline_ns: end of the ticket, in ``time.monotonic_ns()``.
+            write: peers may write the ranges, and not read them.
+
+        Raises:
+            InvalidArgument: the ticket is in use, or not 16 bytes.
+            CapacityError: there are too many tickets.
+        """
+        ...
+
+    def revoke(self, ticket: bytes) -> None:
+        """End a ticket, and what is being transferred with it.
+
+        When it returns, no peer's transfer with this ticket reads or writes our memory any more.
+        A ticket that does not exist is ignored.
+        """
+        ...
+
+    def poll(self) -> list[TransferEnd | TransferSettled]:
+        """What has happened since the last call."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while :meth:`poll` has something."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """Ask a transfer to end soon; its end follows as always."""
+        ...
+
+    def close(self) -> None:
+        """End everything and release all resources; nothing arrives anywhere afterwards."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and what is there now."""
+        ...
