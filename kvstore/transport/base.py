@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.page import DIGEST_BYTES
 
@@ -100,6 +101,15 @@ class PageTransfer:
             raise InvalidArgument("seeds", f"{self.seeds.shape} for {count} pages")
         if verified and len(self.digests) != count * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(self.digests)} bytes for {count} pages")
+
+    def arrivals(self, first: int, stop: int) -> bytes:
+        """One :class:`Arrival` for each page from ``first`` to before ``stop``, which are here."""
+        pages = slice(first, stop)
+        found = mover.digest(self.local[pages], self.page_bytes, self.seeds[pages])
+        told = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
+        wanted = np.frombuffer(told, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        right = (found == wanted).all(axis=1)
+        return np.where(right, Arrival.RIGHT, Arrival.WRONG).astype(np.uint8).tobytes()
 
 
 class TransferEnd(NamedTuple):

@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from kvstore import mover
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -23,7 +20,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import (
     TICKET_BYTES,
@@ -43,7 +39,7 @@ class Fate:
         delay_ns: its bytes arrive so long after it began. If that is after its deadline, it has
             ended before.
         pages: only so many of its first pages arrive then, and the peer says nothing more; -1 =
-            all.
+            all. With 0 it says nothing at all, not even that it refuses.
         broken: the connection breaks when the others would arrive: it ends then, instead of at its
             deadline.
         damaged: pages that arrive with a wrong byte.
@@ -140,12 +136,12 @@ class MemoryNetwork:
     def begin(self, moving: _Moving) -> None:
         """Begin a transfer: its bytes are those of now, or it is refused."""
         transfer = moving.transfer
-        refusal = self._open_ticket(moving)
-        if refusal is not None:
-            self.at(self.now_ns, lambda: moving.by.end(moving, refusal))
-            return
-        fate = moving.fate
-        self.at(self.now_ns + fate.delay_ns, lambda: self._arrive(moving))
+        fate, refusal = moving.fate, self._open_ticket(moving)
+        answer_ns = self.now_ns + fate.delay_ns
+        if refusal is None:
+            self.at(answer_ns, lambda: self._arrive(moving))
+        elif fate.pages:
+            self.at(answer_ns, lambda: moving.by.end(moving, refusal))
         late = TransferTimeout("the peer did not go on before the deadline")
         self.at(transfer.deadline_ns, lambda: moving.by.end(moving, late))
 
@@ -186,7 +182,7 @@ class MemoryNetwork:
         for page in range(count):
             self._deliver(moving, page)
         if not moving.write:
-            moving.good[:count] = _checked(transfer, count)
+            moving.good[:count] = transfer.arrivals(0, count)
         elif count == len(transfer.remote):
             moving.good[:] = bytes([Arrival.RIGHT]) * count
         if count == len(transfer.remote):
@@ -197,9 +193,9 @@ class MemoryNetwork:
     def land(self, moving: _Moving) -> None:
         """Deliver what had not arrived at the end; then the transfer is settled."""
         for page, good in enumerate(moving.good):
-            if good == Arrival.MISSING and moving.content and not moving.by.closed:
-                if not moving.write or self._is_open(moving):
-                    self._deliver(moving, page)
+            lands = moving.content and (self._is_open(moving) or not moving.write)
+            if good == Arrival.MISSING and lands and not moving.by.closed:
+                self._deliver(moving, page)
         moving.by.settle(moving)
 
     def _is_open(self, moving: _Moving) -> bool:
@@ -225,7 +221,7 @@ class MemoryTransport:
         tickets: what peers may read and write.
     """
 
-    name: Final = "memory"
+    name = "memory"
 
     def __init__(self, network: MemoryNetwork, endpoint: str, in_flight_bytes_max: int) -> None:
         """Made by :meth:`MemoryNetwork.open`."""
@@ -344,12 +340,3 @@ class MemoryTransport:
     def _tell(self, happened: TransferEnd | TransferSettled) -> None:
         self._happened.append(happened)
         os.eventfd_write(self._event, 1)
-
-
-def _checked(transfer: PageTransfer, count: int) -> bytes:
-    """One :class:`Arrival` for each of the first pages, which have arrived."""
-    found = mover.digest(transfer.local[:count], transfer.page_bytes, transfer.seeds[:count])
-    told = transfer.digests[: count * DIGEST_BYTES]
-    wanted = np.frombuffer(told, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-    right = (found == wanted).all(axis=1)
-    return np.where(right, Arrival.RIGHT, Arrival.WRONG).astype(np.uint8).tobytes()

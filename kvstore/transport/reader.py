@@ -11,9 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
-from kvstore import mover
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -22,7 +19,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import Arrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import (
@@ -39,6 +35,7 @@ CONNECTIONS: Final = 3
 PEERS_MAX = 64
 IDLE_S: Final = 30.0
 """A connection that nobody has needed for so long is closed."""
+CONNECT_S: Final = 2.0
 GROUP_BYTES: Final = 1 << 20
 """Small pages are received and digested in groups of so many bytes."""
 _JOIN_S: Final = 5.0
@@ -79,6 +76,7 @@ class PageReader:
         self._changed = threading.Condition()
         self._lanes: dict[str, _Lanes] = {}
         self._threads: set[threading.Thread] = set()
+        self._streams: set[DataStream] = set()
         self._under_way: dict[int, UnderWay] = {}
         self._closed = False
         self.in_flight_bytes = 0
@@ -133,6 +131,8 @@ class PageReader:
             self._closed = True
             numbers = list(self._under_way)
             threads = list(self._threads)
+            for stream in self._streams:
+                stream.shutdown()
             self._changed.notify_all()
         for number in numbers:
             self.cancel(number)
@@ -191,7 +191,7 @@ class PageReader:
                 stream = self._carry(part, stream)
         finally:
             if stream is not None:
-                stream.close()
+                self._close(stream)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
@@ -229,7 +229,7 @@ class PageReader:
             except PeerUnreachable:
                 if not reused or part.of.cancelled:
                     raise
-                stream.close()  # the peer has closed it while it was idle
+                self._close(stream)  # the peer has closed it while it was idle
                 part.stream = None
                 stream = self._connect(transfer)
                 if not self._begin(part, stream):
@@ -238,20 +238,34 @@ class PageReader:
             self._move(part, stream)
         except KVStoreError as error:
             if stream is not None:
-                stream.close()
+                self._close(stream)
             self._end(part, error)
             return None
         self._end(part, None)
         return stream
 
     def _connect(self, transfer: PageTransfer) -> DataStream:
+        stream: DataStream | None = None
+        connect_ns = min(transfer.deadline_ns, time.monotonic_ns() + int(CONNECT_S * 1e9))
         try:
-            made = connect(*host_and_port(transfer.endpoint), self._context, transfer.deadline_ns)
+            stream = connect(*host_and_port(transfer.endpoint), self._context, connect_ns)
+            with self._changed:
+                if self._closed:
+                    raise TransferError("the transport is closed")
+                self._streams.add(stream)
+            stream.begin(transfer.deadline_ns)
         except TransferError:
             self._count("connects_failed")
+            if stream is not None:
+                self._close(stream)
             raise
         self._count("connects")
-        return made
+        return stream
+
+    def _close(self, stream: DataStream) -> None:
+        with self._changed:
+            self._streams.discard(stream)
+        stream.close()
 
     def _begin(self, part: Part, stream: DataStream) -> bool:
         """From now on bytes may arrive; False if the part has ended meanwhile."""
@@ -288,7 +302,7 @@ class PageReader:
         for first in range(part.first, part.stop, step):
             stop = min(first + step, part.stop)
             stream.receive(_memory(transfer, first, stop), transfer.deadline_ns)
-            found = _checked(transfer, first, stop)
+            found = transfer.arrivals(first, stop)
             part.of.good[first:stop] = found
             self._count("read_bytes", len(found) * transfer.page_bytes)
             if Arrival.WRONG in found:
@@ -341,13 +355,3 @@ def _memory(transfer: PageTransfer, first: int, stop: int) -> list[memoryview]:
         else:
             runs.append((address, size))
     return [memory_at(*run) for run in runs]
-
-
-def _checked(transfer: PageTransfer, first: int, stop: int) -> bytes:
-    """One :class:`Arrival` for each of these pages, which have arrived."""
-    pages = slice(first, stop)
-    found = mover.digest(transfer.local[pages], transfer.page_bytes, transfer.seeds[pages])
-    told = transfer.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
-    wanted = np.frombuffer(told, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-    right = (found == wanted).all(axis=1)
-    return np.where(right, Arrival.RIGHT, Arrival.WRONG).astype(np.uint8).tobytes()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import PeerUnreachable, TransferError, TransferTimeout, reason
+from kvstore.errors import PeerUnreachable, TransferTimeout, reason
 
 BUFFERS_MAX: Final = 256
 """Buffers of one call; the kernel takes 1024."""
@@ -53,7 +53,7 @@ def receive_bytes(stream: DataStream, size: int, deadline_ns: int) -> bytes:
 
 
 def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: int) -> DataStream:
-    """Connect to a peer's data port, with TLS if there is a context.
+    """Connect to a peer's data port; :meth:`DataStream.begin` is next.
 
     Raises:
         TransferTimeout: the deadline passed.
@@ -65,13 +65,7 @@ def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: i
         raise TransferTimeout(f"{host}:{port} did not answer in time") from error
     except (OSError, UnicodeError) as error:
         raise PeerUnreachable(f"{host}:{port}: {reason(error)}") from error
-    stream = stream_of(found, context, host=host)
-    try:
-        stream.begin(deadline_ns)
-    except TransferError:
-        stream.close()
-        raise
-    return stream
+    return stream_of(found, context, host=host)
 
 
 def stream_of(

@@ -38,7 +38,7 @@ class TcpTransport:
         endpoint: ``host:port`` where it listens; empty = it does not.
     """
 
-    name: Final = "tcp"
+    name = "tcp"
 
     def __init__(
         self,
