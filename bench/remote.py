@@ -102,7 +102,7 @@ class Reads:
         self, endpoint: str, bare: socket.socket, size_bytes: int, page_bytes: int
     ) -> None:
         self._endpoint, self._bare, self._page_bytes = endpoint, bare, page_bytes
-        self._transport = TcpTransport(None, IN_FLIGHT_BYTES_MAX)
+        self._transport = TcpTransport("", IN_FLIGHT_BYTES_MAX)
         bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         memory = measure.prefaulted(size_bytes)
         self._view, self._memory = memory.data, memory

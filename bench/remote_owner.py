@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 
 from bench.measure import prefaulted
-from kvstore.process.listeners import Tcp
 from kvstore.transport.base import Range
 from kvstore.transport.tcp import TcpTransport
 
@@ -44,7 +43,7 @@ def main() -> int:
     """Serve until standard input ends."""
     size_bytes, page_bytes = map(int, sys.argv[1:])
     memory = prefaulted(size_bytes)
-    transport = TcpTransport(Tcp("127.0.0.1", 0), 1)
+    transport = TcpTransport("127.0.0.1:0", 1)
     granted = pages_of(memory.ctypes.data, size_bytes, page_bytes)
     transport.grant(TICKET, granted, time.monotonic_ns() + int(TICKET_S * 1e9))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -23,7 +23,6 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, NotFound, TransferTimeout
 from kvstore.page import DIGEST_BYTES
-from kvstore.process.listeners import Tcp
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageTransfer,
@@ -79,8 +78,8 @@ class TcpPair:
         self, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None
     ) -> None:
         """Open both, and a listener that nobody serves."""
-        self.owner: Transport = TcpTransport(Tcp("127.0.0.1", 0), IN_FLIGHT_BYTES, server=server)
-        self.reader: Transport = TcpTransport(None, IN_FLIGHT_BYTES, client=client)
+        self.owner: Transport = TcpTransport("127.0.0.1:0", IN_FLIGHT_BYTES, server=server)
+        self.reader: Transport = TcpTransport("", IN_FLIGHT_BYTES, client=client)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.silent = f"127.0.0.1:{self._listener.getsockname()[1]}"
 

@@ -16,7 +16,7 @@ REVOKE_WAIT_S: Final = 5.0
 """A broken connection is left within a millisecond; whoever needs longer is a bug."""
 
 
-class Refused(Exception):
+class TicketRefused(Exception):
     """A request that its ticket does not cover; it is answered with ``status``."""
 
     def __init__(self, status: DataStatus) -> None:
@@ -110,16 +110,16 @@ class Tickets:
             Address and length of each range, and the ticket's deadline.
 
         Raises:
-            Refused: the ticket does not exist, or does not open all of this.
+            TicketRefused: the ticket does not exist, or does not open all of this.
         """
         asked = [ranges[at : at + RANGE_BYTES] for at in range(0, len(ranges), RANGE_BYTES)]
         with self._changed:
             found = self._tickets.get(head.ticket)
             alive = found is not None and time.monotonic_ns() < found.deadline_ns
             if found is None or not alive or found.write != (head.kind == DataKind.WRITE):
-                raise Refused(DataStatus.UNKNOWN_TICKET)
+                raise TicketRefused(DataStatus.UNKNOWN_TICKET)
             if len(set(asked)) < len(asked) or not found.places.keys() >= set(asked):
-                raise Refused(DataStatus.OUTSIDE)
+                raise TicketRefused(DataStatus.OUTSIDE)
             found.users.add(stream)
         try:
             yield [found.places[one] for one in asked], found.deadline_ns

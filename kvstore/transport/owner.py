@@ -25,7 +25,7 @@ from kvstore.transport.frames import (
     pack_answer,
     read_head,
 )
-from kvstore.transport.grants import Refused, Tickets
+from kvstore.transport.grants import TicketRefused, Tickets
 from kvstore.transport.streams import DataStream, receive_bytes, stream_of
 
 FIRST_S = 5.0
@@ -157,7 +157,7 @@ class PageOwner:
                 if not self._admit(caller):
                     return False
                 self._move(head, places, stream, min(deadline_ns, end_ns))
-        except Refused as refusal:
+        except TicketRefused as refusal:
             self._count("requests_refused")
             stream.send([pack_answer(refusal.status)], deadline_ns)
             return False  # who asks for what it must not have makes a new connection

@@ -28,7 +28,7 @@ from kvstore.transport.frames import (
     read_answer,
 )
 from kvstore.transport.parts import Part, UnderWay
-from kvstore.transport.streams import DataStream, connect, receive_bytes
+from kvstore.transport.streams import DataStream, connect, host_and_port, receive_bytes
 
 CONNECTIONS: Final = 3
 """To each peer; a fourth adds nothing (``python -m bench remote``)."""
@@ -36,6 +36,7 @@ PEERS_MAX = 64
 IDLE_S: Final = 30.0
 """A connection that nobody has needed for so long is closed."""
 CONNECT_S: Final = 2.0
+"""A peer that does not even accept a connection for so long is not there."""
 GROUP_BYTES: Final = 1 << 20
 """Small pages are received and digested in groups of so many bytes."""
 _JOIN_S: Final = 5.0
@@ -329,20 +330,6 @@ class PageReader:
     def _count(self, name: str, number: int = 1) -> None:
         with self._changed:
             self._counts[name] += number
-
-
-def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 address is in brackets.
-
-    Raises:
-        InvalidArgument: it is not that.
-    """
-    host, _, port = endpoint.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    known = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
-    if not host or not known:
-        raise InvalidArgument("endpoint", f"{endpoint!r} is not host:port")
-    return host, int(port)
 
 
 def _memory(transfer: PageTransfer, first: int, stop: int) -> list[memoryview]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import PeerUnreachable, TransferTimeout, reason
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
 
 BUFFERS_MAX: Final = 256
 """Buffers of one call; the kernel takes 1024."""
@@ -43,6 +43,20 @@ class DataStream(Protocol):
 
     def close(self) -> None:
         """Break the connection, and free its descriptor."""
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The parts of ``host:port``; an IPv6 address is in brackets.
+
+    Raises:
+        InvalidArgument: it is not that.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    known = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 1 << 16
+    if not host or not known:
+        raise InvalidArgument("endpoint", f"{endpoint!r} is not host:port")
+    return host, int(port)
 
 
 def receive_bytes(stream: DataStream, size: int, deadline_ns: int) -> bytes:

@@ -20,6 +20,7 @@ from kvstore.transport.frames import DataKind
 from kvstore.transport.grants import Tickets
 from kvstore.transport.owner import PageOwner
 from kvstore.transport.reader import PageReader
+from kvstore.transport.streams import host_and_port
 
 CONNECTIONS_MAX: Final = 64
 """Connections from peers that have a ticket: three each of up to 16 nodes, and some to spare."""
@@ -42,7 +43,7 @@ class TcpTransport:
 
     def __init__(
         self,
-        listen: Tcp | None,
+        listen: str,
         in_flight_bytes_max: int,
         *,
         server: ssl.SSLContext | None = None,
@@ -52,7 +53,8 @@ class TcpTransport:
         """Listen, and start the thread that accepts connections and keeps deadlines.
 
         Args:
-            listen: where peers connect to; None = nobody can read from here.
+            listen: ``host:port`` where peers connect to, port 0 = any free one; empty = nobody can
+                read from here.
             in_flight_bytes_max: bytes of all own transfers together.
             server: for connections from peers; None = no TLS.
             client: for connections to peers; None = no TLS.
@@ -65,8 +67,11 @@ class TcpTransport:
         self._tickets = Tickets()
         self._ends: deque[TransferEnd | TransferSettled] = deque()
         self._closed = False
-        self._listener = None if listen is None else Listener("transfer_listen", listen, 0)
-        self.endpoint = "" if self._listener is None else str(self._listener.endpoint)[6:]
+        address = Tcp(*host_and_port(listen)) if listen else None
+        self._listener = None if address is None else Listener("transfer_listen", address, 0)
+        self.endpoint = (
+            "" if self._listener is None else str(self._listener.endpoint).removeprefix("tcp://")
+        )
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_ns = 0

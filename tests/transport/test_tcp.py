@@ -9,7 +9,6 @@ import time
 import pytest
 
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferError, TransferTimeout
-from kvstore.process.listeners import Tcp
 from kvstore.testing.transport import TransferPages
 from kvstore.transport import owner as owners
 from kvstore.transport.frames import ANSWER_BYTES, HEAD_BYTES, MAGIC, RANGE_BYTES, VERSION
@@ -19,7 +18,7 @@ from tests.transport.transports import context
 TICKET = b"t" * 16
 HEAD = struct.Struct("<4sBBHII16s")
 ANSWER = struct.Struct("<4sBBHQ")
-LOCAL = Tcp("127.0.0.1", 0)
+LOCAL = "127.0.0.1:0"
 
 
 def later(seconds=20.0):
@@ -91,7 +90,7 @@ def request_for(pages, **changes):
 
 
 def a_read_works(opened, end_of, owner, pages):
-    reader = opened(None)
+    reader = opened("")
     reader.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     return end_of(reader).good == b"\1" * len(pages.ranges)
 
@@ -156,7 +155,7 @@ def test_those_who_say_nothing_keep_nobody_out(opened, end_of, dial, monkeypatch
 def test_connections_with_tickets_are_bounded(opened, end_of, wait_until):
     owner, pages = opened(connections_max=1), TransferPages(4096, 2)
     owner.grant(TICKET, pages.granted(), later())
-    first, second, third = opened(None), opened(None), opened(None)
+    first, second, third = opened(""), opened(""), opened("")
     first.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     assert end_of(first).error is None
 
@@ -175,7 +174,7 @@ def test_connections_with_tickets_are_bounded(opened, end_of, wait_until):
 )
 def test_without_the_right_certificate_no_byte_moves(server, client, opened, end_of):
     owner = opened(server=context(server=True, of=server) if server else None)
-    reader = opened(None, client=context(server=False, of=client) if client else None)
+    reader = opened("", client=context(server=False, of=client) if client else None)
     pages = TransferPages(4096, 2)
     owner.grant(TICKET, pages.granted(), later())
 
@@ -295,7 +294,7 @@ def false_owner():
 def test_an_answer_that_is_none_brings_an_error_and_no_byte(
     answer, error, opened, end_of, false_owner
 ):
-    pages, reader = TransferPages(4096, 2), opened(None)
+    pages, reader = TransferPages(4096, 2), opened("")
 
     reader.read(pages.transfer(1, false_owner(answer).endpoint, TICKET, later()))
 
@@ -310,7 +309,7 @@ def test_pages_before_the_end_of_a_peer_count_and_nothing_arrives_later(
     stops, error, opened, end_of, false_owner
 ):
     size = 1 << 20  # a page of this size is received and checked by itself
-    pages, reader = TransferPages(size, 3), opened(None)
+    pages, reader = TransferPages(size, 3), opened("")
     pages.ranges = pages.ranges[:1]
     answer = ANSWER.pack(MAGIC, VERSION, 0, 0, size)
     content = pages.owned[0].tobytes()
@@ -329,13 +328,13 @@ def test_pages_before_the_end_of_a_peer_count_and_nothing_arrives_later(
 
 
 def test_a_connection_that_the_owner_has_closed_meanwhile_is_made_again(opened, end_of):
-    pages, reader, owner = TransferPages(4096, 2), opened(None), opened()
+    pages, reader, owner = TransferPages(4096, 2), opened(""), opened()
     port = int(owner.endpoint.split(":")[1])
     owner.grant(TICKET, pages.granted(), later())
     reader.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     assert end_of(reader).error is None
     owner.close()
-    again = opened(Tcp("127.0.0.1", port))
+    again = opened(f"127.0.0.1:{port}")
     again.grant(TICKET, pages.granted(), later())
 
     reader.read(pages.transfer(2, again.endpoint, TICKET, later()))
@@ -345,7 +344,7 @@ def test_a_connection_that_the_owner_has_closed_meanwhile_is_made_again(opened, 
 
 
 def test_a_wrong_page_is_counted(opened, end_of):
-    pages, reader, owner = TransferPages(4096, 2), opened(None), opened()
+    pages, reader, owner = TransferPages(4096, 2), opened(""), opened()
     owner.grant(TICKET, pages.granted(), later())
     pages.owned[1, 5] ^= 1
 
