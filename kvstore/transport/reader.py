@@ -45,9 +45,10 @@ _JOIN_S: Final = 5.0
 class _Lanes:
     """What waits for connections to one peer, and how many there are."""
 
-    __slots__ = ("idle", "threads", "waiting")
+    __slots__ = ("came", "idle", "threads", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Lock) -> None:
+        self.came = threading.Condition(lock)
         self.waiting: deque[Part] = deque()
         self.threads = 0
         self.idle = 0
@@ -74,7 +75,7 @@ class PageReader:
         self._in_flight_bytes_max = in_flight_bytes_max
         self._ended = ended
         self._counts = counts
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._lanes: dict[str, _Lanes] = {}
         self._threads: set[threading.Thread] = set()
         self._streams: set[DataStream] = set()
@@ -89,7 +90,7 @@ class PageReader:
         transfer.check(verified=kind == DataKind.READ)
         host_and_port(transfer.endpoint)
         under_way = UnderWay(transfer, kind, CONNECTIONS)
-        with self._changed:
+        with self._lock:
             if transfer.number in self._under_way:
                 raise InvalidArgument("number", f"transfer {transfer.number} is under way")
             refusal = self._refusal(transfer)
@@ -104,7 +105,7 @@ class PageReader:
 
     def cancel(self, number: int) -> None:
         """End a transfer soon."""
-        with self._changed:
+        with self._lock:
             found = self._under_way.get(number)
             if found is None:
                 return
@@ -118,7 +119,7 @@ class PageReader:
 
     def expire(self, now_ns: int) -> int | None:
         """End what has not begun by its deadline; returns the next deadline."""
-        with self._changed:
+        with self._lock:
             late = [one for one in self._under_way.values() if one.transfer.deadline_ns <= now_ns]
             for one in late:  # what a connection carries, that connection ends
                 if one.give_up(TransferTimeout("no connection was free before the deadline")):
@@ -128,13 +129,14 @@ class PageReader:
 
     def close(self) -> None:
         """End everything; nothing arrives afterwards."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             numbers = list(self._under_way)
             threads = list(self._threads)
             for stream in self._streams:
                 stream.shutdown()
-            self._changed.notify_all()
+            for lanes in self._lanes.values():
+                lanes.came.notify_all()
         for number in numbers:
             self.cancel(number)
         for thread in threads:
@@ -163,7 +165,7 @@ class PageReader:
     def _queue(self, under_way: UnderWay) -> None:
         """Give the parts to the connections of the peer, and make more of those if needed."""
         endpoint = under_way.transfer.endpoint
-        lanes = self._lanes.setdefault(endpoint, _Lanes())
+        lanes = self._lanes.setdefault(endpoint, _Lanes(self._lock))
         lanes.waiting.extend(under_way.parts)
         wanted = min(len(lanes.waiting) - lanes.idle, CONNECTIONS - lanes.threads)
         for _ in range(wanted):
@@ -177,7 +179,7 @@ class PageReader:
                 break
             self._threads.add(thread)
             lanes.threads += 1
-        self._changed.notify_all()
+        lanes.came.notify(len(under_way.parts))
         if not lanes.threads:
             self._forget_idle(endpoint, lanes)
             if under_way.give_up(CapacityError("no thread can be started", "threads")):
@@ -193,15 +195,15 @@ class PageReader:
         finally:
             if stream is not None:
                 self._close(stream)
-            with self._changed:
+            with self._lock:
                 self._threads.discard(threading.current_thread())
 
     def _next(self, endpoint: str, lanes: _Lanes) -> Part | None:
         """Wait for the next part; None = none came, and this connection is not counted any more."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 lanes.idle += 1
-                came = self._changed.wait_for(lambda: lanes.waiting or self._closed, IDLE_S)
+                came = lanes.came.wait_for(lambda: lanes.waiting or self._closed, IDLE_S)
                 lanes.idle -= 1
                 while lanes.waiting and not self._closed:
                     part = lanes.waiting.popleft()
@@ -230,8 +232,9 @@ class PageReader:
             except PeerUnreachable:
                 if not reused or part.of.cancelled:
                     raise
+                with self._lock:
+                    part.stream = None
                 self._close(stream)  # the peer has closed it while it was idle
-                part.stream = None
                 stream = self._connect(transfer)
                 if not self._begin(part, stream):
                     return stream
@@ -250,7 +253,7 @@ class PageReader:
         connect_ns = min(transfer.deadline_ns, time.monotonic_ns() + int(CONNECT_S * 1e9))
         try:
             stream = connect(*host_and_port(transfer.endpoint), self._context, connect_ns)
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     raise TransferError("the transport is closed")
                 self._streams.add(stream)
@@ -264,15 +267,21 @@ class PageReader:
         return stream
 
     def _close(self, stream: DataStream) -> None:
-        with self._changed:
+        with self._lock:
             self._streams.discard(stream)
         stream.close()
 
     def _begin(self, part: Part, stream: DataStream) -> bool:
-        """From now on bytes may arrive; False if the part has ended meanwhile."""
-        with self._changed:
+        """From now on bytes may arrive; False if the part has ended meanwhile.
+
+        Raises:
+            TransferError: the transfer was cancelled, and this part has not ended.
+        """
+        with self._lock:
             if part.ended or self._closed:
                 return False
+            if part.of.cancelled:
+                raise TransferError("the transfer was cancelled")
             part.stream = stream
             return True
 
@@ -310,7 +319,7 @@ class PageReader:
                 self._count("wrong_pages", found.count(Arrival.WRONG))
 
     def _end(self, part: Part, error: KVStoreError | None) -> None:
-        with self._changed:
+        with self._lock:
             if part.ended:  # its deadline passed while this thread was connecting
                 return
             done = part.of.end_part(part, error)
@@ -328,7 +337,7 @@ class PageReader:
         self._ended(end)
 
     def _count(self, name: str, number: int = 1) -> None:
-        with self._changed:
+        with self._lock:
             self._counts[name] += number
 
 

@@ -108,6 +108,8 @@ class TcpTransport:
 
     def poll(self) -> list[TransferEnd | TransferSettled]:
         """See :class:`kvstore.transport.base.Transport`."""
+        if self._closed:
+            return []
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -151,13 +153,14 @@ class TcpTransport:
 
     def _submit(self, transfer: PageTransfer, kind: DataKind) -> None:
         self._reader.submit(transfer, kind)
-        if transfer.deadline_ns < self._wake_ns:
+        if not self._closed and transfer.deadline_ns < self._wake_ns:
             os.eventfd_write(self._wake, 1)
 
     def _tell(self, end: TransferEnd) -> None:
         """Hand over an end; any thread."""
         self._ends.append(end)
-        os.eventfd_write(self._event, 1)
+        if not self._closed:
+            os.eventfd_write(self._event, 1)
 
     # ---- the thread that accepts and keeps deadlines ------------------------------------------
 

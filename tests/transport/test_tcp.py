@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -61,10 +62,12 @@ def dial():
     """Connects plain sockets to a transport, and closes them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def connect(transport):
+        def connect(transport, tls=None):
             host, port = transport.endpoint.split(":")
             found = stack.enter_context(socket.create_connection((host, int(port))))
             found.settimeout(10)
+            if tls is not None:
+                found = stack.enter_context(tls.wrap_socket(found, server_hostname=host))
             return found
 
         yield connect
@@ -73,7 +76,7 @@ def dial():
 def everything(connection):
     """What comes until the other side closes."""
     found = b""
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
         while data := connection.recv(1 << 16):
             found += data
     return found
@@ -203,12 +206,14 @@ def test_a_reader_that_takes_nothing_holds_the_owner_no_longer_than_it_said(
     wait_until(lambda: owner.stats()["connections_in"] == 0)
 
 
-def test_the_end_of_a_ticket_ends_a_read_that_is_under_way(opened, dial, wait_until):
-    owner, pages = opened(), TransferPages(1 << 20, 32)
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_end_of_a_ticket_ends_a_read_that_is_under_way(tls, opened, dial, wait_until):
+    owner = opened(server=context(server=True) if tls else None)
+    pages = TransferPages(1 << 20, 32)
     owner.grant(TICKET, pages.granted(), later())
-    slow = dial(owner)
+    slow = dial(owner, context(server=False) if tls else None)
     slow.sendall(request_for(pages, budget_ms=60_000))
-    slow.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+    assert slow.recv(1)
 
     start = time.monotonic()
     owner.revoke(TICKET)

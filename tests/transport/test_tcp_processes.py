@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,13 @@ def owner(spawn):
     command = [sys.executable, "-m", "tests.transport.stopped_owner", str(SIZE), str(COUNT)]
     process = spawn(command, ready=r"serves at (\S+)")
     return process, process.ready[1]
+
+
+def stop(process, wait_until):
+    """Stop it, and wait until each of its threads has: the signal alone does not."""
+    process.send_signal(signal.SIGSTOP)
+    states = [*Path(f"/proc/{process.pid}/task").glob("*/stat")]
+    wait_until(lambda: all(one.read_text().rpartition(")")[2].split()[0] == "T" for one in states))
 
 
 def later(seconds):
@@ -42,7 +50,7 @@ def test_nothing_arrives_from_an_owner_that_goes_on_after_the_deadline(owner, wa
             reader.read(pages.transfer(0, endpoint, TICKET, later(20)))
             assert end_of(reader, wait_until).error is None
             pages.arrived[:] = 0
-        process.send_signal(signal.SIGSTOP)
+        stop(process, wait_until)
         deadline_ns = later(0.3)
         reader.read(pages.transfer(1, endpoint, TICKET, deadline_ns))
 
@@ -62,7 +70,7 @@ def test_a_killed_owner_is_an_end_long_before_the_deadline(owner, wait_until):
     process, endpoint = owner
     pages = TransferPages(SIZE, COUNT)
     with closing(TcpTransport("", 1 << 30)) as reader:
-        process.send_signal(signal.SIGSTOP)
+        stop(process, wait_until)
         reader.read(pages.transfer(1, endpoint, TICKET, later(50)))
         wait_until(lambda: reader.stats().get("connects"))
         process.kill()
