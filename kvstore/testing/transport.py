@@ -304,9 +304,9 @@ class TransportContract:
         pair, pages = TransportDriver(self._open), TransferPages(4096, 4)
         granted, later = pages.granted(), pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), granted, later)
-        pair.owner.grant(_ticket(1), granted, pair.after(0))
         pair.owner.grant(_ticket(2), granted, later)
         pair.owner.grant(_ticket(3), granted, later, write=True)
+        pair.owner.grant(_ticket(1), granted, pair.after(0))
         pair.owner.revoke(_ticket(2))
         pair.owner.revoke(_ticket(9))
         for number in (1, 2, 3, 4):
@@ -383,11 +383,8 @@ class TransportContract:
 
     def check_a_silent_peer_costs_no_more_than_the_deadline(self) -> None:
         """The transfer ends by its deadline; others go on; after it is settled nothing changes."""
-        pair, pages, others = (
-            TransportDriver(self._open),
-            TransferPages(4096, 9),
-            TransferPages(4096, 2),
-        )
+        pair = TransportDriver(self._open)
+        pages, others = TransferPages(1 << 20, 9), TransferPages(4096, 2)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), others.granted(), later)
         pair.reader.read(pages.transfer(1, pair.silent, _ticket(1), later))
@@ -442,11 +439,8 @@ class TransportContract:
 
     def check_written_pages_can_be_read_where_they_went(self) -> None:
         """A write has ended when the peer can read the bytes; no other byte has changed."""
-        pair, pages, source = (
-            TransportDriver(self._open),
-            TransferPages(4096, 6),
-            TransferPages(4096, 7),
-        )
+        pair = TransportDriver(self._open)
+        pages, source = TransferPages(4096, 6), TransferPages(4096, 7)
         later, before = pair.after(WAIT_S), pages.owned.copy()
         pair.owner.grant(_ticket(0), pages.granted()[1:5], later, write=True)
         source.arrived[:] = source.owned  # what a transfer calls local

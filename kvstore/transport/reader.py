@@ -114,16 +114,14 @@ class PageReader:
             for part in found.parts:
                 if part.stream is not None:
                     part.stream.shutdown()
-            if found.give_up(error):
-                self._finish(found)
+            self._give_up(found, error)
 
     def expire(self, now_ns: int) -> int | None:
         """End what has not begun by its deadline; returns the next deadline."""
         with self._lock:
             late = [one for one in self._under_way.values() if one.transfer.deadline_ns <= now_ns]
             for one in late:  # what a connection carries, that connection ends
-                if one.give_up(TransferTimeout("no connection was free before the deadline")):
-                    self._finish(one)
+                self._give_up(one, TransferTimeout("no connection was free before the deadline"))
             left = (one.transfer.deadline_ns for one in self._under_way.values())
             return min((at for at in left if at > now_ns), default=None)
 
@@ -182,8 +180,15 @@ class PageReader:
         lanes.came.notify(len(under_way.parts))
         if not lanes.threads:
             self._forget_idle(endpoint, lanes)
-            if under_way.give_up(CapacityError("no thread can be started", "threads")):
-                self._finish(under_way)
+            self._give_up(under_way, CapacityError("no thread can be started", "threads"))
+
+    def _give_up(self, under_way: UnderWay, error: KVStoreError) -> None:
+        """End the parts that no connection carries; under the lock."""
+        if under_way.give_up(error):
+            self._finish(under_way)
+        lanes = self._lanes.get(under_way.transfer.endpoint)
+        if lanes is not None:
+            lanes.waiting = deque(part for part in lanes.waiting if not part.ended)
 
     # ---- the thread of a connection ---------------------------------------------------------
 
@@ -322,11 +327,10 @@ class PageReader:
         with self._lock:
             if part.ended:  # its deadline passed while this thread was connecting
                 return
-            done = part.of.end_part(part, error)
-            if error is not None:  # the rest would find out one by one
-                done = part.of.give_up(error) or done
-            if done:
+            if part.of.end_part(part, error):
                 self._finish(part.of)
+            elif error is not None:  # the rest would find out one by one
+                self._give_up(part.of, error)
 
     def _finish(self, done: UnderWay) -> None:
         """Say that a transfer has ended; under the lock."""
