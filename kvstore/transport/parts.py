@@ -15,8 +15,8 @@ from kvstore.transport.streams import DataStream
 PART_BYTES_MIN: Final = 1 << 20
 """Smaller parts cost more in round trips than a second connection brings."""
 PART_BYTES_MAX: Final = 16 << 20
-_PARTS_PER_CONNECTION: Final = 3
-"""So that connections that are slower than others do less."""
+_PARTS_PER_CONNECTION: Final = 2
+"""More than one, so that a connection that is slower than others does less; more cost round trips."""
 
 
 class Part:
