@@ -16,7 +16,7 @@ PART_BYTES_MIN: Final = 1 << 20
 """Smaller parts cost more in round trips than a second connection brings."""
 PART_BYTES_MAX: Final = 16 << 20
 _PARTS_PER_CONNECTION: Final = 2
-"""More than one, so that a connection that is slower than others does less; more cost round trips."""
+"""More than one, so that a slow connection does less; each part costs a round trip."""
 
 
 class Part:
