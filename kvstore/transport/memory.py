@@ -175,7 +175,7 @@ class MemoryNetwork:
     def _arrive(self, moving: _Moving) -> None:
         """Deliver what arrives in time, and end the transfer if that was all of it."""
         transfer, fate = moving.transfer, moving.fate
-        if moving.ended or not self._is_open(moving):
+        if moving.ended or moving.by.closed or not self._is_open(moving):
             moving.by.end(moving, PeerUnreachable("the peer has ended the ticket"))
             return
         count = len(transfer.remote) if fate.pages < 0 else min(fate.pages, len(transfer.remote))

@@ -109,3 +109,13 @@ def test_the_end_of_a_ticket_ends_a_read_that_is_under_way():
     assert isinstance(end.error, PeerUnreachable)
     assert pages.untouched
     closed(owner, reader)
+
+
+def test_nothing_arrives_at_a_closed_reader():
+    network, owner, reader, pages = a_read(Fate(delay_ns=5 * MS, late_ns=MS))
+    reader.close()
+
+    network.step(50 * MS)
+
+    assert pages.untouched
+    owner.close()
