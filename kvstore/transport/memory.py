@@ -201,7 +201,8 @@ class MemoryNetwork:
     def _is_open(self, moving: _Moving) -> bool:
         """Whether the peer still lets this transfer's bytes through."""
         peer = self._transports.get(moving.transfer.endpoint)
-        return peer is not None and moving.transfer.ticket in peer.tickets
+        found = None if peer is None else peer.tickets.get(moving.transfer.ticket)
+        return found is not None and self.now_ns < found.deadline_ns
 
     def _deliver(self, moving: _Moving, page: int) -> None:
         size = moving.transfer.page_bytes

@@ -111,6 +111,17 @@ def test_the_end_of_a_ticket_ends_a_read_that_is_under_way():
     closed(owner, reader)
 
 
+def test_a_ticket_past_its_deadline_lets_nothing_through():
+    network, owner, reader, pages = a_read(Fate(delay_ns=101 * MS), deadline_ns=200 * MS)
+
+    network.step(150 * MS)
+
+    (end,) = reader.poll()
+    assert isinstance(end.error, PeerUnreachable)
+    assert pages.untouched
+    closed(owner, reader)
+
+
 def test_nothing_arrives_at_a_closed_reader():
     network, owner, reader, pages = a_read(Fate(delay_ns=5 * MS, late_ns=MS))
     reader.close()
