@@ -24,6 +24,7 @@ GROUPS: Final = {
     "node": "bench.node",
     "policy": "bench.policy",
     "reclaim": "bench.reclaim",
+    "remote": "bench.remote",
     "replay": "bench.replay",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",

@@ -86,6 +86,18 @@ def test_host_knows_every_case_that_has_a_floor():
     assert sizes_bytes == {"64KiB": 64 << 10, "1MiB": 1 << 20, "8MiB": 8 << 20}
 
 
+def test_remote_measures_transfers_beside_a_bare_socket_and_leaves_no_process(monkeypatch):
+    mark = f"BENCH_COMMANDS_TEST={os.getpid()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    results = measured("remote", "--cases", "transport/tcp/1MiB")
+
+    assert [result["case"] for result in results] == ["transport/tcp/1MiB/x16"]
+    for result in results:
+        assert_keeps_the_contract(result)
+    assert not children(mark)
+
+
 def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():
     results = measured("kvpool", "--layers", "1", "--cases", "block(1|16)/permuted")
 
@@ -235,7 +247,7 @@ def test_a_fleet_announces_as_many_blocks_as_it_says_in_messages_of_the_size_ask
         assert sum(prompt.pages for prompt in fleet.prompts(worker)) == 700
 
 
-@pytest.mark.parametrize("group", ["host", "index", "kvpool", "slab", "ssd"])
+@pytest.mark.parametrize("group", ["host", "index", "kvpool", "remote", "slab", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],
@@ -259,7 +271,7 @@ def test_structure_counts_what_a_reader_reads_and_who_knows_whom():
         "kvstore/node/node.py", "kvstore/state/table/pages.py", "kvstore/mover/__init__.py",
     }, "a load in the background is on the path too"  # fmt: skip
     assert counted["path_lines"] == sum(counted["path"].values()) <= 2_016, "less, not more"
-    assert counted["room_pairs"] == len(counted["pairs"]) <= 67
+    assert counted["room_pairs"] == len(counted["pairs"]) <= 90
     assert ["state", "node"] not in counted["pairs"], "no arrow points up"
 
 

@@ -1,0 +1,140 @@
+"""Tickets: what they open, and which connections are using them."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvstore.errors import CapacityError, InvalidArgument, TransferTimeout
+from kvstore.transport.base import PAGES_MAX, TICKET_BYTES, Range
+from kvstore.transport.frames import RANGE_BYTES, DataHead, DataKind, DataStatus, pack_ranges
+from kvstore.transport.streams import DataStream
+
+TICKETS_MAX = 65_536
+REVOKE_WAIT_S: Final = 5.0
+"""A broken connection is left within a millisecond; whoever needs longer is a bug."""
+
+
+class TicketRefused(Exception):
+    """A request that its ticket does not cover; it is answered with ``status``."""
+
+    def __init__(self, status: DataStatus) -> None:
+        super().__init__(status.name)
+        self.status = status
+
+
+class _Ticket:
+    """One ticket.
+
+    Attributes:
+        places: packed range → address and length.
+        users: connections that are transferring with it.
+    """
+
+    __slots__ = ("deadline_ns", "places", "users", "write")
+
+    def __init__(
+        self, places: dict[bytes, tuple[int, int]], deadline_ns: int, *, write: bool
+    ) -> None:
+        self.places = places
+        self.deadline_ns = deadline_ns
+        self.write = write
+        self.users: set[DataStream] = set()
+
+
+class Tickets:
+    """All tickets of a transport; may be used by all threads.
+
+    A ticket past its deadline opens nothing. It is forgotten when another one is granted.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._changed = threading.Condition()
+        self._next_ns: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def grant(
+        self, ticket: bytes, ranges: Sequence[tuple[Range, int]], deadline_ns: int, *, write: bool
+    ) -> None:
+        """See :meth:`kvstore.transport.base.Transport.grant`."""
+        if len(ticket) != TICKET_BYTES:
+            raise InvalidArgument("ticket", f"{len(ticket)} bytes are not {TICKET_BYTES}")
+        if not 0 < len(ranges) <= PAGES_MAX:
+            raise InvalidArgument("ranges", f"{len(ranges)} are not 1 to {PAGES_MAX}")
+        packed = pack_ranges([one for one, _ in ranges])
+        lengths = [one.length for one, _ in ranges]
+        if min(lengths) <= 0:
+            raise InvalidArgument("ranges", "one is empty")
+        places = zip([address for _, address in ranges], lengths, strict=True)
+        opened = _Ticket(dict(zip(packed, places, strict=True)), deadline_ns, write=write)
+        with self._changed:
+            self._forget_ended()
+            if ticket in self._tickets:
+                raise InvalidArgument("ticket", "it is in use")
+            if len(self._tickets) >= TICKETS_MAX:
+                raise CapacityError(f"{TICKETS_MAX} tickets are open already", "tickets")
+            self._tickets[ticket] = opened
+            self._next_ns = min(deadline_ns, self._next_ns or deadline_ns)
+
+    def revoke(self, ticket: bytes) -> None:
+        """See :meth:`kvstore.transport.base.Transport.revoke`.
+
+        Raises:
+            TransferTimeout: a connection is still in use, although it was broken seconds ago.
+        """
+        with self._changed:
+            found = self._tickets.pop(ticket, None)
+            if found is None:
+                return
+            for stream in found.users:
+                stream.shutdown()
+            if not self._changed.wait_for(lambda: not found.users, REVOKE_WAIT_S):
+                raise TransferTimeout(f"a ticket is still in use {REVOKE_WAIT_S:g} s after its end")
+
+    @contextmanager
+    def using(
+        self, head: DataHead, ranges: bytes, stream: DataStream
+    ) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """Use a ticket for one request.
+
+        Args:
+            head: of the request.
+            ranges: packed, as the request has them.
+            stream: broken if the ticket is revoked meanwhile.
+
+        Returns:
+            Address and length of each range, and the ticket's deadline.
+
+        Raises:
+            TicketRefused: the ticket does not exist, or does not open all of this.
+        """
+        asked = [ranges[at : at + RANGE_BYTES] for at in range(0, len(ranges), RANGE_BYTES)]
+        with self._changed:
+            found = self._tickets.get(head.ticket)
+            alive = found is not None and time.monotonic_ns() < found.deadline_ns
+            if found is None or not alive or found.write != (head.kind == DataKind.WRITE):
+                raise TicketRefused(DataStatus.UNKNOWN_TICKET)
+            if len(set(asked)) < len(asked) or not found.places.keys() >= set(asked):
+                raise TicketRefused(DataStatus.OUTSIDE)
+            found.users.add(stream)
+        try:
+            yield [found.places[one] for one in asked], found.deadline_ns
+        finally:
+            with self._changed:
+                found.users.discard(stream)
+                self._changed.notify_all()
+
+    def _forget_ended(self) -> None:
+        """Drop tickets past their deadline that nobody is using, as soon as there may be one."""
+        now_ns = time.monotonic_ns()
+        if self._next_ns is None or now_ns < self._next_ns:
+            return
+        kept = {
+            key: one for key, one in self._tickets.items() if one.users or one.deadline_ns > now_ns
+        }
+        self._tickets = kept
+        self._next_ns = min((one.deadline_ns for one in kept.values()), default=None)
