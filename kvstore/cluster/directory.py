@@ -96,7 +96,7 @@ class PeersDirectory:
 
     def stats(self) -> dict[str, object]:
         """What is known of each node, and of how many pages."""
-        report = self._index.report
+        report = self._index.present().report
         peers = {
             one.worker: {
                 "current": one.current, "why": one.why, "pages": one.pages, "lag_s": one.lag_s,
@@ -131,7 +131,7 @@ class PeersDirectory:
         )  # fmt: skip
 
     def _holdings(self, asked: Locate) -> list[Holding]:
-        table = self._index.table()
+        table = self._index.present().table
         if table is not self._table:  # another secret, and other numbers of holders
             self._table = table
             self._seeds.clear()
