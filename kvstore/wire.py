@@ -98,12 +98,18 @@ class Lookup(msgspec.Struct, array_like=True, tag=5):
 
 
 class Found(msgspec.Struct, array_like=True, tag=6):
-    """Answer to Lookup; ``on_disk`` of the pages are only on disk."""
+    """Answer to Lookup; ``on_disk`` of the pages are only on disk.
+
+    Peers have ``remote`` further pages after ``pages``; an Acquire that waits fetches them, in some
+    ``remote_s`` seconds.
+    """
 
     id: int
     pages: int
     pending: int
     on_disk: int = 0
+    remote: int = 0
+    remote_s: float = 0.0
 
 
 class Acquire(msgspec.Struct, array_like=True, tag=7):

@@ -14,7 +14,7 @@ object:
    reused while a process may still access it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
@@ -26,6 +26,8 @@ from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits
+from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
 from kvstore.state.tree.actions import Abandoned, Action
@@ -42,6 +44,10 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
+_OF_PEERS: Final = (
+    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
+)  # fmt: skip
+"""What another node may ask for: it only reads."""
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
 
@@ -81,6 +87,8 @@ class Node:
         self.actions: list[Action] = []
         self.closing: list[int] = []
         self.unfinished = False
+        #: What other nodes have; None = this node is alone. See :meth:`join`.
+        self.remote: RemotePages | None = None
         self._new_token = new_token
         self._peers: dict[int, Peer] = {}
         self.waiting = WaitingRoom()
@@ -108,6 +116,10 @@ class Node:
             wire.Ping: lambda _process, request, _: wire.Pong(request.id),
         }
 
+    def join(self, limits: PeerLimits) -> None:
+        """Get pages of other nodes from now on: :attr:`remote` has jobs for the peer side."""
+        self.remote = self._requests.remote = RemotePages(self.pages, limits)
+
     # ---- connections ------------------------------------------------------------------------
 
     def connected(self, connection: int, peer: Peer) -> None:
@@ -127,6 +139,9 @@ class Node:
             if process is not None and process.lost:
                 self.closing.append(connection)
                 raise ProtocolError("this connection was given up: a later one took its place")
+            peer = self._peers.get(connection)
+            if peer is not None and peer.remote and not isinstance(request, _OF_PEERS):
+                raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -179,12 +194,37 @@ class Node:
         self._room_may_be = True
         self._after(now_ns)
 
+    def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
+        """The directory has answered a :class:`~kvstore.state.remote.jobs.Locate`."""
+        assert self.remote is not None
+        self.pages.now_ns = now_ns
+        self.remote.chains.located(number, holdings, now_ns)
+        self._after(now_ns)
+
+    def peer_fetched(self, end: FetchEnd, now_ns: int) -> None:
+        """A job of a peer has ended; one that is not known any more is ignored."""
+        assert self.remote is not None
+        self.pages.now_ns = now_ns
+        self.remote.peer_fetched(end)
+        self._room_may_be = True
+        self._after(now_ns)
+
+    def peer_settled(self, job: int, now_ns: int) -> None:
+        """Nothing writes into the slots of a job any more that ended without being settled."""
+        assert self.remote is not None
+        self.pages.now_ns = now_ns
+        self.remote.peer_settled(job)
+        self._room_may_be = True
+        self._after(now_ns)
+
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
+        if self.remote is not None:
+            self.remote.advance()
         self.retirement.advance(now_ns)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
@@ -231,11 +271,13 @@ class Node:
         peer = self._peers[connection]
         self._refuse_forgetful(peer)
         engine = free_label(request.engine, self.sessions.values(), self.pages.counts)
-        session = self.sessions.get(request.session)
+        wanted = request.session if not peer.remote else b""  # no engine's session is for peers
+        session = self.sessions.get(wanted)
         if session is None:
             # The token survives a restart of the node, so that an engine's processes meet again.
-            token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
-            session = Session(token, request.name[:128], self.limits.session_quota_bytes)
+            token = wanted if len(wanted) == TOKEN_BYTES else self._new_token()
+            quota_bytes, name = self.limits.session_quota_bytes, request.name[:128]
+            session = Session(token, name, quota_bytes, remote=peer.remote)
             self.sessions[token] = session
         own = session.of(request.origin)
         if request.number and any(one.number >= request.number for one in own):
@@ -277,6 +319,9 @@ class Node:
 
     def _lose(self, process: Process, now_ns: int) -> None:
         """The connection of a process was lost; the process may still access bytes."""
+        if process.peer.remote:
+            self._end(process)  # it touches no memory of this node, and checks digests
+            return
         self.pages.lose(process)
         if not process.peer.watched:
             self.retirement.add(process, now_ns)
@@ -436,12 +481,15 @@ class Node:
         """Collect the effects since the last call; requests that waited for them become ready."""
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        disk = self.pages.disk
-        ended: list[Hashable] = []
+        disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
+        ended: list[Hashable] = [*fetches.ended]
+        fetches.ended.clear()
         if disk is not None:
-            ended = [*disk.fetched, *disk.acknowledged]
-            disk.fetched.clear()
+            ended += disk.acknowledged
             disk.acknowledged.clear()
+        if remote is not None:
+            ended += remote.chains.answered
+            remote.chains.answered.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:
@@ -455,6 +503,7 @@ class Node:
             self.pages.next_deadline_ns(),
             self.retirement.next_deadline_ns(),
             disk.next_deadline_ns() if disk is not None else 0,
+            self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)
 
@@ -466,7 +515,10 @@ class Node:
             **describe(self.pages, list(self.sessions.values())),
             "waiting_requests": len(self.waiting),
             "waiting_bytes": self.waiting.size_bytes,
-            "unwatched_processes": sum(not one.peer.watched for one in self.processes.values()),
+            "unwatched_processes": sum(
+                not (one.peer.watched or one.peer.remote) for one in self.processes.values()
+            ),
+            "remote": self.remote.stats() if self.remote is not None else None,
         }
 
 

@@ -27,6 +27,7 @@ _LATENCIES: Final = {
     "put": "Seconds from the grant of a put's slots to its commit, while the engine writes.",
     "wait": "Seconds from arrival to answer, of requests of any kind that had to wait.",
     "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
+    "peer_fetch": "Seconds from the decision to read pages from a peer until they are READY.",
     "loop_turn": "Seconds that one message, deadline or completion kept the node from all others.",
 }
 COUNTED: Final = {
@@ -65,6 +66,17 @@ COUNTED: Final = {
         "Bytes of records that the start ignored because a page before them is missing.",
     "recovery_refused_shards":
         "Shards on the SSDs that the start ignored because they do not match this node.",
+    "locates": "Questions to the directory which peers have the pages that are missing here.",
+    "locates_refused": "Questions that were not asked because too many had no answer yet.",
+    "locates_timed_out": "Questions that the directory did not answer in time.",
+    "peer_jobs": "Reads of consecutive pages from a peer.",
+    "peer_fetched_pages": "Pages of one shard that were read from peers and verified.",
+    "peer_fetched_bytes": "Bytes of pages that were read from peers and verified.",
+    "peer_missing_pages": "Pages that a read from a peer did not bring, for any reason.",
+    "peer_retried_pages": "Of these, pages that were then asked of another peer in the same slots.",
+    "peer_late_jobs": "Reads from peers that had not ended at their deadline.",
+    "peer_unsettled_jobs":
+        "Reads from peers that ended while bytes could still arrive; their slots were in LIMBO.",
     "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
         "Removed keys whose tombstones could not be written; a restart may find their pages again.",
@@ -122,6 +134,8 @@ class _Snapshot:
         if ssd := stats.get("ssd"):
             yield from _ssd(ssd, stats["counts"])
             yield from _wear(ssd["wear"])
+        if remote := stats["remote"]:
+            yield from _remote(remote)
         if events := stats["events"]:
             yield from event_series(events)
 
@@ -224,6 +238,37 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "Failures to allocate new memory for an extent; the node retries.",
         stats["memory_failures"],
     )
+
+
+def _remote(remote: Mapping[str, Any]) -> Iterator[Metric]:
+    """Reads from peers that are under way, and how fast each peer gives pages."""
+    size = GaugeMetricFamily(
+        "kvstore_peer_bytes",
+        "Slot bytes of reads from peers: in flight, and the most that may be.",
+        labels=["use"],
+    )
+    size.add_metric(["in_flight"], remote["in_flight_bytes"])
+    size.add_metric(["in_flight_max"], remote["in_flight_bytes_max"])
+    yield size
+    yield _gauge("kvstore_peer_reads", "Reads from peers under way.", remote["jobs"])
+    yield _gauge(
+        "kvstore_peer_unsettled_reads",
+        "Reads from peers that have ended and whose bytes may still arrive.",
+        remote["unsettled_jobs"],
+    )
+    rate = GaugeMetricFamily(
+        "kvstore_peer_bytes_per_second",
+        "How fast a peer gives pages, as measured last; 0 = it gave none yet.",
+        labels=["peer"],
+    )
+    failed = CounterMetricFamily(
+        "kvstore_peer_failed_reads", "Reads that did not bring all pages.", labels=["peer"]
+    )
+    for name, peer in remote["peers"].items():
+        rate.add_metric([name], peer["bytes_per_s"])
+        failed.add_metric([name], peer["failed_jobs"])
+    yield rate
+    yield failed
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:

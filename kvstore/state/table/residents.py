@@ -21,6 +21,7 @@ from kvstore.state.table.orphans import Orphans, subtree, tails_first
 from kvstore.state.table.owners import Owners
 from kvstore.state.table.runs import missing_pages
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
+from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -63,6 +64,8 @@ class Residents:
         self.meter = Meter()
         self.ghosts = Ghosts()
         self.story = Story(self)
+        #: Who waits for pages to come to memory.
+        self.fetches = Fetches(self)
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.now_ns = 0

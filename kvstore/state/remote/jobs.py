@@ -1,0 +1,91 @@
+"""What a node asks its peer side to do, and what that says of it. Pure values."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.errors import KVStoreError
+from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.state.tree.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """Limits of all fetches from peers.
+
+    Attributes:
+        in_flight_bytes_max: most slot bytes that jobs may fill at a time, those included that a
+            failed read may still write.
+        fetch_ns: longest time in which a request gets pages of peers.
+    """
+
+    in_flight_bytes_max: int
+    fetch_ns: int = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Which peers have a prefix of these pages?
+
+    Attributes:
+        number: names the question.
+        keys: consecutive, 32 bytes each; from the start of their chain where a lookup asked so.
+    """
+
+    number: int
+    identity: SpaceIdentity
+    shards: tuple[ShardSpec, ...]
+    keys: bytes
+
+
+class Holding(NamedTuple):
+    """One peer has a leading prefix.
+
+    Attributes:
+        peer: its name.
+        pages: how many of the keys are a hit there for all the shards that were asked for; of a KV
+            group with ``window_pages`` the last pages of these only.
+    """
+
+    peer: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFetch:
+    """Read consecutive pages of one shard from one peer into slots of this node.
+
+    Attributes:
+        job: names the job.
+        before: keys of the chain before the first wanted page; may be empty.
+        keys: of the wanted pages, 32 bytes each.
+        slots: where each goes, at ``SlotTable.address``; its memory may be on its way still.
+        deadline_ns: after it nobody waits for the job.
+    """
+
+    job: int
+    peer: str
+    identity: SpaceIdentity
+    shard: ShardSpec
+    before: bytes
+    keys: bytes
+    slots: list[Slot]
+    deadline_ns: int
+
+
+class FetchEnd(NamedTuple):
+    """A job has ended.
+
+    Attributes:
+        job: which one.
+        digests: 16 bytes for each leading page that arrived and matched its digest.
+        error: why not all did; None when the peer just has no more of them.
+        settled: nothing writes into the slots any more; if False, the node is told later.
+    """
+
+    job: int
+    digests: bytes
+    error: KVStoreError | None
+    settled: bool
+
+
+PeerJob = Locate | PeerFetch
