@@ -4,11 +4,15 @@ import pytest
 
 from kvstore import wire
 from kvstore.page import KEY_BYTES
+from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.jobs import DiskRead, DiskRules, SyncPolicy, WritePolicy
+from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.pages import DiskPages
 from kvstore.state.remote import located, pages
-from kvstore.state.remote.jobs import FetchEnd, Holding
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer
-from tests.node.remote_world import MS, S, RemoteWorld
+from tests.node.remote_world import MS, RemoteWorld, S
 from tests.state.world import FULL, PAGE, STATE, WINDOW, chain
 
 OTHER_NODE = Peer(1 << 40, watched=False, remote=True)
@@ -422,6 +426,89 @@ def test_a_page_that_a_client_put_too_is_no_replica():
     world.acquire(engine, "b", shard=1)
     world.end_all()
     assert not world.space.index[chain("b")[0]].replica
+
+
+def test_a_fetch_does_not_wait_for_a_job_that_may_end_after_its_time(world, engine):
+    other = world.engine()
+    world.locate(engine, "abcd", ("p", 2))
+    assert world.acquire(engine, "abcd") is None
+    world.go(S + 1 * MS)
+    world.locate(other, "abcd", ("p", 2), ("q", 4))
+    assert world.acquire(other, "abcd") is None
+    world.end(world.read(peer="p"))
+
+    assert leased(world.answer(engine)) == 2
+    assert world.answer(other) is None
+    world.end(world.read(peer="q"))
+    assert leased(world.answer(other)) == 4
+
+
+def in_two_parts(world: RemoteWorld, engine: int) -> tuple[PeerFetch, PeerFetch]:
+    """An engine waits for four pages of two peers, each of which gives two."""
+    world.locate(engine, "abcd", ("p", 4), ("q", 4))
+    assert world.acquire(engine, "abcd") is None
+    head, tail = sorted(world.reads.values(), key=lambda job: len(job.before))
+    assert (len(head.slots), len(tail.slots)) == (2, 2)
+    return head, tail
+
+
+def test_pages_that_came_stay_in_memory_for_who_waits_for_others(monkeypatch):
+    monkeypatch.setattr(pages, "PART_BYTES_MIN", PAGE)
+    world = RemoteWorld(extents=1, shards=[FULL])
+    engine = world.engine()
+    head, tail = in_two_parts(world, engine)
+    world.end(tail)
+    for path in "123456789":
+        world.store(world.engine(), path)
+    world.end(head)
+    assert leased(world.answer(engine)) == 4
+
+
+def test_pages_fetched_again_are_shared_although_an_older_job_ends(world, engine, monkeypatch):
+    monkeypatch.setattr(pages, "PART_BYTES_MIN", PAGE)
+    head, tail = in_two_parts(world, engine)
+    world.end(head, 0, settled=False)
+    second, third = world.engine(), world.engine()
+    assert world.ready("abcd") == ""
+    assert world.acquire(second, "abcd") is None
+    [again] = [job for job in world.reads.values() if job is not tail]
+    world.end(tail)
+    assert world.acquire(third, "abcd") is None
+    assert list(world.reads.values()) == [again]
+    world.end(again)
+    for one in (engine, second, third):
+        assert leased(world.answer(one)) == 4
+
+
+@pytest.mark.parametrize("first", ["disk", "peer"])
+def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world, engine, first):
+    rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30)
+    log = SegmentLog(4, 1 << 20)
+    disk = world.table.disk = DiskPages(world.table, log, Admission("all", 0, 4 << 20), rules)
+    world.store(engine, "ab")
+    world.ask(engine, wire.Persist(3, 0, 0, b"".join(chain("ab")), 1000))
+    while disk.jobs:
+        world.node.disk_completed(disk.jobs.pop(0).job, None, world.now_ns)
+    world.desk.flush()
+    assert isinstance(world.answer(engine), wire.Persisted)
+    for path in ("ab", "a"):
+        assert world.table.release_memory(world.space.nodes[chain(path)[-1]])
+    world.locate(engine, "abcd", ("p", 4))
+
+    assert world.acquire(engine, "abcd") is None
+    loads, disk.jobs[:] = list(disk.jobs), []
+    assert [type(job) for job in loads] == [DiskRead, DiskRead]
+    for source in (first, {"disk": "peer", "peer": "disk"}[first]):
+        assert world.answer(engine) is None
+        if source == "peer":
+            world.end(world.read())
+        for job in loads if source == "disk" else ():
+            world.node.disk_completed(job.job, None, world.now_ns)
+        world.desk.flush()
+
+    assert leased(world.answer(engine)) == 4
+    world.release(engine)
+    world.check_nothing_held()
 
 
 # ---- other nodes that read here --------------------------------------------------------------

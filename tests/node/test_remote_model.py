@@ -204,4 +204,4 @@ def test_fetches_hold_nothing_and_tell_no_lie(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.timeout(1200)
 def test_fetches_hold_nothing_in_long_histories(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pages, "PART_BYTES_MIN", PAGE)
-    explore(1500, 60)
+    explore(400, 60)

@@ -38,7 +38,7 @@ TURN_PAGES: Final = 128
 """Pages that one turn begins to fetch; each may have to make room first."""
 PARTS_MAX: Final = 4
 """Peers that share a run of pages."""
-PART_BYTES_MIN: Final = 4 << 20
+PART_BYTES_MIN = 4 << 20
 """A run is not split into smaller parts than these."""
 
 
