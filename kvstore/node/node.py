@@ -18,7 +18,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.node.hello import refuse_hello, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom
@@ -36,10 +37,6 @@ from kvstore.state.tree.slots import SlotTable
 
 T = TypeVar("T")
 
-TOKEN_BYTES: Final = 16
-ORIGIN_BYTES_MAX: Final = 64
-LOST_MAX: Final = 256
-"""Maximum lost connections of one process whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
@@ -257,28 +254,12 @@ class Node:
     # ---- requests ---------------------------------------------------------------------------
 
     def _hello(self, connection: int, request: wire.Hello) -> wire.Answer:
-        if request.major != wire.PROTOCOL_MAJOR:
-            raise ProtocolError(
-                f"client speaks protocol {request.major}.{request.minor},"
-                f" this node {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
-            )
         if connection in self.processes:
             raise ProtocolError("a connection says Hello once")
-        if len(request.origin) > ORIGIN_BYTES_MAX:
-            raise InvalidArgument(
-                "origin", f"{len(request.origin)} bytes, at most {ORIGIN_BYTES_MAX}"
-            )
         peer = self._peers[connection]
-        self._refuse_forgetful(peer)
+        refuse_hello(request, peer, self.processes.values())
         engine = free_label(request.engine, self.sessions.values(), self.pages.counts)
-        wanted = request.session if not peer.remote else b""  # no engine's session is for peers
-        session = self.sessions.get(wanted)
-        if session is None:
-            # The token survives a restart of the node, so that an engine's processes meet again.
-            token = wanted if len(wanted) == TOKEN_BYTES else self._new_token()
-            quota_bytes, name = self.limits.session_quota_bytes, request.name[:128]
-            session = Session(token, name, quota_bytes, remote=peer.remote)
-            self.sessions[token] = session
+        session = session_of(request, peer, self.sessions, self._new_token, self.limits)
         own = session.of(request.origin)
         if request.number and any(one.number >= request.number for one in own):
             raise ProtocolError(f"connection {request.number} was given up for a later one")
@@ -296,17 +277,6 @@ class Node:
             request.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, self.boot, self.name,
             session.token, self.pages.slots.extent_bytes, session.quota_bytes,
         )  # fmt: skip
-
-    def _refuse_forgetful(self, peer: Peer) -> None:
-        """Limit the lost connections of a process that keeps reconnecting.
-
-        Raises:
-            CapacityError: it has too many lost connections that it has not settled.
-        """
-        mine = (one for one in self.processes.values() if one.peer.identity == peer.identity)
-        lost = sum(one.lost for one in mine)
-        if lost >= LOST_MAX:
-            raise CapacityError(f"{lost} earlier connections of this process still hold pages")
 
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:
@@ -369,7 +339,7 @@ class Node:
         waits = request.wait_ms > 0 and self._may_wait(process, request)
         answer, awaited = self._ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
-            self._count_found(process, request, answer)
+            self._requests.count_found(process, request, answer)
             return answer
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
         token, size = process.session.token, _size_bytes(request)
@@ -419,22 +389,11 @@ class Node:
         elif answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1
-            self._count_found(process, request, answer)
+            self._requests.count_found(process, request, answer)
             for latency in (self.pages.meter.wait, self.latencies.get(type(request))):
                 if latency is not None:
                     latency.observe(now_ns - waiter.since_ns)
             self.outbox.append((waiter.connection, answer))
-
-    def _count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
-        """Count the keys of an answered lookup by where they were found."""
-        if not isinstance(answer, wire.Found):
-            return
-        pages, asked = self.pages, len(request.keys) // KEY_BYTES
-        pages.counts["lookup_pages"] += asked
-        pages.counts["hit_pages"] += answer.pages
-        model = pages.spaces.get(request.space, process.session).identity.model
-        host = answer.pages - answer.on_disk
-        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):

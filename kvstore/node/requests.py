@@ -13,7 +13,7 @@ from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
-from kvstore.state.remote.located import Located, Span
+from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
@@ -99,7 +99,7 @@ class Requests:
         asked = len(request.keys) // KEY_BYTES
         if self.remote is not None and pages + pending < asked and not process.peer.remote:
             further = self.remote.further(space, request.shards, request.keys, pages)
-            if isinstance(further, Located):
+            if isinstance(further, LocatedChain):
                 pending, awaited = asked - pages, further
             else:
                 remote, remote_s = further
@@ -125,7 +125,7 @@ class Requests:
         further: Span | None = None
         if waits and remote is not None and ready * KEY_BYTES < len(request.keys):
             found = remote.want(space, shard, request.keys, ready, asks=earlier is None)
-            if isinstance(found, Located):
+            if isinstance(found, LocatedChain):
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
         if waits and (missing or further is not None):
@@ -264,6 +264,17 @@ class Requests:
         """Store the engine's seconds per prompt token."""
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
+
+    def count_found(self, process: Process, request: object, answer: wire.Answer) -> None:
+        """Count the keys of an answered lookup by where they were found."""
+        if not isinstance(request, wire.Lookup) or not isinstance(answer, wire.Found):
+            return
+        pages, asked = self._pages, len(request.keys) // KEY_BYTES
+        pages.counts["lookup_pages"] += asked
+        pages.counts["hit_pages"] += answer.pages
+        model = pages.spaces.get(request.space, process.session).identity.model
+        host = answer.pages - answer.on_disk
+        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
     def _space(self, process: Process, number: int, shards: list[int]) -> PrefixTree:
         space = self._pages.spaces.get(number, process.session)

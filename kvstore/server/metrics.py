@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 
 from kvstore.server.event_series import event_series
+from kvstore.server.peer_series import peer_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -135,7 +136,7 @@ class _Snapshot:
             yield from _ssd(ssd, stats["counts"])
             yield from _wear(ssd["wear"])
         if remote := stats["remote"]:
-            yield from _remote(remote)
+            yield from peer_series(remote)
         if events := stats["events"]:
             yield from event_series(events)
 
@@ -238,37 +239,6 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "Failures to allocate new memory for an extent; the node retries.",
         stats["memory_failures"],
     )
-
-
-def _remote(remote: Mapping[str, Any]) -> Iterator[Metric]:
-    """Reads from peers that are under way, and how fast each peer gives pages."""
-    size = GaugeMetricFamily(
-        "kvstore_peer_bytes",
-        "Slot bytes of reads from peers: in flight, and the most that may be.",
-        labels=["use"],
-    )
-    size.add_metric(["in_flight"], remote["in_flight_bytes"])
-    size.add_metric(["in_flight_max"], remote["in_flight_bytes_max"])
-    yield size
-    yield _gauge("kvstore_peer_reads", "Reads from peers under way.", remote["jobs"])
-    yield _gauge(
-        "kvstore_peer_unsettled_reads",
-        "Reads from peers that have ended and whose bytes may still arrive.",
-        remote["unsettled_jobs"],
-    )
-    rate = GaugeMetricFamily(
-        "kvstore_peer_bytes_per_second",
-        "How fast a peer gives pages, as measured last; 0 = it gave none yet.",
-        labels=["peer"],
-    )
-    failed = CounterMetricFamily(
-        "kvstore_peer_failed_reads", "Reads that did not bring all pages.", labels=["peer"]
-    )
-    for name, peer in remote["peers"].items():
-        rate.add_metric([name], peer["bytes_per_s"])
-        failed.add_metric([name], peer["failed_jobs"])
-    yield rate
-    yield failed
 
 
 def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:

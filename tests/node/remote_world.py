@@ -35,6 +35,12 @@ def digests_of(job: PeerFetch, pages: int) -> bytes:
     return b"".join(digest_of(key, job.shard) for key in keys)
 
 
+def leased(answer: wire.Answer | None) -> int:
+    """How many pages were leased."""
+    assert isinstance(answer, wire.Acquired)
+    return len(answer.digests) // 16
+
+
 class NoMemory:
     """The memory of a node whose pages nobody reads."""
 

@@ -36,7 +36,7 @@ KEYS_MAX = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Located:
+class LocatedChain:
     """What peers have of one chain; requests wait for it while it is asked.
 
     Attributes:
@@ -97,7 +97,7 @@ class Span(NamedTuple):
         pages: how many keys are the same from there on.
     """
 
-    chain: Located
+    chain: LocatedChain
     start: int
     pages: int
 
@@ -116,13 +116,13 @@ class LocatedChains:
     def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
         self._jobs = jobs
         self._counts = counts
-        self.answered: list[Located] = []
+        self.answered: list[LocatedChain] = []
         self._number = count(1)
         #: Every chain, the first asked first.
-        self._chains: OrderedDict[int, Located] = OrderedDict()
-        self._asking: dict[int, Located] = {}
+        self._chains: OrderedDict[int, LocatedChain] = OrderedDict()
+        self._asking: dict[int, LocatedChain] = {}
         #: Number of a space → key → the chain that tells of this page.
-        self._by_key: dict[int, dict[PrefixKey, Located]] = {}
+        self._by_key: dict[int, dict[PrefixKey, LocatedChain]] = {}
         #: Keys of all chains.
         self._keys = 0
 
@@ -152,7 +152,7 @@ class LocatedChains:
 
     def ask(
         self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int
-    ) -> Located | None:
+    ) -> LocatedChain | None:
         """Ask who has this chain, of which page number ``at`` is missing here; None: too many."""
         self.expire(now_ns)
         if len(self._asking) >= ASKING_MAX:
@@ -165,7 +165,7 @@ class LocatedChains:
             mask |= 1 << shard
         specs = tuple([space.shards[shard].spec for shard in shards])
         windowed = any(spec.window_pages for spec in specs)
-        made = Located(next(self._number), space, mask, windowed, packed, at, now_ns)
+        made = LocatedChain(next(self._number), space, mask, windowed, packed, at, now_ns)
         self._chains[made.number] = self._asking[made.number] = made
         self._keys += len(packed) // KEY_BYTES
         self._remember(made, at + 1)
@@ -214,14 +214,14 @@ class LocatedChains:
             assert keys, "a space of which nothing is known"
             assert all(self._chains.get(one.number) is one for one in keys.values())
 
-    def _answer(self, chain: Located, now_ns: int) -> None:
+    def _answer(self, chain: LocatedChain, now_ns: int) -> None:
         if chain.asking:
             chain.asking = False
             del self._asking[chain.number]
             self.answered.append(chain)
         chain.answered_ns = now_ns
 
-    def _remember(self, chain: Located, end: int) -> None:
+    def _remember(self, chain: LocatedChain, end: int) -> None:
         keys = [chain.key(at) for at in range(max(chain.first, chain.end), end)]
         self._by_key.setdefault(chain.space.number, {}).update(dict.fromkeys(keys, chain))
         chain.end = max(chain.end, end)
@@ -234,7 +234,7 @@ class LocatedChains:
                 return
             self._forget(oldest)
 
-    def _forget(self, chain: Located) -> None:
+    def _forget(self, chain: LocatedChain) -> None:
         del self._chains[chain.number]
         self._keys -= len(chain.keys) // KEY_BYTES
         known = self._by_key[chain.space.number]

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch, PeerJob, PeerLimits
-from kvstore.state.remote.located import FRESH_NS, KEPT_NS, Located, LocatedChains, Span
+from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
 from kvstore.state.remote.rates import START_S, PeerRates
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
@@ -59,7 +59,7 @@ class Arrival:
     put: int
     process: Process
     peer: str
-    chain: Located
+    chain: LocatedChain
     shard: int
     at: int
     deadline_ns: int
@@ -101,7 +101,7 @@ class RemotePages:
 
     def further(
         self, space: PrefixTree, shards: list[int], packed: bytes, pages: int
-    ) -> Located | tuple[int, float]:
+    ) -> LocatedChain | tuple[int, float]:
         """What peers have after the ``pages`` of a hit: a question under way, or pages and seconds.
 
         Args:
@@ -138,7 +138,7 @@ class RemotePages:
 
     def want(
         self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool
-    ) -> Located | Span | None:
+    ) -> LocatedChain | Span | None:
         """What peers have of a run after its ``ready`` pages; None = nothing.
 
         ``asks``: a question may be asked first; it is returned while it has no answer. The page
@@ -258,6 +258,9 @@ class RemotePages:
             assert not (arrival.lost and arrival.waiters)
             assert list(arrival.process.puts) == [arrival.put]
             size += put.size_bytes
+            for key, slot in zip(put.keys, put.slots, strict=True):
+                if self._table.owner(slot) is not None:
+                    assert self._by_key[put.space.number, put.shard][key] is arrival
         assert size == self._session.used_bytes
         for keys in self._by_key.values():
             assert keys, "a shard of which nothing is on its way"
@@ -291,7 +294,7 @@ class RemotePages:
             fetch.outstanding += 1
 
     def _begin_run(
-        self, fetch: Fetch, chain: Located, shard: int, first: int, stop: int
+        self, fetch: Fetch, chain: LocatedChain, shard: int, first: int, stop: int
     ) -> tuple[int, bool]:
         """Begin jobs for pages that follow each other, of which none is here.
 
@@ -311,7 +314,7 @@ class RemotePages:
                     return at - first, self._session.free_bytes < of.slot_bytes
         return at - first, True
 
-    def _holders(self, chain: Located, at: int, window: int) -> dict[str, int]:
+    def _holders(self, chain: LocatedChain, at: int, window: int) -> dict[str, int]:
         """The peers that may be asked for a page, and up to which page each."""
         now_ns = self._table.now_ns
         return {
@@ -335,7 +338,7 @@ class RemotePages:
         return [(chosen[0], left), *parts]
 
     def _begin(
-        self, fetch: Fetch, chain: Located, shard: int, at: int, pages: int, peer: str
+        self, fetch: Fetch, chain: LocatedChain, shard: int, at: int, pages: int, peer: str
     ) -> int:
         """Begin a job; how many pages it brings. A fetch that finds no room waits for another."""
         space, number = chain.space, next(self._number)
@@ -392,7 +395,7 @@ class RemotePages:
         slots, part = put.slots[:came], arrival.put
         if came < len(put.slots):
             part = next(self._number)
-            self._table.part_put(process, arrival.put, came, part)
+            process.puts[part] = put.part(came)
         statuses = self._table.commit_put(process, part, digests, replica=True)
         stored = [
             slot
@@ -464,6 +467,6 @@ def _tells_all(span: Span, left: int) -> bool:
     return not chain.asking and chain.most <= end  # nobody has more than the two have in common
 
 
-def _present(chain: Located, shard: int, at: int) -> bool:
+def _present(chain: LocatedChain, shard: int, at: int) -> bool:
     node = chain.space.index.get(chain.key(at))
     return node is not None and bool(node.present >> shard & 1)

@@ -206,19 +206,6 @@ class PageTable(Residents):
             self.story.tell("granted", first, shard, len(put.slots))
         return statuses, put
 
-    def part_put(self, process: Process, put_id: int, pages: int, part_id: int) -> None:
-        """Make a put of its own of the leading pages of an open put, which keeps the others."""
-        put = process.puts[put_id]
-        assert 0 < pages < len(put.slots)
-        assert part_id not in process.puts
-        assert not put.lost
-        size = pages * put.space.shards[put.shard].slot_bytes
-        process.puts[part_id] = Put(
-            put.space, put.shard, put.keys[:pages], put.slots[:pages], size, since_ns=put.since_ns
-        )
-        del put.keys[:pages], put.slots[:pages]
-        put.size_bytes -= size
-
     def commit_put(
         self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY, *,
         replica: bool = False,

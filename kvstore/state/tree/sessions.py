@@ -92,6 +92,17 @@ class Put:
     lost: bool = False
     since_ns: int = 0
 
+    def part(self, pages: int) -> "Put":
+        """A put of the leading pages, which are no longer of this one."""
+        assert 0 < pages < len(self.slots)
+        assert not self.lost
+        size = self.size_bytes // len(self.slots) * pages
+        part = Put(self.space, self.shard, self.keys[:pages], self.slots[:pages], size)
+        part.since_ns = self.since_ns
+        del self.keys[:pages], self.slots[:pages]
+        self.size_bytes -= size
+        return part
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
