@@ -22,7 +22,7 @@ from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.hello import refuse_hello, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
-from kvstore.node.waiting import Waiter, WaitingRoom
+from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.disk.jobs import Durable
@@ -193,26 +193,23 @@ class Node:
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
         """The directory has answered a :class:`~kvstore.state.remote.jobs.Locate`."""
-        assert self.remote is not None
-        self.pages.now_ns = now_ns
-        self.remote.chains.located(number, holdings, now_ns)
+        self._told_by_peers(now_ns).chains.located(number, holdings, now_ns)
         self._after(now_ns)
 
     def peer_fetched(self, end: FetchEnd, now_ns: int) -> None:
         """A job of a peer has ended; one that is not known any more is ignored."""
-        assert self.remote is not None
-        self.pages.now_ns = now_ns
-        self.remote.peer_fetched(end)
-        self._room_may_be = True
+        self._told_by_peers(now_ns).peer_fetched(end)
         self._after(now_ns)
 
     def peer_settled(self, job: int, now_ns: int) -> None:
         """Nothing writes into the slots of a job any more that ended without being settled."""
-        assert self.remote is not None
-        self.pages.now_ns = now_ns
-        self.remote.peer_settled(job)
-        self._room_may_be = True
+        self._told_by_peers(now_ns).peer_settled(job)
         self._after(now_ns)
+
+    def _told_by_peers(self, now_ns: int) -> RemotePages:
+        assert self.remote is not None
+        self.pages.now_ns, self._room_may_be = now_ns, True
+        return self.remote
 
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
@@ -342,7 +339,7 @@ class Node:
             self._requests.count_found(process, request, answer)
             return answer
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
-        token, size = process.session.token, _size_bytes(request)
+        token, size = process.session.token, request_bytes(request)
         self.waiting.add(
             Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
         )
@@ -362,7 +359,7 @@ class Node:
 
     def _may_wait(self, process: Process, request: Any) -> bool:
         """Whether the limits of its session and of the node allow one more waiting request."""
-        return self.waiting.admits(process.session.token, _size_bytes(request))
+        return self.waiting.admits(process.session.token, request_bytes(request))
 
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
         """Try a waiting request again, after its event or its deadline."""
@@ -479,8 +476,3 @@ class Node:
             ),
             "remote": self.remote.stats() if self.remote is not None else None,
         }
-
-
-def _size_bytes(request: Any) -> int:
-    """Approximate memory of a waiting request."""
-    return len(request.keys) + len(getattr(request, "tokens", b""))

@@ -224,8 +224,7 @@ class PageTable(Residents):
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
-        latency = self.meter.peer_fetch if replica else self.meter.put
-        latency.observe(self.now_ns - put.since_ns)
+        (self.meter.peer_fetch if replica else self.meter.put).observe(self.now_ns - put.since_ns)
         process.charge(-put.size_bytes)
         self.tick += 1
         apart = keep != ORDINARY or (self.disk is not None and self.disk.writes_at_once)
@@ -418,12 +417,6 @@ class PageTable(Residents):
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _needs_space(self, space: PrefixTree) -> bool:
-        """Whether something stands under the number of an empty space."""
-        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
-            return True
-        return self.disk is not None and self.disk.needs_space(space)
 
     def _grant(
         self, process: Process, put: Put, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes

@@ -442,6 +442,12 @@ class Residents:
                 self.drop(owner, shard, "retired")
         return True
 
+    def _needs_space(self, space: PrefixTree) -> bool:
+        """Whether something stands under the number of an empty space."""
+        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+            return True
+        return self.disk is not None and self.disk.needs_space(space)
+
     def _use_last(self, node: PrefixNode, packed: bytes, pages: int) -> None:
         """The prefix that ends with the last of so many keys was used; ``node`` has that page."""
         if node.count > 1:
