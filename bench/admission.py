@@ -18,7 +18,7 @@ from typing import Final
 from bench import trace
 from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
@@ -180,7 +180,7 @@ class Cache:
         self._store(keys, lease)
         self.table.release(self.process, lease_id)
         self.table.actions.clear()
-        self.disk.fetched.clear()
+        self.table.fetches.ended.clear()
         self._end_jobs()
 
     def _load(self, keys: list[PrefixKey]) -> Lease:
@@ -191,7 +191,9 @@ class Cache:
         fetch, missing = None, -1
         while run and any(0 not in node.slots for node in run):
             before, missing = missing, sum(0 not in node.slots for node in run)
-            again = self.table.fetch(self.process, run, 0, fetch)
+            size = len(run) * self.space.shards[0].slot_bytes
+            again = self.table.begin_fetch(self.process, size, fetch)
+            self.table.fetch(again, self.space, 0, packed[: len(run) * KEY_BYTES])
             self._end_jobs()
             if fetch is not None:
                 self.table.end_fetch(self.process, fetch)

@@ -6,13 +6,14 @@ requests to it. After each call the desk carries out what the node decided:
 
 1. memory: extents that get a new tenant get new memory, before any client learns of their slots;
 2. jobs of the SSD tier, which read and write that memory;
-3. answers, on the lines that wait for them;
-4. events, for the node's followers.
+3. jobs of the peer side, which ask other nodes and read their pages into that memory;
+4. answers, on the lines that wait for them;
+5. events, for the node's followers.
 
-The node decides, memory and SSD tier move bytes; only the desk carries decisions out.
+The node decides, memory, SSD tier and peers move bytes; only the desk carries decisions out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import count
 from time import monotonic_ns
@@ -22,6 +23,7 @@ from kvstore import wire
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.page import KEY_BYTES
+from kvstore.state.remote.jobs import FetchEnd, Holding
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
@@ -78,6 +80,13 @@ class DiskSide(Protocol):
         """Content and counts of the SSD tier, as plain values."""
 
 
+class PeerSide(Protocol):
+    """Asks other nodes what they have, and reads their pages."""
+
+    def flush(self) -> None:
+        """Take all jobs of the node and start them; never blocks, and may end some at once."""
+
+
 class Desk:
     """One node with its memory and SSD tier, and the lines to its clients.
 
@@ -95,6 +104,7 @@ class Desk:
     Attributes:
         self_check: checks the state.
         disk: the SSD tier; None if there is none.
+        peers: the peer side; None if the node is alone.
         lines: the open connections, by number.
     """
 
@@ -108,6 +118,7 @@ class Desk:
         self.self_check = SelfCheck(node)
         self.memory = memory
         self.disk: DiskSide | None = None
+        self.peers: PeerSide | None = None
         self.lines: dict[int, Line] = {}
         self._publish = publish
         self._clock = clock
@@ -191,6 +202,32 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "completions of the SSD tier")
 
+    # ---- peers ------------------------------------------------------------------------------
+
+    @_explained
+    def located(self, number: int, holdings: Sequence[Holding]) -> None:
+        """The directory has answered a question."""
+        began_ns = self._clock()
+        self.node.located(number, holdings, began_ns)
+        self.flush()
+        self.note_turn(self._clock() - began_ns, "an answer of the directory")
+
+    @_explained
+    def peer_fetched(self, end: FetchEnd) -> None:
+        """A job of a peer has ended."""
+        began_ns = self._clock()
+        self.node.peer_fetched(end, began_ns)
+        self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of a fetch from a peer")
+
+    @_explained
+    def peer_settled(self, job: int) -> None:
+        """Nothing writes any more into the slots of a job that ended before."""
+        began_ns = self._clock()
+        self.node.peer_settled(job, began_ns)
+        self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
+
     # ---- duration of turns ------------------------------------------------------------------
 
     def note_turn(self, took_ns: int, what: object) -> None:
@@ -210,13 +247,13 @@ class Desk:
 
     @_explained
     def flush(self) -> None:
-        """Carry out the node's decisions: memory, then the disk, then answers, then events."""
+        """Carry out the node's decisions: memory, then disk and peers, answers, events."""
         if self._flushing:
             return
         self._flushing = True
         try:
             self._carry_out()
-            while self.node.outbox or self._goes_on_now():
+            while self.node.outbox or self._has_peer_jobs or self._goes_on_now():
                 self._carry_out()
             if self._check_every_step:
                 self.self_check.run()
@@ -241,6 +278,8 @@ class Desk:
             self.disk.flush()
             if node.pages.slots.replaced:  # a job that failed at once freed slots for a request
                 self.memory.replace(node.pages.slots.replaced)
+        if self.peers is not None and node.remote is not None and node.remote.jobs:
+            self.peers.flush()
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
             line = self.lines.get(number)
@@ -253,6 +292,13 @@ class Desk:
         if node.actions:
             actions, node.actions = node.actions, []
             self._publish(actions)
+
+    @property
+    def _has_peer_jobs(self) -> bool:
+        """Whether a job of a peer that ended at once left the node with another one."""
+        return (
+            self.peers is not None and self.node.remote is not None and bool(self.node.remote.jobs)
+        )
 
     def _goes_on_now(self) -> bool:
         """Continue the node's work if there are no later turns; returns whether it did."""

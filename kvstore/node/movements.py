@@ -63,7 +63,7 @@ class Prefetch:
         while self._missing or self._fetches:
             for fetch in [one for one in self._fetches if not one.waits]:
                 self._fetches.remove(fetch)
-                self._disk.loads.end_fetch(fetch)
+                self._table.fetches.end(fetch)
                 self.done += 1
             if self._table.now_ns >= self._deadline_ns:
                 self._missing.clear()
@@ -76,7 +76,7 @@ class Prefetch:
         """Start no more loads, and release pages that were or will be loaded."""
         self._missing.clear()
         for fetch in self._fetches:
-            self._disk.loads.end_fetch(fetch)
+            self._table.fetches.end(fetch)
         self._fetches.clear()
 
     def _find(self, shard: int) -> Moves:
@@ -95,7 +95,8 @@ class Prefetch:
             return
         node, shard = self._missing.popleft()
         if is_live(node) and node.ready >> shard & 1:
-            self._fetches.append(self._disk.loads.fetch([node], shard))
+            self._fetches.append(fetch := Fetch())
+            self._disk.loads.fetch(fetch, [node], shard)
         else:
             self.done += 1
 

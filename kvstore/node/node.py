@@ -14,18 +14,21 @@ object:
    reused while a process may still access it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.node.hello import refuse_hello, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
-from kvstore.node.waiting import Waiter, WaitingRoom
+from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits
+from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
 from kvstore.state.tree.actions import Abandoned, Action
@@ -34,14 +37,14 @@ from kvstore.state.tree.slots import SlotTable
 
 T = TypeVar("T")
 
-TOKEN_BYTES: Final = 16
-ORIGIN_BYTES_MAX: Final = 64
-LOST_MAX: Final = 256
-"""Maximum lost connections of one process whose leases and puts it has not settled."""
 WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
+_OF_PEERS: Final = (
+    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
+)  # fmt: skip
+"""What another node may ask for: it only reads."""
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
 
@@ -81,6 +84,8 @@ class Node:
         self.actions: list[Action] = []
         self.closing: list[int] = []
         self.unfinished = False
+        #: What other nodes have; None = this node is alone. See :meth:`join`.
+        self.remote: RemotePages | None = None
         self._new_token = new_token
         self._peers: dict[int, Peer] = {}
         self.waiting = WaitingRoom()
@@ -108,6 +113,10 @@ class Node:
             wire.Ping: lambda _process, request, _: wire.Pong(request.id),
         }
 
+    def join(self, limits: PeerLimits) -> None:
+        """Get pages of other nodes from now on: :attr:`remote` has jobs for the peer side."""
+        self.remote = self._requests.remote = RemotePages(self.pages, limits)
+
     # ---- connections ------------------------------------------------------------------------
 
     def connected(self, connection: int, peer: Peer) -> None:
@@ -127,6 +136,9 @@ class Node:
             if process is not None and process.lost:
                 self.closing.append(connection)
                 raise ProtocolError("this connection was given up: a later one took its place")
+            peer = self._peers.get(connection)
+            if peer is not None and peer.remote and not isinstance(request, _OF_PEERS):
+                raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -179,12 +191,34 @@ class Node:
         self._room_may_be = True
         self._after(now_ns)
 
+    def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
+        """The directory has answered a :class:`~kvstore.state.remote.jobs.Locate`."""
+        self._told_by_peers(now_ns).chains.located(number, holdings, now_ns)
+        self._after(now_ns)
+
+    def peer_fetched(self, end: FetchEnd, now_ns: int) -> None:
+        """A job of a peer has ended; one that is not known any more is ignored."""
+        self._told_by_peers(now_ns).peer_fetched(end)
+        self._after(now_ns)
+
+    def peer_settled(self, job: int, now_ns: int) -> None:
+        """Nothing writes into the slots of a job any more that ended without being settled."""
+        self._told_by_peers(now_ns).peer_settled(job)
+        self._after(now_ns)
+
+    def _told_by_peers(self, now_ns: int) -> RemotePages:
+        assert self.remote is not None
+        self.pages.now_ns, self._room_may_be = now_ns, True
+        return self.remote
+
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
         self.pages.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
+        if self.remote is not None:
+            self.remote.advance()
         self.retirement.advance(now_ns)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
@@ -217,26 +251,12 @@ class Node:
     # ---- requests ---------------------------------------------------------------------------
 
     def _hello(self, connection: int, request: wire.Hello) -> wire.Answer:
-        if request.major != wire.PROTOCOL_MAJOR:
-            raise ProtocolError(
-                f"client speaks protocol {request.major}.{request.minor},"
-                f" this node {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
-            )
         if connection in self.processes:
             raise ProtocolError("a connection says Hello once")
-        if len(request.origin) > ORIGIN_BYTES_MAX:
-            raise InvalidArgument(
-                "origin", f"{len(request.origin)} bytes, at most {ORIGIN_BYTES_MAX}"
-            )
         peer = self._peers[connection]
-        self._refuse_forgetful(peer)
+        refuse_hello(request, peer, self.processes.values())
         engine = free_label(request.engine, self.sessions.values(), self.pages.counts)
-        session = self.sessions.get(request.session)
-        if session is None:
-            # The token survives a restart of the node, so that an engine's processes meet again.
-            token = request.session if len(request.session) == TOKEN_BYTES else self._new_token()
-            session = Session(token, request.name[:128], self.limits.session_quota_bytes)
-            self.sessions[token] = session
+        session = session_of(request, peer, self.sessions, self._new_token, self.limits)
         own = session.of(request.origin)
         if request.number and any(one.number >= request.number for one in own):
             raise ProtocolError(f"connection {request.number} was given up for a later one")
@@ -255,17 +275,6 @@ class Node:
             session.token, self.pages.slots.extent_bytes, session.quota_bytes,
         )  # fmt: skip
 
-    def _refuse_forgetful(self, peer: Peer) -> None:
-        """Limit the lost connections of a process that keeps reconnecting.
-
-        Raises:
-            CapacityError: it has too many lost connections that it has not settled.
-        """
-        mine = (one for one in self.processes.values() if one.peer.identity == peer.identity)
-        lost = sum(one.lost for one in mine)
-        if lost >= LOST_MAX:
-            raise CapacityError(f"{lost} earlier connections of this process still hold pages")
-
     def _settled(self, process: Process, request: wire.Settled, _now_ns: int) -> None:
         if request.before > process.number:
             raise ProtocolError(f"{process.number} cannot settle up to {request.before}")
@@ -277,6 +286,9 @@ class Node:
 
     def _lose(self, process: Process, now_ns: int) -> None:
         """The connection of a process was lost; the process may still access bytes."""
+        if process.peer.remote:
+            self._end(process)  # it touches no memory of this node, and checks digests
+            return
         self.pages.lose(process)
         if not process.peer.watched:
             self.retirement.add(process, now_ns)
@@ -324,10 +336,10 @@ class Node:
         waits = request.wait_ms > 0 and self._may_wait(process, request)
         answer, awaited = self._ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
-            self._count_found(process, request, answer)
+            self._requests.count_found(process, request, answer)
             return answer
         deadline_ns = now_ns + request.wait_ms * _NS_PER_MS
-        token, size = process.session.token, _size_bytes(request)
+        token, size = process.session.token, request_bytes(request)
         self.waiting.add(
             Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
         )
@@ -347,7 +359,7 @@ class Node:
 
     def _may_wait(self, process: Process, request: Any) -> bool:
         """Whether the limits of its session and of the node allow one more waiting request."""
-        return self.waiting.admits(process.session.token, _size_bytes(request))
+        return self.waiting.admits(process.session.token, request_bytes(request))
 
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
         """Try a waiting request again, after its event or its deadline."""
@@ -374,22 +386,11 @@ class Node:
         elif answer is not None:
             if awaited is not None and isinstance(answer, wire.Failure):
                 self.pages.counts[f"refused_{answer.code}"] += 1
-            self._count_found(process, request, answer)
+            self._requests.count_found(process, request, answer)
             for latency in (self.pages.meter.wait, self.latencies.get(type(request))):
                 if latency is not None:
                     latency.observe(now_ns - waiter.since_ns)
             self.outbox.append((waiter.connection, answer))
-
-    def _count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
-        """Count the keys of an answered lookup by where they were found."""
-        if not isinstance(answer, wire.Found):
-            return
-        pages, asked = self.pages, len(request.keys) // KEY_BYTES
-        pages.counts["lookup_pages"] += asked
-        pages.counts["hit_pages"] += answer.pages
-        model = pages.spaces.get(request.space, process.session).identity.model
-        host = answer.pages - answer.on_disk
-        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
     def _stop_waiting(self, process: Process) -> None:
         for waiter in self.waiting.of(process.connection):
@@ -436,12 +437,15 @@ class Node:
         """Collect the effects since the last call; requests that waited for them become ready."""
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        disk = self.pages.disk
-        ended: list[Hashable] = []
+        disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
+        ended: list[Hashable] = [*fetches.ended]
+        fetches.ended.clear()
         if disk is not None:
-            ended = [*disk.fetched, *disk.acknowledged]
-            disk.fetched.clear()
+            ended += disk.acknowledged
             disk.acknowledged.clear()
+        if remote is not None:
+            ended += remote.chains.answered
+            remote.chains.answered.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:
@@ -455,6 +459,7 @@ class Node:
             self.pages.next_deadline_ns(),
             self.retirement.next_deadline_ns(),
             disk.next_deadline_ns() if disk is not None else 0,
+            self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)
 
@@ -466,10 +471,8 @@ class Node:
             **describe(self.pages, list(self.sessions.values())),
             "waiting_requests": len(self.waiting),
             "waiting_bytes": self.waiting.size_bytes,
-            "unwatched_processes": sum(not one.peer.watched for one in self.processes.values()),
+            "unwatched_processes": sum(
+                not (one.peer.watched or one.peer.remote) for one in self.processes.values()
+            ),
+            "remote": self.remote.stats() if self.remote is not None else None,
         }
-
-
-def _size_bytes(request: Any) -> int:
-    """Approximate memory of a waiting request."""
-    return len(request.keys) + len(getattr(request, "tokens", b""))

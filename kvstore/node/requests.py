@@ -13,6 +13,8 @@ from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
+from kvstore.state.remote.located import LocatedChain, Span
+from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
@@ -71,6 +73,8 @@ class Requests:
         self._pages = pages
         self._limits = limits
         self._boot = boot
+        #: What peers have; None = the node has none.
+        self.remote: RemotePages | None = None
 
     def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
         """Open a space with its shards; compare the layout with the known one."""
@@ -85,36 +89,76 @@ class Requests:
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
-        on_disk, awaited = 0, None
+        on_disk, remote, remote_s = 0, 0, 0.0
+        awaited: Hashable = None
         if self._pages.disk is not None:
             on_disk = self._pages.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
-        return wire.Found(request.id, pages, pending, on_disk), awaited
+        asked = len(request.keys) // KEY_BYTES
+        if self.remote is not None and pages + pending < asked and not process.peer.remote:
+            further = self.remote.further(space, request.shards, request.keys, pages)
+            if isinstance(further, LocatedChain):
+                pending, awaited = asked - pages, further
+            else:
+                remote, remote_s = further
+        return wire.Found(request.id, pages, pending, on_disk, remote, remote_s), awaited
 
     def acquire(
         self, process: Process, request: wire.Acquire, now_ns: int, *, waits: bool,
         earlier: Fetch | None = None,
     ) -> Outcome:  # fmt: skip
-        """Lease the part of the run in memory; if it may wait, pages on disk are loaded first."""
+        """Lease the part of the run in memory; if it may wait, the others are brought there first.
+
+        Those on disk are loaded, and those that follow them are read from peers.
+        """
         space = self._space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
         if request.lease_ms < 1:
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
         disk, shard, ready, missing = self._pages.disk, request.shard, 0, False
-        if disk is not None:
+        remote = self.remote if not process.peer.remote else None
+        if disk is not None or remote is not None:
             ready, missing = ready_pages(space, shard, request.keys)
-        if waits and missing:
-            run = self._pages.ready_run(space, shard, request.keys)
-            fetch = self._pages.fetch(process, run, shard, earlier)
+        further: Span | None = None
+        if waits and remote is not None and ready * KEY_BYTES < len(request.keys):
+            found = remote.want(space, shard, request.keys, ready, asks=earlier is None)
+            if isinstance(found, LocatedChain):
+                return wire.Acquired(request.id, b"", b"", ready), found
+            further = found
+        if waits and (missing or further is not None):
+            fetch, full = self._begin_fetch(process, request, ready, further, earlier)
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
-            if self._pages.draining.now is not None or (disk is not None and disk.busy):
+            coming = self._pages.draining.now is not None or (disk is not None and disk.busy)
+            if coming and (missing or full):
                 return wire.Acquired(request.id, b"", b"", ready), ROOM
         return self._lease(process, request, now_ns, ready), None
+
+    def _begin_fetch(
+        self, process: Process, request: wire.Acquire, ready: int, further: Span | None,
+        earlier: Fetch | None,
+    ) -> tuple[Fetch, bool]:  # fmt: skip
+        """Bring ``ready`` pages to memory, and ``further`` ones of peers.
+
+        Returns:
+            who waits for them; and whether memory has no room for more of those of peers.
+        """
+        space, shard = self._space(process, request.space, [request.shard]), request.shard
+        pages = ready + (further.pages if further is not None else 0)
+        size = pages * space.shards[shard].slot_bytes
+        fetch, full = self._pages.begin_fetch(process, size, earlier), False
+        if self.remote is not None and further is not None:
+            if earlier is not None and earlier.peers_until_ns:
+                fetch.peers_until_ns = earlier.peers_until_ns
+            else:
+                fetch.peers_until_ns = self._pages.now_ns + self.remote.limits.fetch_ns
+            full = self.remote.fetch(fetch, further, shard)
+        self._pages.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
+        return fetch, full
 
     def acquire_again(
         self, process: Process, request: wire.Acquire, now_ns: int, fetch: Fetch | None, *,
@@ -220,6 +264,17 @@ class Requests:
         """Store the engine's seconds per prompt token."""
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
+
+    def count_found(self, process: Process, request: object, answer: wire.Answer) -> None:
+        """Count the keys of an answered lookup by where they were found."""
+        if not isinstance(request, wire.Lookup) or not isinstance(answer, wire.Found):
+            return
+        pages, asked = self._pages, len(request.keys) // KEY_BYTES
+        pages.counts["lookup_pages"] += asked
+        pages.counts["hit_pages"] += answer.pages
+        model = pages.spaces.get(request.space, process.session).identity.model
+        host = answer.pages - answer.on_disk
+        pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
     def _space(self, process: Process, number: int, shards: list[int]) -> PrefixTree:
         space = self._pages.spaces.get(number, process.session)

@@ -175,3 +175,8 @@ class WaitingRoom:
         self._sizes[waiter.session] += change * waiter.size_bytes
         if not self._counts[waiter.session]:
             del self._counts[waiter.session], self._sizes[waiter.session]
+
+
+def request_bytes(request: Any) -> int:
+    """Approximate memory of a waiting request."""
+    return len(request.keys) + len(getattr(request, "tokens", b""))

@@ -110,6 +110,32 @@ class SsdCounts(Answer, frozen=True):
     drops: int = 0
 
 
+class PeerCounts(Answer, frozen=True):
+    """Reads from one peer; ``bytes_per_s``: as measured last, 0 = it gave none yet."""
+
+    bytes_per_s: int
+    jobs: int
+    fetched_pages: int
+    failed_jobs: int
+
+
+class RemoteCounts(Answer, frozen=True):
+    """What is read from other nodes, and what is known of them.
+
+    ``unsettled_jobs``: reads that have ended and whose bytes may still arrive. ``in_flight_bytes``:
+    slot bytes of all of them. ``locating``: questions to the directory. ``located_chains``:
+    questions and remembered answers.
+    """
+
+    jobs: int
+    unsettled_jobs: int
+    in_flight_bytes: int
+    in_flight_bytes_max: int
+    locating: int
+    located_chains: int
+    peers: dict[str, PeerCounts]
+
+
 class EventCounts(Answer, frozen=True):
     """The publisher of KV events; all 0 if events are off."""
 
@@ -153,8 +179,8 @@ class NodeStats(Answer, frozen=True):
 
     ``unready``: why no page can be stored; empty if pages can be stored. ``session_bytes``: slot
     bytes that engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: maximum of the last
-    15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load`` and
-    ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
+    15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load``,
+    ``peer_fetch`` and ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
     """
 
     node: str
@@ -190,6 +216,7 @@ class NodeStats(Answer, frozen=True):
     loop_lag_s: float
     events: EventCounts
     ssd: SsdCounts | None
+    remote: RemoteCounts | None
     admin: AdminCounts
     self_check: SelfCheckCounts
 

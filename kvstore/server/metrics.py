@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 
 from kvstore.server.event_series import event_series
+from kvstore.server.peer_series import peer_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -27,6 +28,7 @@ _LATENCIES: Final = {
     "put": "Seconds from the grant of a put's slots to its commit, while the engine writes.",
     "wait": "Seconds from arrival to answer, of requests of any kind that had to wait.",
     "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
+    "peer_fetch": "Seconds from the decision to read pages from a peer until they are READY.",
     "loop_turn": "Seconds that one message, deadline or completion kept the node from all others.",
 }
 COUNTED: Final = {
@@ -65,6 +67,17 @@ COUNTED: Final = {
         "Bytes of records that the start ignored because a page before them is missing.",
     "recovery_refused_shards":
         "Shards on the SSDs that the start ignored because they do not match this node.",
+    "locates": "Questions to the directory which peers have the pages that are missing here.",
+    "locates_refused": "Questions that were not asked because too many had no answer yet.",
+    "locates_timed_out": "Questions that the directory did not answer in time.",
+    "peer_jobs": "Reads of consecutive pages from a peer.",
+    "peer_fetched_pages": "Pages of one shard that were read from peers and verified.",
+    "peer_fetched_bytes": "Bytes of pages that were read from peers and verified.",
+    "peer_missing_pages": "Pages that a read from a peer did not bring, for any reason.",
+    "peer_retried_pages": "Of these, pages that were then asked of another peer in the same slots.",
+    "peer_late_jobs": "Reads from peers that had not ended at their deadline.",
+    "peer_unsettled_jobs":
+        "Reads from peers that ended while bytes could still arrive; their slots were in LIMBO.",
     "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
         "Removed keys whose tombstones could not be written; a restart may find their pages again.",
@@ -122,6 +135,8 @@ class _Snapshot:
         if ssd := stats.get("ssd"):
             yield from _ssd(ssd, stats["counts"])
             yield from _wear(ssd["wear"])
+        if remote := stats["remote"]:
+            yield from peer_series(remote)
         if events := stats["events"]:
             yield from event_series(events)
 

@@ -19,7 +19,7 @@ MODELS_MAX: Final = 32
 OTHER: Final = "other"
 """Stands for all further models."""
 MODEL_CHARACTERS_MAX: Final = 128
-LATENCIES: Final = ("lookup", "acquire", "put", "wait", "disk_load", "loop_turn")
+LATENCIES: Final = ("lookup", "acquire", "put", "wait", "disk_load", "peer_fetch", "loop_turn")
 
 
 class Histogram:
@@ -69,12 +69,14 @@ class Meter:
         put: from the grant of a put's slots to its commit.
         wait: from the arrival of a request that had to wait to its answer.
         disk_load: from the decision to read a page from disk until it is READY in memory.
+        peer_fetch: from the decision to read pages from a peer until they are READY.
         loop_turn: what one message, deadline or completion kept all others waiting.
     """
 
     def __init__(self) -> None:
         self.lookup, self.acquire, self.put = Histogram(), Histogram(), Histogram()
         self.wait, self.disk_load, self.loop_turn = Histogram(), Histogram(), Histogram()
+        self.peer_fetch = Histogram()
         self._models: dict[str, ModelLookups] = {}
 
     def found(self, model: str, host: int, ssd: int, missed: int) -> None:

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvstore import wire
-from kvstore.node.node import LOST_MAX, Node
+from kvstore.node.hello import LOST_MAX
+from kvstore.node.node import Node
 from kvstore.node.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
 from kvstore.node.waiting import (
     SESSION_WAITERS_ALWAYS,

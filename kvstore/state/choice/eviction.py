@@ -19,6 +19,9 @@ GRACE_NS: Final = 10_000_000_000
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
 """Leaves within their grace that are passed over before one of them goes."""
+REPLICA_LOOKS: Final = 8
+"""Leaves that no peer is known to have and that are passed over for a replica among the next ones:
+so near to each other their worth counts as equal."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
@@ -40,6 +43,8 @@ class Eviction:
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
+        #: A replica was stored: only then leaves are passed over for one.
+        self._has_replicas = False
         self._slots = slots
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
@@ -48,6 +53,8 @@ class Eviction:
         self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
         #: Queues of which leaves within their grace go, until the end of the choice.
         self._graceless: set[tuple[str, int]] = set()
+        #: Queues with no replica among their next leaves, until the end of the choice.
+        self._no_replica: set[tuple[str, int]] = set()
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
         #: Leaves of another queue that this choice has met.
@@ -79,6 +86,7 @@ class Eviction:
     def stored(self, node: PrefixNode, slot_bytes: int, tick: int) -> None:
         """The pages of ``node`` came in; it may be split."""
         self._tick = tick
+        self._has_replicas |= node.replica
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
     def used(self, node: PrefixNode, tick: int) -> None:
@@ -117,6 +125,7 @@ class Eviction:
     def end_choice(self) -> None:
         """All room that one message needs is made: what was passed over may be chosen again."""
         self._graceless.clear()
+        self._no_replica.clear()
         self._took_over.clear()
         self._strays = 0
         for queue in list(self._passed):
@@ -126,6 +135,7 @@ class Eviction:
         """Assert that every choice was ended: no leaf is passed over any more."""
         assert not self._passed
         assert not self._graceless
+        assert not self._no_replica
         assert not self._took_over
 
     def evictable(self, node: PrefixNode) -> bool:
@@ -172,18 +182,36 @@ class Eviction:
         return None
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
-        """Whether ``node`` is within its grace and something else may go in its place."""
-        if queue in self._graceless or not self._has_grace(node):
+        """Whether something else may go in the place of ``node``: it is young, or no replica."""
+        if queue in self._graceless or node.replica:
             return False
-        passed = self._passed.setdefault(queue, [])
+        passed = self._passed.get(queue)
+        for_replica = self._has_replicas and queue not in self._no_replica
+        if not for_replica and not self._has_grace(node):
+            return False
+        if passed is None:
+            passed = self._passed[queue] = []
         passed.append(node)
-        if len(passed) == GRACE_LOOKS:
+        if for_replica and len(passed) == REPLICA_LOOKS:
+            self._find_no_replica(queue)
+        elif len(passed) == GRACE_LOOKS:
             self._lift_grace(queue)
         return True
 
     def _look_further(self, queue: tuple[str, int]) -> bool:
-        """Nothing is left: whether there is after leaves of the policy before, or young ones."""
-        return self._take_more(queue) or self._lift_grace(queue)
+        """Nothing is left: whether there is after leaves of the policy before, or passed ones."""
+        if self._take_more(queue):
+            return True
+        if self._has_replicas and self._find_no_replica(queue):
+            return True
+        return self._lift_grace(queue)
+
+    def _find_no_replica(self, queue: tuple[str, int]) -> bool:
+        """Pass over no more leaves for a replica; False when none was passed over."""
+        if queue in self._no_replica:
+            return False
+        self._no_replica.add(queue)
+        return self._end_passing(queue)
 
     def _take_more(self, queue: tuple[str, int]) -> bool:
         """Take leaves over from the policy before; False when it has none any more."""

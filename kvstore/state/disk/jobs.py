@@ -9,6 +9,7 @@ from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
+from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -178,14 +179,14 @@ class Durable:
 
     Attributes:
         pages: (node, shard, digest) of those of a put.
-        pinned: the pages in memory, pinned until its end.
+        pinned: slots of the pages in memory, pinned until its end.
         outstanding: pages, or tombstones, still to be written.
         error: why it failed; None = it did not.
         ended: it is acknowledged, or failed.
     """
 
     pages: list[tuple[PrefixNode, int, bytes]] = field(default_factory=list)
-    pinned: list[tuple[PrefixNode, Slot]] = field(default_factory=list)
+    pinned: list[Slot] = field(default_factory=list)
     outstanding: int = 0
     error: KVStoreError | None = None
     ended: bool = False
@@ -222,6 +223,7 @@ class PageMemory(Protocol):
     """What this needs of the page table: the pages in memory and the index."""
 
     slots: SlotTable
+    fetches: Fetches
     counts: Counter[str]
     meter: Meter
     now_ns: int

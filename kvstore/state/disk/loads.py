@@ -9,7 +9,6 @@ from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, pag
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
-from kvstore.state.tree.slots import Slot
 
 LOADS_TURN: Final = 64
 """Loads that one turn begins; each may have to make room first."""
@@ -23,18 +22,16 @@ class DiskLoads:
         log: which record lies where.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`loaded` is told of its end.
-        fetched: gets the fetches whose last load has ended.
     """
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, number: Callable[[], int],
-        submit: Callable[[DiskJob], None], fetched: list[Fetch],
+        submit: Callable[[DiskJob], None],
     ) -> None:  # fmt: skip
         self._memory = memory
         self._log = log
         self._number = number
         self._submit = submit
-        self._fetched = fetched
         self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
         #: Fetches of which not all loads are begun, the first one first.
         self._beginning: deque[Fetch] = deque()
@@ -42,17 +39,15 @@ class DiskLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def fetch(self, nodes: Sequence[PrefixNode], shard: int) -> Fetch:
+    def fetch(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory."""
-        fetch = Fetch()
         for node in nodes:
             if node.memory >> shard & 1:
-                self._keep(fetch, node, node.slot(shard))
+                self._memory.fetches.keep(fetch, node.slots_of(shard))
         fetch.wanted.extend((node, shard) for node in nodes if not node.memory >> shard & 1)
         self._go_on(fetch, LOADS_TURN)
         if fetch.wanted:
             self._beginning.append(fetch)
-        return fetch
 
     @property
     def unfinished(self) -> bool:
@@ -77,7 +72,8 @@ class DiskLoads:
             if not node.ready >> shard & 1:
                 fetch.wanted.clear()  # it went while room was made for another
             elif node.memory >> shard & 1:
-                self._keep(fetch, node, node.slot(shard))  # somebody else's load has ended
+                # somebody else's load has ended
+                self._memory.fetches.keep(fetch, [node.slot(shard)])
             else:
                 load = self._loads.get((node, shard)) or self._begin(node, shard)
                 if load is None:
@@ -87,22 +83,9 @@ class DiskLoads:
                 fetch.outstanding += 1
         if fetch.ended:
             fetch.wanted.clear()
-        elif not fetch.waits:
-            self._fetched.append(fetch)
+        else:
+            self._memory.fetches.tell(fetch)
         return max(1, looked)
-
-    def end_fetch(self, fetch: Fetch) -> None:
-        """Whoever waited has what it wanted, or has given up."""
-        assert not fetch.ended
-        fetch.ended = True
-        self.unpin(fetch.pinned)
-
-    def unpin(self, pinned: list[tuple[PrefixNode, Slot]]) -> None:
-        """Let go of pages in memory; empties the list."""
-        for node, slot in pinned:
-            self._memory.slots.unpin([slot])
-            self._memory.add_candidate(node)
-        pinned.clear()
 
     def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
         """A load has ended; the record had these ``tokens``."""
@@ -120,22 +103,14 @@ class DiskLoads:
             self._memory.meter.disk_load.observe(self._memory.now_ns - load.since_ns)
             self._memory.promoted(node, shard, slot, tokens)
             for fetch in waiters:
-                self._keep(fetch, node, slot)
+                self._memory.fetches.keep(fetch, [slot])
             self._memory.add_candidate(node)
         else:
             self._memory.slots.abort([slot])
             if wanted:
                 cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
                 self._memory.drop(node, shard, cause)
-        for fetch in waiters:
-            fetch.outstanding -= 1
-            assert fetch.outstanding >= 0
-            if not fetch.waits:
-                self._fetched.append(fetch)
-
-    def _keep(self, fetch: Fetch, node: PrefixNode, slot: Slot) -> None:
-        self._memory.slots.pin([slot], 0)
-        fetch.pinned.append((node, slot))
+        self._memory.fetches.came(waiters)
 
     def _begin(self, node: PrefixNode, shard: int) -> PageLoad | None:
         size = node.space.shards[shard].slot_bytes

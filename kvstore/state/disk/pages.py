@@ -50,7 +50,6 @@ from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch
 
 BACKLOG_MAX: Final = 65_536
 BACKLOG_TURN: Final = 64
@@ -72,7 +71,6 @@ class DiskPages:
     Attributes:
         jobs: to be carried out by the tier, in order.
         acknowledged: durable puts and removals that ended.
-        fetched: fetches whose last load ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
         unfinished: more can be written now; :meth:`go_on` does.
@@ -87,7 +85,6 @@ class DiskPages:
         self.jobs: list[DiskJob] = []
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
-        self.fetched: list[Fetch] = []
         self._memory = memory
         self._number = count(1).__next__
         self._sync_failed = False
@@ -99,7 +96,7 @@ class DiskPages:
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
-        self.loads = DiskLoads(memory, log, self._number, self._submit, self.fetched)
+        self.loads = DiskLoads(memory, log, self._number, self._submit)
         self._checks = DiskChecks(
             log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
         )
@@ -213,7 +210,7 @@ class DiskPages:
             if node.memory >> shard & 1:
                 slot = node.slot(shard)
                 self._memory.slots.pin([slot], 0)
-                durable.pinned.append((node, slot))
+                durable.pinned.append(slot)
             there = node.on_disk >> shard & 1
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
@@ -314,7 +311,7 @@ class DiskPages:
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
-        self.loads.unpin(durable.pinned)
+        self._memory.fetches.unpin(durable.pinned)
         self._durables.discard(durable)
         if durable.error is None and not all(_is_there(*page) for page in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")

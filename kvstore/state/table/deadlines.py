@@ -26,14 +26,17 @@ class Deadlines:
         """A page that expires is READY."""
         self._pages.push((expires_ns, next(self._sequence), shard, node))
 
-    def leases_due(self, now_ns: int, most: int) -> Iterator[Lease]:
-        """Leases that have run out by ``now_ns``; at most ``most`` entries are looked at."""
+    def leases_due(self, now_ns: int, most: int) -> Iterator[tuple[Process, int, Lease]]:
+        """Leases that have run out by ``now_ns``, with the process that has each, and its number.
+
+        At most ``most`` entries are looked at.
+        """
         for _ in range(most):
             if not self._leases or self._leases.first()[0] > now_ns:
                 return
             entry = self._leases.pop()
             if _is_held(entry) and not entry[-1].expired:
-                yield entry[-1]
+                yield entry[2], entry[3], entry[4]
 
     def pages_due(self, now_ns: int, most: int) -> Iterator[tuple[PrefixNode, int]]:
         """Pages that have expired, as node and shard; at most ``most`` entries are looked at."""

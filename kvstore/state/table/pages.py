@@ -130,39 +130,41 @@ class PageTable(Residents):
                 self.add_candidate(node)
         lease.slots.clear()  # its deadline may be far away, and must not keep them till then
 
-    def fetch(
-        self, process: Process, run: list[PrefixNode], shard: int, earlier: Fetch | None = None
-    ) -> Fetch:
-        """Load what is on disk only of a run of READY pages; they count against the quota.
+    def begin_fetch(self, process: Process, size_bytes: int, earlier: Fetch | None = None) -> Fetch:
+        """Somebody wants pages in memory; they count against its quota until :meth:`end_fetch`.
 
         Args:
             process: who wants them.
-            run: READY pages of one chain.
-            shard: whose pages.
-            earlier: brought part of the run and ends now; what it holds stays in memory.
+            size_bytes: slot bytes of all of them, wherever they are.
+            earlier: brought part of them and ends soon; what it holds stays in memory till then.
 
         Raises:
-            CapacityError: the session's quota is used up; nothing is loaded.
+            CapacityError: the session's quota is used up; nothing has begun.
         """
-        assert self.disk is not None
-        size = len(run) * run[0].space.shards[shard].slot_bytes
         held = earlier.size_bytes if earlier is not None else 0
-        if not process.session.admits(size - held):
+        if not process.session.admits(size_bytes - held):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
-        process.charge(size)
-        fetch = self.disk.loads.fetch(run, shard)
-        fetch.size_bytes = size
+        process.charge(size_bytes)
+        fetch = Fetch(size_bytes=size_bytes)
         process.fetches.append(fetch)
         return fetch
 
+    def fetch(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
+        """Keep a run of READY pages in memory for a fetch, and load what is on disk only."""
+        if self.disk is not None:
+            self.disk.loads.fetch(fetch, self.ready_run(space, shard, packed), shard)
+        else:
+            for node in leading_in_memory(space, packed, shard):
+                self.fetches.keep(fetch, node.slots_of(shard))
+            self.fetches.tell(fetch)
+
     def end_fetch(self, process: Process, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
-        assert self.disk is not None
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
-        self.disk.loads.end_fetch(fetch)
+        self.fetches.end(fetch)
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -205,9 +207,12 @@ class PageTable(Residents):
         return statuses, put
 
     def commit_put(
-        self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY
-    ) -> list[PageStatus]:
+        self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY, *,
+        replica: bool = False,
+    ) -> list[PageStatus]:  # fmt: skip
         """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
+
+        ``replica``: they were read from a peer, which has them still.
 
         Raises:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
@@ -219,7 +224,7 @@ class PageTable(Residents):
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
-        self.meter.put.observe(self.now_ns - put.since_ns)
+        (self.meter.peer_fetch if replica else self.meter.put).observe(self.now_ns - put.since_ns)
         process.charge(-put.size_bytes)
         self.tick += 1
         apart = keep != ORDINARY or (self.disk is not None and self.disk.writes_at_once)
@@ -235,7 +240,9 @@ class PageTable(Residents):
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
+            copied = replica and (node.replica or not node.ready)  # what a client put is no replica
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
+            node.replica = copied
             node.access = self.tick
             node.stored_ns = self.now_ns
             if keep.expires_ns:
@@ -246,8 +253,12 @@ class PageTable(Residents):
             self.actions.append(action)
             self.story.tell("stored", first, put.shard, len(action.keys))
         ready = statuses.count(PageStatus.STORED)
-        self.counts["stored_pages"] += ready
-        self.counts["stored_bytes"] += ready * page_bytes
+        if replica:
+            self.counts["peer_fetched_pages"] += ready
+            self.counts["peer_fetched_bytes"] += ready * page_bytes
+        else:
+            self.counts["stored_pages"] += ready
+            self.counts["stored_bytes"] += ready * page_bytes
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
@@ -276,11 +287,12 @@ class PageTable(Residents):
         if writing:
             self.slots.lose(put.slots)
             put.lost = True
-            self.counts["lost_puts"] += 1
         else:
             self.slots.abort(put.slots)
             self._end_put(process, put_id)
-        self.counts["aborted_puts"] += 1
+        if not process.peer.remote:
+            self.counts["lost_puts"] += writing
+            self.counts["aborted_puts"] += 1
 
     # ---- what an operator asks for ----------------------------------------------------------
 
@@ -376,15 +388,10 @@ class PageTable(Residents):
     def expire(self, now_ns: int) -> bool:
         """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
         left = EXPIRE_MAX
-        for lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
-            lease.expired = True
-            held = nodes_of(self._owners, lease.slots)
-            self._tell_of("expired", held, lease)
-            self.slots.pin_to_hold(lease.slots)
-            self.counts["expired_leases"] += 1
-            for node in held:
-                self.add_candidate(node)
+        for process, lease_id, lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
             left -= 1 + len(lease.slots)
+            self.counts["expired_leases"] += 1
+            self._expire_lease(process, lease_id, lease)
             if left <= 0:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
@@ -393,18 +400,23 @@ class PageTable(Residents):
             self._unpinned(self.pins.expire(now_ns))
         return 0 < self.next_deadline_ns() <= now_ns
 
+    def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
+        if process.peer.remote:  # it checks digests, and touches no memory of this node
+            self.release(process, lease_id)
+            return
+        lease.expired = True
+        held = nodes_of(self._owners, lease.slots)
+        self._tell_of("expired", held, lease)
+        self.slots.pin_to_hold(lease.slots)
+        for node in held:
+            self.add_candidate(node)
+
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
         due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _needs_space(self, space: PrefixTree) -> bool:
-        """Whether something stands under the number of an empty space."""
-        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
-            return True
-        return self.disk is not None and self.disk.needs_space(space)
 
     def _grant(
         self, process: Process, put: Put, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes

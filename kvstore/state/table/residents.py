@@ -21,6 +21,7 @@ from kvstore.state.table.orphans import Orphans, subtree, tails_first
 from kvstore.state.table.owners import Owners
 from kvstore.state.table.runs import missing_pages
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
+from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -63,6 +64,8 @@ class Residents:
         self.meter = Meter()
         self.ghosts = Ghosts()
         self.story = Story(self)
+        #: Who waits for pages to come to memory.
+        self.fetches = Fetches(self)
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.now_ns = 0
@@ -438,6 +441,12 @@ class Residents:
             else:
                 self.drop(owner, shard, "retired")
         return True
+
+    def _needs_space(self, space: PrefixTree) -> bool:
+        """Whether something stands under the number of an empty space."""
+        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+            return True
+        return self.disk is not None and self.disk.needs_space(space)
 
     def _use_last(self, node: PrefixNode, packed: bytes, pages: int) -> None:
         """The prefix that ends with the last of so many keys was used; ``node`` has that page."""

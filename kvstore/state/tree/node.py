@@ -93,6 +93,7 @@ class PrefixNode:
         read_once: bit i set = the page of shard i leaves the index when its first reader is done.
         memory_only: bit i set = the page of shard i never goes to disk. Pages that are kept so, or
             that expire, are nodes of one page.
+        replica: its READY pages were read from a peer, and no client of this node put them.
         queued: slot sizes of the eviction policies in which an entry stands for this node.
         hits: lookups and acquires that ended at the last page, or at a descendant that is gone.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
@@ -106,8 +107,8 @@ class PrefixNode:
         "above", "access", "ask_depth", "below", "branches", "children_in_memory", "count",
         "deepest", "depth", "digest_columns", "disk_pins", "expires", "hits", "keys", "memory",
         "memory_only", "memory_pins", "on_disk", "pages_added", "place_columns", "present",
-        "queued", "read_once", "ready", "serial", "slot_columns", "space", "stored_ns", "tokens",
-        "turns", "use_interval", "used_ns", "uses",
+        "queued", "read_once", "ready", "replica", "serial", "slot_columns", "space", "stored_ns",
+        "tokens", "turns", "use_interval", "used_ns", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -130,6 +131,7 @@ class PrefixNode:
         self.expires = _NEVER
         self.read_once = 0
         self.memory_only = 0
+        self.replica = False
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0
@@ -282,7 +284,7 @@ class PrefixNode:
         size = self.space.token_bytes
         head.tokens = self.tokens[first * size : at * size]
         head.memory, head.on_disk = self.memory, self.on_disk
-        head.present, head.ready = self.present, self.ready
+        head.present, head.ready, head.replica = self.present, self.ready, self.replica
         head.expires, head.read_once, head.memory_only = (
             self.expires, self.read_once, self.memory_only,
         )  # fmt: skip

@@ -29,26 +29,28 @@ STRETCH_HELD: Final = 512
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Somebody waits for pages to come from disk.
+    """Somebody waits for pages to come to memory: from disk, from peers, or from both.
 
     Attributes:
-        pinned: pages that are in memory, pinned until
-            :meth:`~kvstore.state.disk.loads.DiskLoads.end_fetch`.
-        outstanding: loads it waits for.
+        pinned: slots of pages that are in memory, pinned until
+            :meth:`~kvstore.state.tree.fetches.Fetches.end`.
+        outstanding: loads from disk and jobs of peers that it waits for.
         wanted: pages whose loads are to be begun in the turns that come, and of which shard.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
+        peers_until_ns: until when peers are asked for pages; 0 = they are not.
         ended: nobody waits any more.
     """
 
-    pinned: list[tuple[PrefixNode, Slot]] = field(default_factory=list)
+    pinned: list[Slot] = field(default_factory=list)
     outstanding: int = 0
     wanted: deque[tuple[PrefixNode, int]] = field(default_factory=deque)
     size_bytes: int = 0
+    peers_until_ns: int = 0
     ended: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether a load of it has not ended yet."""
+        """Whether a load or a job of it has not ended yet."""
         return self.outstanding > 0 or bool(self.wanted)
 
 
@@ -90,6 +92,17 @@ class Put:
     lost: bool = False
     since_ns: int = 0
 
+    def part(self, pages: int) -> "Put":
+        """A put of the leading pages, which are no longer of this one."""
+        assert 0 < pages < len(self.slots)
+        assert not self.lost
+        size = self.size_bytes // len(self.slots) * pages
+        part = Put(self.space, self.shard, self.keys[:pages], self.slots[:pages], size)
+        part.since_ns = self.since_ns
+        del self.keys[:pages], self.slots[:pages]
+        self.size_bytes -= size
+        return part
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -100,7 +113,8 @@ class Peer:
         pid: its process id in the node's PID namespace; 0 when it has none there.
         watched: the kernel will say when it ends.
         tenants: the tenants that it may belong to; None = any.
-        remote: it is another node, which reads pages through a transport and checks digests.
+        remote: it is another node, which reads over the network and checks digests: what it holds
+            is released when its connection or a deadline ends.
     """
 
     identity: int
@@ -158,6 +172,7 @@ class Session:
         changes: how often these bytes changed.
         quota_bytes: the most that ``used_bytes`` may reach.
         prefill_s_per_token: what the engine reported; 0 until it did.
+        remote: another node, which maps no memory and so may open spaces of several tenants.
     """
 
     token: bytes
@@ -170,6 +185,7 @@ class Session:
     used_bytes: int = 0
     changes: int = 0
     prefill_s_per_token: float = 0.0
+    remote: bool = False
     processes: dict[int, Process] = field(default_factory=dict)
 
     @property

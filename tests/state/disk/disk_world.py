@@ -17,6 +17,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.sessions import Fetch
 from tests.state.world import World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
@@ -58,6 +59,13 @@ class DiskWorld(World):
         while jobs := self.jobs(DiskJob):
             for job in jobs:
                 self.end_job(job)
+
+    def fetch(self, run: list[PrefixNode], shard: int) -> Fetch:
+        """Let the engine wait for a run."""
+        size = len(run) * run[0].space.shards[shard].slot_bytes
+        fetch = self.table.begin_fetch(self.me, size)
+        self.disk.loads.fetch(fetch, run, shard)
+        return fetch
 
     def node(self, path: str) -> PrefixNode:
         return self.mine.nodes[key(path)]

@@ -128,7 +128,7 @@ def test_little_is_read_at_a_time_and_next_to_nothing_while_somebody_waits():
     run = check(world, *every)
     assert len(world.jobs(DiskCheck)) == CHECKS_MAX
 
-    fetch = world.table.fetch(world.me, [world.node("a")], 0)
+    fetch = world.fetch([world.node("a")], 0)
     for _ in range(CHECKS_MAX - 1):
         world.end_job(world.jobs(DiskCheck)[0])
     world.end_job(world.jobs(DiskCheck)[0])

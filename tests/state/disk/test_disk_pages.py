@@ -90,11 +90,11 @@ def test_a_fetch_brings_pages_back_and_keeps_them_until_it_ends():
     flood(world)
     run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
 
-    fetch = world.table.fetch(world.me, run, 0)
+    fetch = world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == fetch.outstanding == 3
     assert world.me.session.used_bytes == 3 * PAGE
     world.end_all()
-    assert world.disk.fetched == [fetch]
+    assert world.table.fetches.ended == [fetch]
     assert world.in_memory("abc") == [True, True, True]
     flood(world)
     assert world.in_memory("abc") == [True, True, True], "pinned until the fetch ends"
@@ -111,11 +111,11 @@ def test_two_fetches_share_one_load():
     flood(world)
     run = world.table.ready_run(world.mine, 0, b"".join(chain("ab")))
 
-    first, second = world.table.fetch(world.me, run, 0), world.table.fetch(world.me, run, 0)
+    first, second = world.fetch(run, 0), world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == 2
     world.end_all()
 
-    assert world.disk.fetched == [first, second]
+    assert world.table.fetches.ended == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
     flood(world)
     world.removed()
     run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
-    fetch = world.table.fetch(world.me, run, 0)
+    fetch = world.fetch(run, 0)
 
     reads = {job.page.node.key: job for job in world.jobs(DiskRead)}
     world.end_job(reads[key("a")])
@@ -136,7 +136,7 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
 
     assert world.removed(cause) == [key("abc"), key("ab")], "leaves first"
     assert world.lookup(world.mine, "abc") == (1, 0)
-    assert world.disk.fetched == [fetch]
+    assert world.table.fetches.ended == [fetch]
     world.table.end_fetch(world.me, fetch)
     assert world.slots.stats().limbo_bytes == world.slots.stats().writing_bytes == 0
 
@@ -149,7 +149,7 @@ def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
         world.store(world.me, world.mine, "a", shard=shard)
     flood(world)
     node = world.node("a")
-    fetch = world.table.fetch(world.me, [node], 0)
+    fetch = world.fetch([node], 0)
     (read,) = world.jobs(DiskRead)
     world.table.drop(node, 0, "reclaimed")
     assert world.store(world.me, world.mine, "a") == [PageStatus.GRANTED]
@@ -162,7 +162,7 @@ def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
     assert world.node("a") is node, "its other shard keeps it"
     assert node.slots[0] == kept
     assert world.lookup(world.mine, "a") == (1, 0)
-    assert world.disk.fetched == [fetch]
+    assert world.table.fetches.ended == [fetch]
 
 
 def test_a_reclaim_whose_sync_fails_rests_before_it_syncs_again():

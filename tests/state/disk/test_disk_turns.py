@@ -40,24 +40,24 @@ def test_the_writes_of_a_long_prompt_begin_in_turns():
 def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
     world, run = long_prompt_on_disk()
 
-    fetch = world.table.fetch(world.me, run, 0)
+    fetch = world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == LOADS_TURN
     assert world.table.unfinished
     world.end_all()
-    assert world.disk.fetched == [], "some of its loads have not begun"
+    assert world.table.fetches.ended == [], "some of its loads have not begun"
     world.disk.loads.go_on()
     assert len(world.jobs(DiskRead)) == LOADS_TURN
     world.disk.loads.go_on()
     assert not world.table.unfinished
     world.end_all()
 
-    assert world.disk.fetched == [fetch]
+    assert world.table.fetches.ended == [fetch]
     assert all(0 in node.slots for node in run)
 
 
 def test_a_fetch_that_is_given_up_begins_no_more_loads():
     world, run = long_prompt_on_disk()
-    fetch = world.table.fetch(world.me, run, 0)
+    fetch = world.fetch(run, 0)
 
     world.table.end_fetch(world.me, fetch)
     world.disk.loads.go_on()
@@ -65,7 +65,7 @@ def test_a_fetch_that_is_given_up_begins_no_more_loads():
     assert len(world.jobs(DiskRead)) == LOADS_TURN
     assert not world.table.unfinished
     world.end_all()
-    assert world.disk.fetched == []
+    assert world.table.fetches.ended == []
 
 
 def test_room_for_one_page_of_a_long_prompt_begins_few_writes():

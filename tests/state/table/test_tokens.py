@@ -137,12 +137,12 @@ def world() -> DiskWorld:
 
 def load(world: DiskWorld, path: str, given: Callable[[DiskRead], bytes]) -> None:
     """Load a path's pages; ``given`` says what a record has of tokens."""
-    fetch = world.disk.loads.fetch([world.node(path[:end]) for end in range(1, len(path) + 1)], 0)
+    fetch = world.fetch([world.node(path[:end]) for end in range(1, len(path) + 1)], 0)
     while jobs := world.jobs(DiskRead):
         del world.open[jobs[0].job]
         world.disk.completed(jobs[0].job, None, given(jobs[0]))
         check(world.table)
-    world.disk.loads.end_fetch(fetch)
+    world.table.end_fetch(world.me, fetch)
 
 
 def told(world: DiskWorld, kind: type) -> dict[bytes, tuple[str, bytes]]:

@@ -1,0 +1,270 @@
+"""Which peers have which chain: questions under way, and answers that are remembered. Pure.
+
+::
+
+    ask ──► ASKING ──answer──► FRESH ──1 s──► STALE ──3 s──► forgotten
+               └──50 ms──► FRESH, and nobody has it
+
+Only a fresh answer serves a new request; a request that has begun to fetch keeps to the one it
+began with. Questions and answers are bounded; the oldest answers go first.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, NamedTuple
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.remote.jobs import Holding, Locate, PeerJob
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+LOCATE_NS: Final = 50_000_000
+"""A question that is not answered by then: nobody has the pages."""
+FRESH_NS: Final = 1_000_000_000
+"""An answer serves new requests for so long."""
+KEPT_NS: Final = 4_000_000_000
+"""It is kept for fetches that began with it for so long: longer than any of them lasts."""
+ASKING_MAX = 64
+"""Questions under way; further pages are with nobody."""
+CHAINS_MAX = 256
+"""Questions and answers that are remembered."""
+LOCATE_KEYS_MAX = 16_384
+"""Leading keys of a chain that peers are asked about."""
+KEYS_MAX = 1 << 20
+"""Keys of all chains that are remembered; 32 MiB."""
+
+
+@dataclass(slots=True, eq=False)
+class LocatedChain:
+    """What peers have of one chain; requests wait for it while it is asked.
+
+    Attributes:
+        number: of the question.
+        space: of the pages.
+        mask: bit i set = the answer is about shard i too.
+        windowed: the shards need the last pages of a hit only, some of them at least.
+        keys: consecutive, 32 bytes each.
+        first: the first page that was missing here.
+        asked_ns: when.
+        asking: there is no answer yet.
+        answered_ns: when it came.
+        holdings: peer → how many leading pages it has.
+        end: the pages from ``first`` to this one are remembered by their keys.
+    """
+
+    number: int
+    space: PrefixTree
+    mask: int
+    windowed: bool
+    keys: bytes
+    first: int
+    asked_ns: int
+    asking: bool = True
+    answered_ns: int = 0
+    holdings: dict[str, int] = field(default_factory=dict)
+    end: int = 0
+
+    @property
+    def most(self) -> int:
+        """How many leading pages some peer has."""
+        return max(self.holdings.values(), default=0)
+
+    def key(self, position: int) -> PrefixKey:
+        """The key of a page."""
+        return PrefixKey(self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+
+    def from_peer(self, peer: str, position: int, window: int) -> int:
+        """Up to which page a peer has this one and those that follow; 0 when it has not."""
+        pages = self.holdings.get(peer, 0)
+        first = max(0, pages - window) if window else 0
+        return pages if first <= position < pages else 0
+
+    def lacks(self, peer: str, position: int) -> None:
+        """A peer did not give this page: it has what is before it, at most."""
+        if self.windowed:  # and then it may have none of those that such a hit needs
+            self.holdings.pop(peer, None)
+        elif peer in self.holdings:
+            self.holdings[peer] = min(self.holdings[peer], position)
+
+
+class Span(NamedTuple):
+    """Where the keys of a request lie in a chain.
+
+    Attributes:
+        chain: the chain.
+        start: the page of the chain that is the first missing page of the request.
+        pages: how many keys are the same from there on.
+    """
+
+    chain: LocatedChain
+    start: int
+    pages: int
+
+
+class LocatedChains:
+    """All questions and answers of a node.
+
+    Args:
+        jobs: gets the questions.
+        counts: of the node.
+
+    Attributes:
+        answered: questions that have an answer, for requests that wait for it.
+    """
+
+    def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
+        self._jobs = jobs
+        self._counts = counts
+        self.answered: list[LocatedChain] = []
+        self._number = count(1)
+        #: Every chain, the first asked first.
+        self._chains: OrderedDict[int, LocatedChain] = OrderedDict()
+        self._asking: dict[int, LocatedChain] = {}
+        #: Number of a space → key → the chain that tells of this page.
+        self._by_key: dict[int, dict[PrefixKey, LocatedChain]] = {}
+        #: Keys of all chains.
+        self._keys = 0
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    @property
+    def asking(self) -> int:
+        """Questions under way."""
+        return len(self._asking)
+
+    def find(
+        self, space: PrefixTree, mask: int, packed: bytes, at: int, oldest_ns: int
+    ) -> Span | None:
+        """What is known of the page number ``at``, and those behind it, for all shards of a mask.
+
+        ``oldest_ns``: answers that came before do not count.
+        """
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        chain = self._by_key.get(space.number, {}).get(key)
+        if chain is None or mask & ~chain.mask or chain.space is not space:
+            return None
+        if not chain.asking and chain.answered_ns < oldest_ns:
+            return None
+        start = _position(chain.keys, key, at)
+        return Span(chain, start, _alike(packed, at, chain.keys, start))
+
+    def ask(
+        self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int
+    ) -> LocatedChain | None:
+        """Ask who has this chain, of which page number ``at`` is missing here; None: too many."""
+        self.expire(now_ns)
+        if len(self._asking) >= ASKING_MAX:
+            self._counts["locates_refused"] += 1
+            return None
+        packed = packed[: LOCATE_KEYS_MAX * KEY_BYTES]
+        self._make_room(len(packed) // KEY_BYTES)
+        mask = 0
+        for shard in shards:
+            mask |= 1 << shard
+        specs = tuple([space.shards[shard].spec for shard in shards])
+        windowed = any(spec.window_pages for spec in specs)
+        made = LocatedChain(next(self._number), space, mask, windowed, packed, at, now_ns)
+        self._chains[made.number] = self._asking[made.number] = made
+        self._keys += len(packed) // KEY_BYTES
+        self._remember(made, at + 1)
+        self._jobs.append(Locate(made.number, space.identity, specs, packed))
+        self._counts["locates"] += 1
+        return made
+
+    def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
+        """The answer to a question; one that comes too late is of use to who asks next."""
+        chain = self._chains.get(number)
+        if chain is None:
+            return
+        pages = len(chain.keys) // KEY_BYTES
+        chain.holdings = {one.peer: min(one.pages, pages) for one in holdings if one.pages > 0}
+        self._answer(chain, now_ns)
+        self._remember(chain, max(chain.first + 1, chain.most))
+
+    def expire(self, now_ns: int) -> None:
+        """Let questions and answers go whose time is over."""
+        while self._asking:
+            number, chain = next(iter(self._asking.items()))
+            if now_ns < chain.asked_ns + LOCATE_NS:
+                break
+            self._counts["locates_timed_out"] += 1
+            self._answer(chain, now_ns)
+            del number
+        while self._chains:
+            number, chain = next(iter(self._chains.items()))
+            if chain.asking or now_ns < chain.answered_ns + KEPT_NS:
+                break
+            self._forget(chain)
+
+    def next_deadline_ns(self) -> int:
+        """When the first question times out; 0 = none is asked."""
+        first = next(iter(self._asking.values()), None)
+        return first.asked_ns + LOCATE_NS if first is not None else 0
+
+    def check(self) -> None:
+        """Assert that all and only the chains that are remembered are found by their keys."""
+        assert len(self._asking) <= ASKING_MAX
+        assert len(self._chains) <= CHAINS_MAX
+        assert all(self._chains[number] is one for number, one in self._asking.items())
+        assert all(one.asking == (number in self._asking) for number, one in self._chains.items())
+        assert self._keys == sum(len(one.keys) // KEY_BYTES for one in self._chains.values())
+        for keys in self._by_key.values():
+            assert keys, "a space of which nothing is known"
+            assert all(self._chains.get(one.number) is one for one in keys.values())
+
+    def _answer(self, chain: LocatedChain, now_ns: int) -> None:
+        if chain.asking:
+            chain.asking = False
+            del self._asking[chain.number]
+            self.answered.append(chain)
+        chain.answered_ns = now_ns
+
+    def _remember(self, chain: LocatedChain, end: int) -> None:
+        keys = [chain.key(at) for at in range(max(chain.first, chain.end), end)]
+        self._by_key.setdefault(chain.space.number, {}).update(dict.fromkeys(keys, chain))
+        chain.end = max(chain.end, end)
+
+    def _make_room(self, keys: int) -> None:
+        """Forget the oldest answers until there is room for one more question."""
+        answers = [one for one in self._chains.values() if not one.asking]
+        for oldest in answers:
+            if len(self._chains) < CHAINS_MAX and self._keys + keys <= KEYS_MAX:
+                return
+            self._forget(oldest)
+
+    def _forget(self, chain: LocatedChain) -> None:
+        del self._chains[chain.number]
+        self._keys -= len(chain.keys) // KEY_BYTES
+        known = self._by_key[chain.space.number]
+        for at in range(chain.first, chain.end):
+            key = chain.key(at)
+            if known.get(key) is chain:
+                del known[key]
+        if not known:
+            del self._by_key[chain.space.number]
+
+
+def _position(keys: bytes, key: PrefixKey, expected: int) -> int:
+    """Which of the keys one is; most requests begin where the chain does."""
+    if keys.startswith(key, expected * KEY_BYTES):
+        return expected
+    at = keys.find(key)
+    while at % KEY_BYTES:
+        at = keys.find(key, at + 1)
+    return at // KEY_BYTES
+
+
+def _alike(packed: bytes, at: int, keys: bytes, start: int) -> int:
+    """How many keys of two chains are the same, from these on; each is a hash of all before it."""
+    most = min(len(packed) // KEY_BYTES - at, len(keys) // KEY_BYTES - start)
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        key = packed[(at + middle - 1) * KEY_BYTES : (at + middle) * KEY_BYTES]
+        if keys.startswith(key, (start + middle - 1) * KEY_BYTES):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,472 @@
+"""Pages of peers on their way to memory, and who waits for them. Pure.
+
+A fetch is a put of the node itself. Its jobs are put processes of their own, so that a job can be
+lost and settled as a client's connection can::
+
+              begin: slots WRITING                  all came
+    (wanted) ──────────────────────► READING ───────────────────────────► READY, the job is gone
+                                     │  │  ▲
+                 some came, settled  │  │  │ another holder has the rest
+                                     │  └──┘
+                                     │ no holder has: the rest is aborted, the job is gone
+                                     │
+       not settled, or the deadline  ▼                     settled
+                                   LOST, slots in LIMBO ─────────────────► FREE, the job is gone
+
+A page becomes READY only by an end that is settled and has its digest. Whoever waits does not know
+which source its pages come from (:mod:`kvstore.state.tree.fetches`); when all has ended it asks
+again, and what is still missing is asked of the holders that are left.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.remote.jobs import FetchEnd, PeerFetch, PeerJob, PeerLimits
+from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
+from kvstore.state.remote.rates import START_S, PeerRates
+from kvstore.state.table.pages import PageTable
+from kvstore.state.table.runs import ready_pages
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Fetch, Peer, Process, Put, Session
+
+TURN_PAGES: Final = 128
+"""Pages that one turn begins to fetch; each may have to make room first."""
+PARTS_MAX: Final = 4
+"""Peers that share a run of pages."""
+PART_BYTES_MIN = 4 << 20
+"""A run is not split into smaller parts than these."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """Pages of one job.
+
+    Attributes:
+        job: its number; another one once the rest is asked of another peer.
+        put: number of the put, the only one of ``process``.
+        chain: where its pages are.
+        at: which page of the chain is the first one.
+        waiters: who waits for the end of the job.
+        lost: nobody waits any more, and its slots are in LIMBO until it has settled.
+    """
+
+    job: int
+    put: int
+    process: Process
+    peer: str
+    chain: LocatedChain
+    shard: int
+    at: int
+    deadline_ns: int
+    waiters: list[Fetch] = field(default_factory=list)
+    lost: bool = False
+
+    @property
+    def pages(self) -> Put:
+        """The pages that have not come yet."""
+        return self.process.puts[self.put]
+
+
+class RemotePages:
+    """What a node knows and wants of the pages of its peers.
+
+    Args:
+        table: the pages of the node.
+        limits: of all fetches together.
+
+    Attributes:
+        jobs: to be carried out by the peer side, in order.
+        chains: what peers have.
+    """
+
+    def __init__(self, table: PageTable, limits: PeerLimits) -> None:
+        self.jobs: list[PeerJob] = []
+        self.limits = limits
+        self.chains = LocatedChains(self.jobs, table.counts)
+        self._table = table
+        self._rates = PeerRates()
+        self._number = count(1)
+        #: Every put of a fetch is of this session: its quota bounds the bytes in flight.
+        self._session = Session(b"", "peers", limits.in_flight_bytes_max)
+        self._arrivals: dict[int, Arrival] = {}
+        #: (number of a space, shard) → key → the job that brings the page.
+        self._by_key: dict[tuple[int, int], dict[PrefixKey, Arrival]] = {}
+
+    # ---- what peers have --------------------------------------------------------------------
+
+    def further(
+        self, space: PrefixTree, shards: list[int], packed: bytes, pages: int
+    ) -> LocatedChain | tuple[int, float]:
+        """What peers have after the ``pages`` of a hit: a question under way, or pages and seconds.
+
+        Args:
+            space: of the pages.
+            shards: all that the hit needs.
+            packed: keys of a chain, more than ``pages``.
+            pages: of the hit here.
+        """
+        mask = 0
+        for shard in shards:
+            mask |= 1 << shard
+        now_ns, left = self._table.now_ns, len(packed) // KEY_BYTES - pages
+        span = self.chains.find(space, mask, packed, pages, now_ns - FRESH_NS)
+        if span is not None and not _tells_all(span, left):
+            span = None
+        chain = span.chain if span else self.chains.ask(space, shards, packed, pages, now_ns)
+        if chain is None or chain.asking:
+            return chain or (0, 0.0)
+        assert span is not None
+        found, fastest = 0, 0.0
+        for peer, held in chain.holdings.items():
+            more = min(held - span.start, span.pages)
+            if more >= max(found, 1) and not self._rates.is_away(peer, now_ns):
+                rate = self._rates.of(peer)
+                fastest = max(fastest, rate) if more == found else rate
+                found = more
+        if not found:
+            return 0, 0.0
+        size = 0
+        for shard in shards:
+            of = space.shards[shard]
+            size += min(found, of.window_pages or found) * of.page_bytes
+        return found, START_S + size / fastest
+
+    def want(
+        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool
+    ) -> LocatedChain | Span | None:
+        """What peers have of a run after its ``ready`` pages; None = nothing.
+
+        ``asks``: a question may be asked first; it is returned while it has no answer. The page
+        before the first missing one has to be known for that.
+        """
+        now_ns = self._table.now_ns
+        oldest_ns = now_ns - (FRESH_NS if asks else KEPT_NS)
+        span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns)
+        if span is None:
+            may = asks and ready > 0
+            return self.chains.ask(space, [shard], packed, ready, now_ns) if may else None
+        if span.chain.asking:
+            return span.chain if asks else None
+        window = space.shards[shard].window_pages
+        ends = [span.chain.from_peer(at, span.start, window) for at in span.chain.holdings]
+        most = min(max(ends, default=0) - span.start, span.pages)
+        return span._replace(pages=most) if most > 0 else None
+
+    # ---- fetches ----------------------------------------------------------------------------
+
+    def fetch(self, fetch: Fetch, span: Span, shard: int) -> bool:
+        """Bring the pages of a span for a fetch, or share what is on its way already.
+
+        Returns:
+            Whether memory had too little room for all of them.
+        """
+        chain, space = span.chain, span.chain.space
+        at, end, left = self._first_missing(span, shard), span.start + span.pages, TURN_PAGES
+        if self._table.now_ns >= fetch.peers_until_ns:
+            return False
+        while at < end and left > 0:
+            key = chain.key(at)
+            node = space.index.get(key)
+            if node is not None and node.present >> shard & 1:
+                if not node.ready >> shard & 1 and not self._share(fetch, space, shard, key):
+                    return False  # a client writes it: that ends the run
+                at += 1
+                continue
+            stop = at + 1
+            while stop < min(end, at + left) and not _present(chain, shard, stop):
+                stop += 1
+            begun, room = self._begin_run(fetch, chain, shard, at, stop)
+            left -= begun
+            at += begun
+            if at < stop:
+                return not room
+        return False
+
+    def peer_fetched(self, end: FetchEnd) -> None:
+        """A job has ended."""
+        arrival = self._arrivals.get(end.job)
+        if arrival is None:
+            return
+        if arrival.lost:
+            if end.settled:
+                self._settle(arrival)
+            return
+        pages, came = len(arrival.pages.slots), len(end.digests) // DIGEST_BYTES
+        assert len(end.digests) % DIGEST_BYTES == 0
+        assert came <= pages
+        if not end.settled:
+            self._count_end(arrival, 0)
+            self._lose(arrival)
+            return
+        self._count_end(arrival, came)
+        if came:
+            self._store(arrival, came, end.digests)
+        if came == pages or not self._try_another(arrival):
+            self._abandon(arrival)
+
+    def peer_settled(self, job: int) -> None:
+        """Nothing writes into the slots of a job any more."""
+        arrival = self._arrivals.get(job)
+        if arrival is not None and arrival.lost:
+            self._settle(arrival)
+
+    def advance(self) -> None:
+        """Apply the deadlines that have passed: late jobs bring nothing any more."""
+        now_ns = self._table.now_ns
+        self.chains.expire(now_ns)
+        late = [
+            one for one in self._arrivals.values() if not one.lost and one.deadline_ns <= now_ns
+        ]
+        for arrival in late:
+            self._table.counts["peer_late_jobs"] += 1
+            self._count_end(arrival, 0)
+            self._lose(arrival)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` has something to do; 0 = never."""
+        deadlines = [one.deadline_ns for one in self._arrivals.values() if not one.lost]
+        asked_ns = self.chains.next_deadline_ns()
+        return min([*deadlines, asked_ns] if asked_ns else deadlines, default=0)
+
+    def stats(self) -> dict[str, Any]:
+        """What is under way and what was measured, as plain values."""
+        lost = sum(one.lost for one in self._arrivals.values())
+        return {
+            "jobs": len(self._arrivals) - lost,
+            "unsettled_jobs": lost,
+            "in_flight_bytes": self._session.used_bytes,
+            "in_flight_bytes_max": self.limits.in_flight_bytes_max,
+            "locating": self.chains.asking,
+            "located_chains": len(self.chains),
+            "peers": self._rates.stats(),
+        }
+
+    def check(self) -> None:
+        """Assert that jobs, puts, and keys on their way agree."""
+        self.chains.check()
+        assert self._session.used_bytes <= self.limits.in_flight_bytes_max
+        size = 0
+        for job, arrival in self._arrivals.items():
+            put = arrival.pages
+            assert arrival.job == job
+            assert put.lost == arrival.lost
+            assert not (arrival.lost and arrival.waiters)
+            assert list(arrival.process.puts) == [arrival.put]
+            size += put.size_bytes
+            for key, slot in zip(put.keys, put.slots, strict=True):
+                if self._table.owner(slot) is not None:
+                    assert self._by_key[put.space.number, put.shard][key] is arrival
+        assert size == self._session.used_bytes
+        for keys in self._by_key.values():
+            assert keys, "a shard of which nothing is on its way"
+            for key, arrival in keys.items():
+                assert self._arrivals[arrival.job] is arrival
+                assert not arrival.lost
+                assert key in arrival.pages.keys
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _first_missing(self, span: Span, shard: int) -> int:
+        """The page to begin with: without those before it most pages are of no use."""
+        chain = span.chain
+        if chain.space.shards[shard].window_pages or not span.start:
+            return span.start
+        before = chain.keys[: span.start * KEY_BYTES]
+        ready, _ = ready_pages(chain.space, shard, before)
+        return ready
+
+    def _share(self, fetch: Fetch, space: PrefixTree, shard: int, key: PrefixKey) -> bool:
+        """Wait for the job that brings a page; False when there is none, or it may end too late."""
+        arrival = self._by_key.get((space.number, shard), {}).get(key)
+        if arrival is None or arrival.deadline_ns > fetch.peers_until_ns:
+            return False
+        self._wait(fetch, arrival)
+        return True
+
+    def _wait(self, fetch: Fetch, arrival: Arrival) -> None:
+        if fetch not in arrival.waiters:
+            arrival.waiters.append(fetch)
+            fetch.outstanding += 1
+
+    def _begin_run(
+        self, fetch: Fetch, chain: LocatedChain, shard: int, first: int, stop: int
+    ) -> tuple[int, bool]:
+        """Begin jobs for pages that follow each other, of which none is here.
+
+        Returns:
+            how many pages those are; and whether it was not memory that had no room for more.
+        """
+        of, at = chain.space.shards[shard], first
+        while at < stop:
+            holders = self._holders(chain, at, of.window_pages)
+            if not holders:
+                return at - first, True
+            end = min([stop, *holders.values()])
+            for peer, pages in self._parts(list(holders), end - at, of.page_bytes):
+                begun = self._begin(fetch, chain, shard, at, pages, peer)
+                at += begun
+                if begun < pages:
+                    return at - first, self._session.free_bytes < of.slot_bytes
+        return at - first, True
+
+    def _holders(self, chain: LocatedChain, at: int, window: int) -> dict[str, int]:
+        """The peers that may be asked for a page, and up to which page each."""
+        now_ns = self._table.now_ns
+        return {
+            peer: end
+            for peer in chain.holdings
+            if (end := chain.from_peer(peer, at, window)) and not self._rates.is_away(peer, now_ns)
+        }
+
+    def _parts(self, peers: list[str], pages: int, page_bytes: int) -> list[tuple[str, int]]:
+        """Split a run among peers, in proportion to how fast they were."""
+        fastest = sorted(peers, key=lambda peer: -self._rates.of(peer))
+        most = max(1, pages * page_bytes // PART_BYTES_MIN)
+        chosen = fastest[: min(PARTS_MAX, most, pages)]
+        left, rates = pages, sum(self._rates.of(peer) for peer in chosen)
+        parts: list[tuple[str, int]] = []
+        for peer in chosen[1:]:
+            part = min(left - 1, max(1, int(pages * self._rates.of(peer) / rates)))
+            if part > 0:
+                parts.append((peer, part))
+                left -= part
+        return [(chosen[0], left), *parts]
+
+    def _begin(
+        self, fetch: Fetch, chain: LocatedChain, shard: int, at: int, pages: int, peer: str
+    ) -> int:
+        """Begin a job; how many pages it brings. A fetch that finds no room waits for another."""
+        space, number = chain.space, next(self._number)
+        parent = chain.key(at - 1) if at else PrefixKey(b"")
+        keys = [chain.key(one) for one in range(at, at + pages)]
+        if parent in keys:
+            return 0  # no chain: whoever asked made it up
+        process = Process(number, Peer(0, remote=True), self._session)
+        if self._session.free_bytes >= space.shards[shard].slot_bytes:
+            self._table.begin_put(process, number, space, shard, b"".join(keys), parent)
+        put = process.puts.get(number)
+        if put is None:
+            for other in self._arrivals.values():
+                if not other.lost and other.deadline_ns <= fetch.peers_until_ns:
+                    self._wait(fetch, other)  # its end leaves room
+                    break
+            return 0
+        arrival = Arrival(
+            number, number, process, peer, chain, shard, at, fetch.peers_until_ns
+        )  # fmt: skip
+        known = self._by_key.setdefault((space.number, shard), {})
+        known.update(dict.fromkeys(put.keys, arrival))
+        self._wait(fetch, arrival)
+        self._submit(arrival)
+        return len(put.slots)
+
+    def _submit(self, arrival: Arrival) -> None:
+        chain, put = arrival.chain, arrival.pages
+        self._arrivals[arrival.job] = arrival
+        self._rates.began(arrival.peer, self._table.now_ns)
+        self._table.counts["peer_jobs"] += 1
+        self.jobs.append(
+            PeerFetch(
+                arrival.job, arrival.peer, chain.space.identity,
+                chain.space.shards[arrival.shard].spec, chain.keys[: arrival.at * KEY_BYTES],
+                b"".join(put.keys), list(put.slots), arrival.deadline_ns,
+            )
+        )  # fmt: skip
+
+    def _count_end(self, arrival: Arrival, came: int) -> None:
+        """Learn from the end of a job that brought its first ``came`` pages."""
+        put, chain = arrival.pages, arrival.chain
+        missing = len(put.slots) - came
+        size = put.space.shards[put.shard].page_bytes
+        self._rates.ended(arrival.peer, came, missing, size, self._table.now_ns)
+        self._table.counts["peer_missing_pages"] += missing
+        if missing:
+            chain.lacks(arrival.peer, arrival.at + came)
+
+    def _store(self, arrival: Arrival, came: int, digests: bytes) -> None:
+        """The first pages of a job are READY, and stay for those who wait."""
+        put, process = arrival.pages, arrival.process
+        self._not_coming(arrival, put.keys[:came])
+        slots, part = put.slots[:came], arrival.put
+        if came < len(put.slots):
+            part = next(self._number)
+            process.puts[part] = put.part(came)
+        statuses = self._table.commit_put(process, part, digests, replica=True)
+        stored = [
+            slot
+            for slot, status in zip(slots, statuses, strict=True)
+            if status is PageStatus.STORED
+        ]
+        for fetch in arrival.waiters:
+            if not fetch.ended:
+                self._table.fetches.keep(fetch, stored)
+        arrival.at += came
+
+    def _try_another(self, arrival: Arrival) -> bool:
+        """Ask another holder for the rest of a job; whether there is one, and time."""
+        put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
+        holders = self._holders(chain, arrival.at, put.space.shards[put.shard].window_pages)
+        able = [peer for peer, end in holders.items() if end >= arrival.at + len(put.slots)]
+        if (
+            not able
+            or now_ns >= arrival.deadline_ns
+            or not any(not fetch.ended for fetch in arrival.waiters)
+        ):
+            return False
+        del self._arrivals[arrival.job]
+        arrival.job = next(self._number)
+        arrival.peer = max(able, key=self._rates.of)
+        self._table.counts["peer_retried_pages"] += len(put.slots)
+        self._submit(arrival)
+        return True
+
+    def _abandon(self, arrival: Arrival) -> None:
+        """A job is over, and nothing writes any more: what did not come is aborted."""
+        if arrival.put in arrival.process.puts:
+            self._not_coming(arrival, arrival.pages.keys)
+        self._settle(arrival)
+        self._release(arrival)
+
+    def _lose(self, arrival: Arrival) -> None:
+        """Nobody waits for a job any more, but it may still write."""
+        self._not_coming(arrival, arrival.pages.keys)
+        self._table.counts["peer_unsettled_jobs"] += 1
+        arrival.lost = True
+        self._table.lose(arrival.process)
+        self._release(arrival)
+
+    def _settle(self, arrival: Arrival) -> None:
+        del self._arrivals[arrival.job]
+        self._table.end(arrival.process, sys.maxsize)
+
+    def _release(self, arrival: Arrival) -> None:
+        waiters, arrival.waiters = arrival.waiters, []
+        self._table.fetches.came(waiters)
+
+    def _not_coming(self, arrival: Arrival, keys: Iterable[PrefixKey]) -> None:
+        """Nobody may wait for these pages any more."""
+        of = arrival.chain.space.number, arrival.shard
+        known = self._by_key.get(of, {})
+        for key in keys:
+            if known.get(key) is arrival:  # dropped with its head, it may be on its way again
+                del known[key]
+        if not known:
+            self._by_key.pop(of, None)
+
+
+def _tells_all(span: Span, left: int) -> bool:
+    """Whether an answer about one chain is one about the ``left`` pages of another as well."""
+    chain, end = span.chain, span.start + span.pages
+    if span.pages == left and (not chain.windowed or end * KEY_BYTES == len(chain.keys)):
+        return True
+    return not chain.asking and chain.most <= end  # nobody has more than the two have in common
+
+
+def _present(chain: LocatedChain, shard: int, at: int) -> bool:
+    node = chain.space.index.get(chain.key(at))
+    return node is not None and bool(node.present >> shard & 1)

@@ -1,0 +1,97 @@
+"""Goal: what peers have is asked once, remembered for a moment, and never waited for long."""
+
+import pytest
+
+from kvstore.state.remote import located
+from kvstore.state.remote.jobs import Holding
+from tests.node.remote_world import RemoteWorld
+from tests.state.world import FULL, chain
+
+
+@pytest.fixture
+def world() -> RemoteWorld:
+    return RemoteWorld(shards=[FULL])
+
+
+@pytest.fixture
+def engine(world: RemoteWorld) -> int:
+    return world.engine()
+
+
+def test_a_lookup_of_missing_pages_is_pending_at_once_until_the_directory_answers(world, engine):
+    world.store(engine, "ab")
+
+    found = world.lookup(engine, "abcdef")
+    assert (found.pages, found.pending, found.remote) == (2, 4, 0)
+    [question] = world.locates.values()
+    assert question.keys == b"".join(chain("abcdef"))
+    assert world.lookup(engine, "abcdef").pending == 4
+    assert len(world.locates) == 1, "it is asked once"
+    world.tell(("p", 5), ("q", 3))
+
+    found = world.lookup(engine, "abcdef")
+    assert (found.pages, found.pending, found.remote) == (2, 0, 3)
+    assert 0 < found.remote_s < 1
+
+
+def test_a_lookup_that_waits_is_answered_when_the_directory_answers(world, engine):
+    assert world.lookup(engine, "abc", wait_ms=1000) is None
+    world.tell(("p", 3))
+    assert world.answer(engine).remote == 3
+
+
+def test_nobody_has_the_pages_when_the_directory_does_not_answer_in_time(world, engine):
+    assert world.lookup(engine, "abc", wait_ms=1000) is None
+    world.go(located.LOCATE_NS)
+    found = world.answer(engine)
+    assert (found.pages, found.pending, found.remote) == (0, 0, 0)
+    assert world.table.counts["locates_timed_out"] == 1
+
+    number = next(iter(world.locates))
+    world.desk.located(number, [Holding("p", 3)])
+    assert world.lookup(engine, "abc").remote == 3, "late, but known now"
+
+
+def test_a_hit_of_all_pages_asks_no_directory(world, engine):
+    world.store(engine, "abc")
+    assert world.lookup(engine, "abc").pages == 3
+    assert not world.locates
+
+
+def test_an_answer_serves_what_it_tells_of_and_for_a_second(world, engine):
+    world.locate(engine, "abcd", ("p", 2))
+    assert world.lookup(engine, "abxy").remote == 2, "nobody has what they do not share"
+    assert world.lookup(engine, "ab").remote == 2
+    assert not world.locates
+
+    world.go(located.FRESH_NS + 1)
+    assert world.lookup(engine, "ab").pending == 2
+
+
+def test_an_answer_about_another_prompt_is_not_taken_for_more_than_the_common_part(world, engine):
+    world.locate(engine, "abcd", ("p", 4))
+    found = world.lookup(engine, "abxy")
+    assert (found.pages, found.pending, found.remote) == (0, 4, 0)
+    assert len(world.locates) == 1
+
+
+def test_questions_beyond_the_limit_are_not_asked(world, engine, monkeypatch):
+    monkeypatch.setattr(located, "ASKING_MAX", 2)
+    for path in ("a", "b"):
+        assert world.lookup(engine, path).pending == 1
+    found = world.lookup(engine, "c")
+    assert (found.pending, found.remote) == (0, 0)
+    assert world.table.counts["locates_refused"] == 1
+
+
+def test_answers_beyond_the_limits_go_the_oldest_first(world, engine, monkeypatch):
+    monkeypatch.setattr(located, "CHAINS_MAX", 2)
+    for path in ("a", "b", "c"):
+        world.locate(engine, path, ("p", 1))
+    assert len(world.remote.chains) == 2
+    assert world.lookup(engine, "c").remote == 1
+    assert world.lookup(engine, "a").pending == 1
+    monkeypatch.setattr(located, "CHAINS_MAX", 256)
+    monkeypatch.setattr(located, "KEYS_MAX", 8)
+    world.locate(engine, "defghij", ("p", 1))
+    assert len(world.remote.chains) == 2, "the question that has no answer, and the new one"
