@@ -438,9 +438,8 @@ class Node:
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
         ended: list[Hashable] = []
-        if fetches.ended:
-            ended += fetches.ended
-            fetches.ended.clear()
+        ended += fetches.ended
+        fetches.ended.clear()
         if disk is not None:
             ended += disk.acknowledged
             disk.acknowledged.clear()
