@@ -103,7 +103,7 @@ class PageTransfer:
             raise InvalidArgument("digests", f"{len(self.digests)} bytes for {count} pages")
 
     def arrivals(self, first: int, stop: int) -> bytes:
-        """One :class:`PageArrival` for each page from ``first`` to before ``stop``, which are here."""
+        """One :class:`PageArrival` for each page from ``first`` to before ``stop``."""
         pages = slice(first, stop)
         found = mover.digest(self.local[pages], self.page_bytes, self.seeds[pages])
         told = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
