@@ -45,7 +45,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = PeerSession("a", LOCAL, ["tcp"])
+        self.session = PeerSession("a", LOCAL, ["tcp"], PLACE)
         self.now_ns = 1
         self.connected = False
         self.asked: list[Any] = []
