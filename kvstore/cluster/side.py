@@ -25,7 +25,14 @@ from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
-from kvstore.transport.base import PageTransfer, Range, TransferEnd, Transport
+from kvstore.transport.base import (
+    PageTransfer,
+    Range,
+    TicketEnded,
+    TransferEnd,
+    TransferSettled,
+    Transport,
+)
 
 MEMORY_POLL_S: Final = 0.005
 """Between looks for the memory of an extent that has changed its tenant."""
@@ -61,11 +68,13 @@ class Peers:
         memory: the memory of the slots.
         transports: the preferred one first; they are closed by their owner.
         directory: says who has which pages.
+        ticket_ended: a ticket for peers that was revoked is not in use any more.
     """
 
     def __init__(
         self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
         memory: HostMemory, transports: Sequence[Transport], directory: Locating,
+        ticket_ended: Callable[[bytes], None],
     ) -> None:  # fmt: skip
         self._desk = desk
         self._take = take
@@ -73,6 +82,7 @@ class Peers:
         self._memory = memory
         self._transports = {one.name: one for one in transports}
         self._directory = directory
+        self._ticket_ended = ticket_ended
         self._links: dict[str, PeerLink] = {}
         #: Fetch whose transfer is not settled → its link and transport.
         self._reading: dict[int, tuple[PeerLink, Transport]] = {}
@@ -101,6 +111,7 @@ class Peers:
             async with asyncio.TaskGroup() as tasks:
                 for link in self._links.values():
                     tasks.create_task(link.run())
+                await loop.create_future()  # without links, others may still read here
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
@@ -201,11 +212,14 @@ class Peers:
 
     def _poll(self, transport: Transport) -> None:
         for event in transport.poll():
-            if isinstance(event, TransferEnd):
-                self._transfer_ended(event)
-            else:
-                link, _ = self._reading.pop(event.number)
-                link.transfer_settled(event.number)
+            match event:
+                case TransferEnd():
+                    self._transfer_ended(event)
+                case TransferSettled(number):
+                    link, _ = self._reading.pop(number)
+                    link.transfer_settled(number)
+                case TicketEnded(ticket):
+                    self._ticket_ended(ticket)
 
     def _transfer_ended(self, end: TransferEnd) -> None:
         link, _ = self._reading[end.number]

@@ -100,8 +100,9 @@ class ClusterSide:
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
-            desk, self._take, node.pages.slots, memory, [self._transport], self._directory
-        )
+            desk, self._take, node.pages.slots, memory, [self._transport], self._directory,
+            self._loans.ticket_ended,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Listen for other nodes; from now on the node asks them for what it has not.
