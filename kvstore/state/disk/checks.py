@@ -115,7 +115,7 @@ class DiskChecks:
             run.skipped += 1
             return
         kind = DiskTokens if run.tokens_only else DiskCheck
-        job = kind(self._number(), place, page_name(node, shard))
+        job = kind(self._number(), place, page_name(node, shard), node)
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
         self._bytes += _size(job)
@@ -126,7 +126,7 @@ class DiskChecks:
         self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
     ) -> None:
         """One has been read; ``tokens`` are what its record has of them."""
-        node, shard, _, digest = job.page
+        node, shard, digest = job.node, job.page.shard, job.page.digest
         run = self._jobs.pop(job.job)
         self._bytes -= _size(job)
         self._log.unpin_segment(job.place.segment)
@@ -147,5 +147,5 @@ class DiskChecks:
 
 
 def _size(job: DiskCheck | DiskTokens) -> int:
-    page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+    page_bytes = job.page.space.shards[job.page.shard].page_bytes
     return HEADER_BYTES if isinstance(job, DiskTokens) else record_bytes(page_bytes)

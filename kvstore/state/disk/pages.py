@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.checks import CheckRun, DiskChecks
 from kvstore.state.disk.graves import Graves
@@ -47,16 +48,17 @@ from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.actions import TierRemoved
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
+from kvstore.state.tree.slots import Slot
 
 BACKLOG_MAX: Final = 65_536
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
-_TOLD: Final = (DiskWrite, DiskRead, DiskCheck, DiskCopy)
-"""Jobs of which the story tells."""
+_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
+"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -95,7 +97,8 @@ class DiskPages:
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self.unfinished = False
-        self._backlog: deque[tuple[PrefixNode, int]] = deque(maxlen=BACKLOG_MAX)
+        #: Pages that wait to be written: space, shard, and keys that follow each other.
+        self._backlog: deque[tuple[PrefixTree, int, bytes]] = deque(maxlen=BACKLOG_MAX)
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
@@ -147,19 +150,22 @@ class DiskPages:
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
         through = self.writes_at_once
-        self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
+        self._backlog.extend(
+            (node.space, shard, node.keys) for node in nodes if through or node.disk_pins
+        )
         self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
-            node.explode()
-            self._backlog.append((node, shard))
+            self._backlog.append((node.space, shard, node.keys))
             self._pump()
 
-    def before_eviction(self, node: PrefixNode) -> Verdict:
-        """The memory of this node is needed; it is left with its last page."""
-        node.explode()
+    def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
+        """The memory of so many of the last pages of a node is needed.
+
+        All of its pages are written. If only the first ones are, the node is left with the others.
+        """
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
@@ -168,19 +174,20 @@ class DiskPages:
             if not self.writes.is_dirty(node, shard):
                 continue
             if refused:
-                self.admission.refuse()
-                self._memory.counts["not_admitted_pages"] += 1
+                going = min(pages, node.count)
+                self.admission.refuse(going)
+                self._memory.counts["not_admitted_pages"] += going
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
             if self.degraded:
-                self._memory.counts["demotions_failed"] += 1
+                self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
             if self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max:
                 return Verdict.FULL
             full = self._memory.counts["disk_full_pages"]
             self._write(node, shard)
-            if (node, shard) in self.writes:
+            if self.writes.holds(node, shard):
                 verdict = Verdict.WRITING
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 return Verdict.FULL  # it waits for its place rather than be dropped
@@ -199,21 +206,23 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        new = [at for at in nodes if not at.on_disk >> shard & 1 and (at, shard) not in self.writes]
+        new = [at for at in nodes if not (at.on_disk >> shard & 1 or self.writes.holds(at, shard))]
         if new and _never_on_disk(new, shard):
             raise DurabilityUnavailable(
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
                 " disk: evict it and put it again"
             )
-        if new and (self.degraded or not self.log.has_room(new[0], shard)):
+        if new and (self.degraded or not self.log.has_room(new[0].space, shard)):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
-        durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
+        durable = Durable(
+            [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
+        )
         self._durables.add(durable)
         for node in nodes:
             if node.memory >> shard & 1:
-                slot = node.slot(shard)
-                self._memory.slots.pin([slot], 0)
-                durable.pinned.append((node, slot))
+                slots = node.slots_of(shard)
+                self._memory.slots.pin(slots, 0)
+                durable.pinned += slots
             there = node.on_disk >> shard & 1
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
@@ -232,7 +241,7 @@ class DiskPages:
         """
         if node.on_disk >> shard & 1:
             return True
-        if (node, shard) not in self.writes and (
+        if not self.writes.holds(node, shard) and (
             self.degraded or not self._write(node, shard, Durable())
         ):
             raise CapacityError("the SSD tier does not take this page now")
@@ -241,10 +250,11 @@ class DiskPages:
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
         for space in spaces:
-            for node in space.nodes.values():
-                if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
-                    dirty = [at for at in node.slot_columns if self.writes.is_dirty(node, at)]
-                    self._backlog += [(node, at) for at in dirty]
+            for number in space.by_creation.numbers(0):
+                for node in space.by_creation.nodes(number):
+                    if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                        dirty = [at for at in node.slot_columns if self.writes.is_dirty(node, at)]
+                        self._backlog += [(space, at, node.keys) for at in dirty]
         self._pump()
 
     @property
@@ -279,14 +289,14 @@ class DiskPages:
         self._reclaimer.reconsider()
 
     def forget(self, node: PrefixNode, shard: int) -> None:
-        """The page leaves the disk, if it is there."""
+        """The pages of a node leave the disk, if they are there."""
         if node.on_disk >> shard & 1:
             self.log.remove(node, shard)
             node.forget_disk(shard)
             if node.memory >> shard & 1:
                 self._memory.emit(TierRemoved, node, shard, "ssd")
-            if node.above is not None:
-                self.add_candidate(node.above)
+        if node.above is not None:
+            self.add_candidate(node.above)  # also when they were only being written
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
@@ -301,22 +311,50 @@ class DiskPages:
             and not self.degraded
             and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
-            node, shard = self._backlog[0]
-            if self.graves.holds(node, shard):
-                return  # it was taken out before it was stored again, and that is not written yet
+            space, shard, keys = self._backlog[0]
+            if self.graves.holds_any(space, shard, keys):
+                return  # they were taken out before they were stored again; that is not written yet
             if not left:
                 self.unfinished = True
                 return
-            left -= 1
             self._backlog.popleft()
-            if is_live(node) and self.writes.is_dirty(node, shard):
-                self._write(node, shard, Durable() if node.disk_pins else None)
+            room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
+            room = -(-room_bytes // space.shards[shard].record_bytes)
+            looked = self._write_next(space, shard, keys, min(left, room))
+            left -= looked
+            if looked * KEY_BYTES < len(keys):
+                self._backlog.appendleft((space, shard, keys[looked * KEY_BYTES :]))
+
+    def _write_next(self, space: PrefixTree, shard: int, keys: bytes, most: int) -> int:
+        """Write the first of these pages, ``most`` at a time; how many of the keys were looked at.
+
+        They were one node, and may be several now.
+        """
+        key = PrefixKey(keys[:KEY_BYTES])
+        node = space.index.get(key)
+        if node is None:
+            return 1
+        position = node.position(key)
+        pages = min(node.matching(position, keys, 0), most)
+        if self.writes.is_dirty(node, shard):
+            node = space.exact(node, position, pages)
+            self._write(node, shard, Durable() if node.disk_pins else None)
+        return pages
+
+    def _unpin(self, slots: list[Slot]) -> None:
+        """Let go of pages in memory; empties the list."""
+        self._memory.slots.unpin(slots)
+        for slot in slots:
+            node = self._memory.owner(slot)
+            if node is not None:
+                self._memory.add_candidate(node)
+        slots.clear()
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
-        self.loads.unpin(durable.pinned)
+        self._unpin(durable.pinned)
         self._durables.discard(durable)
-        if durable.error is None and not all(_is_there(*page) for page in durable.pages):
+        if durable.error is None and not all(_are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")
         durable.pages.clear()
         durable.ended = True
@@ -357,13 +395,8 @@ class DiskPages:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
             self._sync_failed = error is not None
         match ended:
-            case DiskWrite(page=(node, shard, _, _)):
-                if error is not None and not isinstance(error, PageCorrupt):
-                    self._fail(error, ended.place)
-                unwritten = self.writes.wrote(node, shard, error)
-                self._backlog.extend(page for page in unwritten if page[0].disk_pins)
-                if isinstance(error, PageCorrupt) and is_live(node) and node.memory >> shard & 1:
-                    self._memory.drop(node, shard, "corrupt")
+            case DiskWrite():
+                self._wrote(ended, error)
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.tick)
@@ -381,6 +414,18 @@ class DiskPages:
             case _:
                 self._reclaimer.completed(ended, error, self._memory.tick)
         self.go_on()
+
+    def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
+        if error is not None and not isinstance(error, PageCorrupt):
+            self._fail(error, job.place)
+        for node, shard in self.writes.wrote(job, error):
+            if node.disk_pins:
+                self._backlog.append((node.space, shard, node.keys))
+        if isinstance(error, PageCorrupt):
+            space, shard = job.page.space, job.page.shard
+            owner = self._memory.owner(job.slot)
+            if owner is not None and owner.space is space and owner.memory >> shard & 1:
+                self._memory.drop(space.nodes[job.page.key], shard, "corrupt")
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
@@ -426,11 +471,11 @@ class DiskPages:
         self._memory.counts[f"disk_{error.code}"] += 1
 
     def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
-        """The page leaves the disk for good, and what follows it; without memory, the index."""
+        """The pages leave the disk for good, and what follows them; without memory, the index."""
         losing = [node]
         if not node.space.shards[shard].window_pages:
             for at in losing:
-                losing += at.children.values()
+                losing += at.below.values()
         for at in reversed(losing):
             if at.on_disk & at.memory & 1 << shard:
                 self.forget(at, shard)
@@ -444,7 +489,10 @@ class DiskPages:
 
     def _tell(self, what: str, job: DiskJob) -> None:
         if isinstance(job, _TOLD):
-            self._memory.story.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
+            page = job.page
+            self._memory.story.tell_page(
+                f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
+            )
 
 
 def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
@@ -457,6 +505,14 @@ def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
     return any(one.memory_only >> shard & 1 for one in every)
 
 
-def _is_there(node: PrefixNode, shard: int, digest: bytes) -> bool:
-    """Whether a page is on disk, and is still the same."""
-    return is_live(node) and node.on_disk >> shard & 1 > 0 and node.digests[shard] == digest
+def _are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
+    """Whether pages are on disk, and are still the same."""
+    for number in range(len(keys) // KEY_BYTES):
+        key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        node = space.index.get(key)
+        if node is None or not node.on_disk >> shard & 1:
+            return False
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if node.digest_at(shard, node.position(key)) != digest:
+            return False
+    return True

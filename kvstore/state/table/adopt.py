@@ -79,8 +79,7 @@ def adopt(
             segment.number, segment.size_bytes, segment.end, segment.records,
             sealed=segment.sealed, waits_for=_waits_for(segment, segments),
         )  # fmt: skip
-    for space in spaces:
-        log.adopt_pages(space)
+    log.adopt_pages(spaces)
     log.next_segment = next_segment
     return sum(len(segment.pages) for segment in log.segments.values())
 

@@ -27,7 +27,7 @@ def check(world: DiskWorld, *paths: str) -> CheckRun:
 
 
 def check_of(world: DiskWorld, path: str) -> DiskCheck:
-    return next(job for job in world.jobs(DiskCheck) if job.page.node.key == key(path))
+    return next(job for job in world.jobs(DiskCheck) if job.page.key == key(path))
 
 
 def test_a_whole_page_stays_and_is_counted(world):

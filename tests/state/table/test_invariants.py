@@ -66,7 +66,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "pinned slots": lambda world, _: setattr(first(world), "pinned", 1),
     "an extent that is assigned and is not": lambda world, _: world.slots._unassigned.append(0),
     "an extent that nobody finds": lambda world, _: world.slots._open["red", 4096].clear(),
-    "live bytes": lambda world, _: setattr(segment(world), "live_bytes", 4096),
+    "live bytes": lambda world, _: setattr(segment(world).pages, "live_bytes", 4096),
     "an end before the last record": lambda world, _: setattr(segment(world), "end", 1),
     "records being written": lambda world, _: setattr(segment(world), "writing", -1),
     "a failed segment": lambda world, _: setattr(segment(world), "failed", True),
