@@ -14,6 +14,7 @@ from typing import Final
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import PageMemory
 from kvstore.state.disk.log import Segment
+from kvstore.state.disk.plans import parts_of
 from kvstore.state.disk.underway import WritesUnderWay
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -176,14 +177,17 @@ class DiskLimits:
         reserved: dict[int, list[tuple[PrefixNode, int]]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
-        for space, shard, key, _, _ in segment.pages:
-            pages = reserved.get(space.number)
-            node = space.index.get(key) if pages is None else space.nodes.get(key)
-            assert node is not None
-            if is_pinned(node, shard):
-                kept.add((node, shard))
-            elif pages is not None:
-                pages.append((node, shard))
+        for node, _, part, _ in list(parts_of(segment.pages)):
+            if part.space.number not in reserved:
+                if is_pinned(node, part.shard):
+                    kept.add((node, part.shard))
+                continue
+            for number in range(part.pages):
+                page = part.space.nodes[part.key(number)], part.shard
+                if is_pinned(*page):
+                    kept.add(page)
+                else:
+                    reserved[part.space.number].append(page)
         for pages in reserved.values():
             if pages:
                 kept |= self._beyond_excess(pages)

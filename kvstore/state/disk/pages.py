@@ -21,9 +21,10 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks
+from kvstore.state.disk.durability import are_there, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
@@ -54,7 +55,6 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
-BACKLOG_MAX: Final = 65_536
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
 _TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
@@ -97,8 +97,7 @@ class DiskPages:
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self.unfinished = False
-        #: Pages that wait to be written: space, shard, and keys that follow each other.
-        self._backlog: deque[tuple[PrefixTree, int, bytes]] = deque(maxlen=BACKLOG_MAX)
+        self._backlog = Backlog()
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
@@ -150,15 +149,15 @@ class DiskPages:
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
         through = self.writes_at_once
-        self._backlog.extend(
-            (node.space, shard, node.keys) for node in nodes if through or node.disk_pins
-        )
+        for node in nodes:
+            if through or node.disk_pins:
+                self._backlog.add(node, shard)
         self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
-            self._backlog.append((node.space, shard, node.keys))
+            self._backlog.add(node, shard)
             self._pump()
 
     def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
@@ -207,7 +206,7 @@ class DiskPages:
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
         new = [at for at in nodes if not (at.on_disk >> shard & 1 or self.writes.holds(at, shard))]
-        if new and _never_on_disk(new, shard):
+        if new and never_on_disk(new, shard):
             raise DurabilityUnavailable(
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
                 " disk: evict it and put it again"
@@ -253,8 +252,9 @@ class DiskPages:
             for number in space.by_creation.numbers(0):
                 for node in space.by_creation.nodes(number):
                     if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
-                        dirty = [at for at in node.slot_columns if self.writes.is_dirty(node, at)]
-                        self._backlog += [(space, at, node.keys) for at in dirty]
+                        for shard in node.slot_columns:
+                            if self.writes.is_dirty(node, shard):
+                                self._backlog.add(node, shard)
         self._pump()
 
     @property
@@ -311,35 +311,16 @@ class DiskPages:
             and not self.degraded
             and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
-            space, shard, keys = self._backlog[0]
-            if self.graves.holds_any(space, shard, keys):
+            if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
             if not left:
                 self.unfinished = True
                 return
-            self._backlog.popleft()
             room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
-            room = -(-room_bytes // space.shards[shard].record_bytes)
-            looked = self._write_next(space, shard, keys, min(left, room))
+            looked, node, shard = self._backlog.take(left, room_bytes)
             left -= looked
-            if looked * KEY_BYTES < len(keys):
-                self._backlog.appendleft((space, shard, keys[looked * KEY_BYTES :]))
-
-    def _write_next(self, space: PrefixTree, shard: int, keys: bytes, most: int) -> int:
-        """Write the first of these pages, ``most`` at a time; how many of the keys were looked at.
-
-        They were one node, and may be several now.
-        """
-        key = PrefixKey(keys[:KEY_BYTES])
-        node = space.index.get(key)
-        if node is None:
-            return 1
-        position = node.position(key)
-        pages = min(node.matching(position, keys, 0), most)
-        if self.writes.is_dirty(node, shard):
-            node = space.exact(node, position, pages)
-            self._write(node, shard, Durable() if node.disk_pins else None)
-        return pages
+            if node is not None and self.writes.is_dirty(node, shard):
+                self._write(node, shard, Durable() if node.disk_pins else None)
 
     def _unpin(self, slots: list[Slot]) -> None:
         """Let go of pages in memory; empties the list."""
@@ -354,7 +335,7 @@ class DiskPages:
         self.writes.give_up(durable)
         self._unpin(durable.pinned)
         self._durables.discard(durable)
-        if durable.error is None and not all(_are_there(*some) for some in durable.pages):
+        if durable.error is None and not all(are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")
         durable.pages.clear()
         durable.ended = True
@@ -420,7 +401,7 @@ class DiskPages:
             self._fail(error, job.place)
         for node, shard in self.writes.wrote(job, error):
             if node.disk_pins:
-                self._backlog.append((node.space, shard, node.keys))
+                self._backlog.add(node, shard)
         if isinstance(error, PageCorrupt):
             space, shard = job.page.space, job.page.shard
             owner = self._memory.owner(job.slot)
@@ -451,7 +432,7 @@ class DiskPages:
             "loads": len(self.loads),
             "checks": len(self._checks),
             "in_flight_bytes": self.writes.in_flight_bytes,
-            "backlog_pages": len(self._backlog),
+            "backlog_pages": self._backlog.pages,
             "tombstone_keys_waiting": self.graves.waiting_keys,
             "degraded": self.troubled,
             **asdict(log),
@@ -493,26 +474,3 @@ class DiskPages:
             self._memory.story.tell_page(
                 f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
             )
-
-
-def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
-    """Whether one of these pages, or of those that are needed before them, never goes there."""
-    every = list(nodes)
-    at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
-    while at is not None and not at.on_disk >> shard & 1:
-        every.append(at)
-        at = at.above
-    return any(one.memory_only >> shard & 1 for one in every)
-
-
-def _are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
-    """Whether pages are on disk, and are still the same."""
-    for number in range(len(keys) // KEY_BYTES):
-        key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        node = space.index.get(key)
-        if node is None or not node.on_disk >> shard & 1:
-            return False
-        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        if node.digest_at(shard, node.position(key)) != digest:
-            return False
-    return True

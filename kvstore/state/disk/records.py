@@ -4,25 +4,13 @@ Nothing here refers to a node: nodes are split, leave and come back, and a recor
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 STRETCH_PAGES_MAX = 128
 """Pages of a stretch that single pages are added to."""
-
-
-class Recorded(NamedTuple):
-    """A page whose record of record lies at ``offset``, written at ``tick``."""
-
-    space: PrefixTree
-    shard: int
-    key: PrefixKey
-    offset: int
-    tick: int
 
 
 @dataclass(slots=True, eq=False)
@@ -76,15 +64,6 @@ class PageRecords:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Recorded]:
-        for one in self.stretches:
-            for number in range(one.pages):
-                if one.live >> number & 1:
-                    yield Recorded(
-                        one.space, one.shard, one.key(number), one.offset + number * one.each,
-                        one.tick,
-                    )  # fmt: skip
-
     def add(
         self, space: PrefixTree, shard: int, keys: bytes, offset: int, each: int, tick: int
     ) -> None:
@@ -106,10 +85,6 @@ class PageRecords:
         assert last is None or offset > last.offset
         self.stretches.append(Stretch(space, shard, tick, offset, each, keys, (1 << pages) - 1))
         self._offsets.append(offset)
-
-    def holds(self, offset: int) -> bool:
-        """Whether the record that begins there is one of them."""
-        return self.key_at(offset) is not None
 
     def key_at(self, offset: int) -> PrefixKey | None:
         """The key of the page whose record begins there; None when no page has it."""

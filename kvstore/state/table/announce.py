@@ -45,7 +45,7 @@ class Announcement:
             (node, shard)
             for space, number in islice(self._waiting, SHELVES)
             for shard in range(len(space.shards))
-            for node in space.by_creation.nodes(number)
+            for node in (space.listed if self._tokens else space.by_creation.nodes)(number)
             if node.on_disk >> shard & 1
         ]
         if self._tokens and self._is_reading(table, pages):

@@ -49,8 +49,13 @@ def pack_places(place: Place, each: int, count: int) -> bytes:
     """A column of so many adjacent records of ``each`` bytes; ``place`` is the first one's."""
     if count == 1:
         return pack_place(place)
-    column = array("Q", [place.segment]) * (2 * count)
-    column[1::2] = array("Q", range(place.offset, place.offset + count * each, each))
+    return pack_records(place.segment, range(place.offset, place.offset + count * each, each))
+
+
+def pack_records(segment: int, offsets: Sequence[int]) -> bytes:
+    """A column of records of one segment that begin at these offsets."""
+    column = array("Q", [segment]) * (2 * len(offsets))
+    column[1::2] = array("Q", offsets)
     return column.tobytes()
 
 

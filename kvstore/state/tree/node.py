@@ -11,7 +11,6 @@ from kvstore.state.tree.columns import (
     between,
     leading,
     no_columns,
-    pack_place,
     pack_slots,
     replace_place,
     trailing,
@@ -417,23 +416,17 @@ class PrefixNode:
         self.place_columns = {**self.place_columns, shard: places}
         self.on_disk |= 1 << shard
 
-    def move(self, shard: int, place: Place) -> None:
-        """The single page of ``shard`` is at this place on disk."""
-        assert self.count == 1
-        self.place_columns = {**self.place_columns, shard: pack_place(place)}
-        self.on_disk |= 1 << shard
-
     def move_page(self, shard: int, position: int, place: Place) -> None:
         """One of its pages on disk is at another place there."""
         column = replace_place(self.place_columns[shard], position, place)
         self.place_columns = {**self.place_columns, shard: column}
 
-    def adopt(self, shard: int, place: Place, digest: bytes) -> None:
-        """The page of ``shard`` was found on disk at start-up."""
-        self.move(shard, place)
-        self.digest_columns = {**self.digest_columns, shard: digest}
+    def adopt(self, shard: int, places: bytes, digests: bytes) -> None:
+        """The pages of ``shard`` were found on disk at start-up, at the places of a column."""
+        self.digest_columns = {**self.digest_columns, shard: digests}
         self.present |= 1 << shard
         self.ready = self.present
+        self.demote(shard, places)
 
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""

@@ -11,6 +11,7 @@ from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
 from kvstore.state.choice.returns import Returns
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.tree.columns import pack_place
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import Slot
@@ -184,7 +185,7 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     for node, shard in chain:
         placed = log.place(node.space, shard, node.keys, 100)
         assert placed is not None
-        node.adopt(shard, placed.place, bytes(16))
+        node.adopt(shard, pack_place(placed.place), bytes(16))
         node.access = 100
     last_uses = {1: 100, 2: 140, 3: 160}
     for at, tick in last_uses.items():

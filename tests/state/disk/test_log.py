@@ -29,6 +29,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
+from kvstore.state.tree.columns import pack_place
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -186,7 +187,7 @@ class LogMachine(RuleBasedStateMachine):
         else:
             write.record.written = True
         if reachable and not fails:
-            node.adopt(0, place, DIGEST)
+            node.adopt(0, pack_place(place), DIGEST)
             self.log.wrote(place)
             self.syncs.wrote()
         else:
