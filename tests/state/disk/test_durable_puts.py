@@ -5,9 +5,11 @@ import pytest
 from kvstore.errors import CapacityError, DurabilityUnavailable
 from kvstore.state.disk import pages as disk
 from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
+from tests.state.world import chain, key
 
 
 def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
@@ -154,3 +156,17 @@ def test_a_durable_put_of_or_after_a_page_that_never_goes_to_disk_is_refused_for
 
     assert not world.jobs(DiskJob)
     assert world.table.slots.stats() == before, "nothing is pinned"
+
+
+def test_a_durable_run_stays_one_node():
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abcd")
+
+    run = leading_ready(world.mine, b"".join(chain("abcd")), 0)
+    durable = world.disk.make_durable(run, 0)
+    world.end_all()
+
+    assert durable.ended
+    assert durable.error is None
+    assert world.mine.index[key("a")].count == 4
+    assert world.slots.stats().pinned_bytes == 0

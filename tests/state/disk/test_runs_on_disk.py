@@ -169,6 +169,8 @@ def test_a_run_that_does_not_fit_the_rest_of_a_segment_is_written_in_two():
     segments = {whole(world, path[: at + 1]).place_columns[0][:8] for at in range(len(path))}
     assert len(segments) == len(runs_of(world)) > 1
     assert world.on_disk(path) == [True] * len(path)
+    assert world.disk.log.stats().live_bytes == world.mine.disk_bytes
+    assert not any(segment.writing for segment in world.disk.log.segments.values())
 
 
 def test_a_run_that_is_carried_over_stays_one_node():
