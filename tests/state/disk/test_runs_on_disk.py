@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskSync, DiskWrite
+from kvstore.state.disk.jobs import DiskJob, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import PageStatus, Removed, TierRemoved, TierStored
@@ -171,6 +171,20 @@ def test_a_run_that_does_not_fit_the_rest_of_a_segment_is_written_in_two():
     assert world.on_disk(path) == [True] * len(path)
     assert world.disk.log.stats().live_bytes == world.mine.disk_bytes
     assert not any(segment.writing for segment in world.disk.log.segments.values())
+
+
+def test_of_a_run_only_the_pages_that_are_admitted_are_written(monkeypatch):
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abcd")
+    monkeypatch.setattr(world.disk.admission, "admit", lambda *_: 2)
+    node = whole(world, "abcd")
+
+    assert world.disk.before_eviction(node) is Verdict.EVICT, "of what is left of it"
+
+    assert node.count == 2
+    assert [job.page.key for job in world.jobs(DiskWrite)] == chain("ab")
+    world.end_all()
+    assert world.on_disk("abcd") == [True, True, False, False]
 
 
 def test_a_run_that_is_carried_over_stays_one_node():
