@@ -202,6 +202,23 @@ def test_a_run_that_is_carried_over_stays_one_node():
     check(world.table)
 
 
+def test_of_a_run_that_is_too_long_to_be_carried_over_the_first_pages_are():
+    world = DiskWorld(write="through", extents=8, segments=6, segment_bytes=320 << 10)
+    path = "".join(chr(0x3000 + at) for at in range(28))
+    world.store(world.me, world.mine, path)
+    world.end_all()
+    assert world.table.release_memory(whole(world, path))
+    while not world.table.counts["carried_pages"]:
+        world.lookup(world.mine, path)
+        flood(world, 1)
+
+    carried = world.table.counts["carried_pages"]
+    assert 0 < carried < len(path)
+    assert world.lookup(world.mine, path) == (carried, 0)
+    assert whole(world, path[:carried]).count == carried
+    assert whole(world, path[:carried]).on_disk
+
+
 class Side(DiskWorld):
     """One of the two tables, with an engine."""
 
