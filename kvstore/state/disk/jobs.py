@@ -116,7 +116,6 @@ class DiskCheck:
     job: int
     place: Place
     page: PageName
-    node: PrefixNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,6 @@ class DiskTokens:
     job: int
     place: Place
     page: PageName
-    node: PrefixNode
 
 
 @dataclass(frozen=True, slots=True)

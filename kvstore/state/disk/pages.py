@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.page import PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks
@@ -344,14 +345,14 @@ class DiskPages:
     # ---- from the disk ----------------------------------------------------------------------
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read pages again where they lie on disk; what fails is quarantined."""
-        run = CheckRun(deque(pages))
+        """Read the pages of nodes again where they lie on disk; what fails is quarantined."""
+        run = CheckRun(_names(pages))
         self._checks.begin(run)
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read the tokens of pages from their records, and nothing more of them."""
-        run = CheckRun(deque(pages), tokens_only=True)
+        """Read the tokens of the pages of nodes from their records, and nothing more of them."""
+        run = CheckRun(_names(pages), tokens_only=True)
         self._checks.begin(run)
         return run
 
@@ -474,3 +475,8 @@ class DiskPages:
             self._memory.story.tell_page(
                 f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
             )
+
+
+def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
+    """Space, shard and key of all pages of some nodes."""
+    return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())

@@ -268,7 +268,7 @@ def test_the_record_of_one_shard_is_enough():
     world.disk.completed(first.job, None, b"")
     world.disk.completed(second.job, None, ids("a"))
     assert run.finished
-    assert run.tokens == {node: ids("a")}
+    assert run.tokens == {(space.number, node.key): ids("a")}
 
     again = world.disk.read_tokens([(node, 0)] * (CHECKS_MAX + 3))
     for job in [one for one in world.jobs(DiskTokens) if one.job > second.job]:
