@@ -365,11 +365,15 @@ class DiskPages:
 
     # ---- what the tier says -----------------------------------------------------------------
 
-    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> None:
+    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
         """A job has ended; ``error`` None = all of it was done.
 
         ``tokens``: of one that read a record, those that it has of its page.
+
+        Returns:
+            whether there may be more room than before: not as long as a run is written in part.
         """
+        writes = len(self.writes)
         ended = self._under_way.pop(job)
         self._tell("ended" if error is None else error.code, ended)
         if isinstance(ended, DiskSync):
@@ -395,7 +399,9 @@ class DiskPages:
                 self._syncs.ended(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.tick)
+        settled = error is not None or len(self.writes) != writes
         self.go_on()
+        return settled or not isinstance(ended, DiskWrite)
 
     def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
         if error is not None and not isinstance(error, PageCorrupt):

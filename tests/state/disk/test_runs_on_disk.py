@@ -71,6 +71,16 @@ def test_no_more_of_a_run_leaves_memory_than_is_needed_and_all_of_it_is_a_hit():
     assert world.lookup(world.mine, "abcdef") == (6, 0)
 
 
+def test_a_run_that_is_written_in_part_makes_no_room_yet():
+    """Whoever waits for some would else be tried again after each of its records."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, "abc")
+
+    assert [world.disk.completed(job.job, None) for job in world.jobs(DiskWrite)] == [
+        False, False, True,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("failed", range(4))
 @pytest.mark.parametrize("split", range(4))
 def test_of_a_run_that_could_not_be_written_whole_the_pages_before_the_failure_count(failed, split):
