@@ -435,7 +435,7 @@ class DiskPages:
         return {
             "write": self.rules.write,
             "sync": self.rules.sync,
-            "writes": len(self.writes),
+            "writes": self.limits.writing.pages,
             "loads": len(self.loads),
             "checks": len(self._checks),
             "in_flight_bytes": self.writes.in_flight_bytes,

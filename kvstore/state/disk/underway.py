@@ -26,6 +26,11 @@ class WritesUnderWay:
     def __iter__(self) -> Iterator[Write]:
         return iter(self._writes)
 
+    @property
+    def pages(self) -> int:
+        """Pages that are part of them."""
+        return len(self._by_slot)
+
     def add(self, write: Write) -> None:
         """It has begun."""
         assert self._by_slot.keys().isdisjoint(write.slots), "a page is written twice at a time"
