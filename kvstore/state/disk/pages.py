@@ -410,10 +410,9 @@ class DiskPages:
             if node.disk_pins:
                 self._backlog.add(node, shard)
         if isinstance(error, PageCorrupt):
-            space, shard = job.page.space, job.page.shard
-            owner = self._memory.owner(job.slot)
-            if owner is not None and owner.space is space and owner.memory >> shard & 1:
-                self._memory.drop(space.nodes[job.page.key], shard, "corrupt")
+            page, owner = job.page, self._memory.owner(job.slot)
+            if owner is not None and owner.space is page.space and owner.memory >> page.shard & 1:
+                self._memory.drop(owner.space.nodes[page.key], page.shard, "corrupt")
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
