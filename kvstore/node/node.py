@@ -186,8 +186,7 @@ class Node:
         """
         assert self.pages.disk is not None
         self.pages.now_ns = now_ns
-        self.pages.disk.completed(job, error, tokens)
-        self._room_may_be = True
+        self._room_may_be |= self.pages.disk.completed(job, error, tokens)
         self._after(now_ns)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:

@@ -16,7 +16,7 @@ from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
-from kvstore.state.table.runs import ready_pages
+from kvstore.state.table.runs import leading_ready, ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
 from kvstore.state.tree.node import Retention
@@ -242,11 +242,10 @@ class Requests:
                 "this node never syncs pages: set ssd.directories and a sync policy other than"
                 " none, or put without durable"
             )
-        run = self._pages.ready_run(space, request.shard, request.keys)
-        if len(run) < count:
-            raise CapacityError(
-                f"{count - len(run)} of {count} pages are not stored; put them again"
-            )
+        run = leading_ready(space, request.keys, request.shard)
+        missing = count - sum([node.count for node in run])
+        if missing:
+            raise CapacityError(f"{missing} of {count} pages are not stored; put them again")
         if not waits:
             raise CapacityError(
                 "no free space in time, or too many requests wait for a sync; retry later"

@@ -240,7 +240,7 @@ class DiskTier:
         """The address to read a page to; a check reads into a temporary buffer."""
         if isinstance(job, DiskRead):
             return self._address(job.slot)
-        page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+        page_bytes = job.page.space.shards[job.page.shard].page_bytes
         memory = self._scratch[job.job] = aligned(record_bytes(page_bytes) - HEADER_BYTES)
         return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
@@ -250,9 +250,8 @@ class DiskTier:
 
 
 def _record(page: PageName) -> PageRecord:
-    space = page.node.space
-    of = space.shards[page.shard]
+    of = page.space.shards[page.shard]
     return PageRecord(
-        page.node.key, page.parent, space.identity, of.spec, of.page_bytes, page.digest,
-        page.node.tokens,
+        page.key, page.parent, page.space.identity, of.spec, of.page_bytes, page.digest,
+        page.tokens,
     )  # fmt: skip

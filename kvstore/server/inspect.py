@@ -164,7 +164,8 @@ class Inspection:
                     yield _POLL_S
             finally:
                 run.cancel()
-            found |= run.tokens
+            for one in chain:
+                found[one] = run.tokens.get((space.number, one.key), found[one])
         yield None
         rows = [
             answers.PageTokens(key=name, depth=depth, tokens=_ids(found[one]))

@@ -99,9 +99,19 @@ class Verifier:
             for number in numbers:
                 if scan.over():
                     return
-                nodes = space.listed(number)
-                for start in range(0, len(nodes), step):
-                    yield from self._check_nodes(scan, nodes[start : start + step])
+                if "host" in scan.tiers:
+                    nodes = [node for node in order.nodes(number) if node.memory]
+                    singles = [page for node in nodes for page in node.singles()]
+                    for start in range(0, len(singles), step):
+                        some = filter(is_live, singles[start : start + step])
+                        yield from self._check_memory(scan, _listed(some, ["host"]))
+                if "ssd" in scan.tiers:
+                    runs = [
+                        (node, shard)
+                        for node in order.nodes(number)
+                        for shard in node.place_columns
+                    ]
+                    yield from self._check_disk(scan, runs)
             cursor = order.after(numbers[-1])
             yield None
 

@@ -127,22 +127,22 @@ class SimulatedTier:
 
     def _carry_out(self, job: DiskJob) -> KVStoreError | None:
         match job:
-            case diskjobs.DiskWrite(place=place, page=(node, _, _, _), slot=slot):
+            case diskjobs.DiskWrite(place=place, page=page, slot=slot):
                 content = bytes(self._memory(slot))
-                if content != page_content(node.key):
+                if content != page_content(page.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
-                self._tokens[place] = node.tokens
-            case diskjobs.DiskRead(place=place, page=(node, _, _, _), slot=slot):
-                error = self._read(place, self._memory(slot), page_content(node.key))
+                self._tokens[place] = page.tokens
+            case diskjobs.DiskRead(place=place, page=page, slot=slot):
+                error = self._read(place, self._memory(slot), page_content(page.key))
                 self._outcome.pages_from_disk += error is None
                 return error
-            case diskjobs.DiskCheck(place=place, page=(node, _, _, _)):
+            case diskjobs.DiskCheck(place=place, page=page):
                 self._outcome.pages_checked += 1
-                return self._read(place, memoryview(bytearray(PAGE_BYTES)), page_content(node.key))
-            case diskjobs.DiskCopy(source=source, place=place, page=(node, _, _, _)):
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), page_content(page.key))
+            case diskjobs.DiskCopy(source=source, place=place, page=page):
                 content = self.records[source]
-                if content != page_content(node.key):
+                if content != page_content(page.key):
                     return PageCorrupt("simulated")
                 self.records[place] = content
                 self._tokens[place] = self._tokens[source]

@@ -102,7 +102,7 @@ class Admission:
         """Decide for the pages of a chain that are not on disk, all before them being there.
 
         Args:
-            chain: (node, shard) of each page, ancestors first.
+            chain: (node, shard) of the pages, ancestors first.
             size_bytes: of each record, positive.
             now_ns: a clock that never goes back.
             tick: the present one.
@@ -111,16 +111,18 @@ class Admission:
             how many leading pages to write; they are charged to the budget.
         """
         self._advance(now_ns)
+        pages = sum([node.count for node, _ in chain])
         if chain and not chain[-1][0].children_in_memory:
             end = chain[-1][0]
-            self.leaves(end, len(chain) * size_bytes * len(end.slot_columns), tick)
+            self.leaves(end, pages * size_bytes * len(end.slot_columns), tick)
         wanted = self._wanted(chain)
         if self.bounded:
             wanted = min(wanted, int(max(0, self._bucket) // size_bytes))
         self.charge(wanted * size_bytes)
         self._admitted += wanted
-        self._refused += wanted < len(chain)
-        ask_later([node for node, _ in chain[wanted:]])
+        self._refused += wanted < pages
+        if wanted < pages:
+            ask_later(_behind(chain, wanted))
         return wanted
 
     def leaves(self, end: PrefixNode, offered_bytes: int, tick: int) -> None:
@@ -134,9 +136,9 @@ class Admission:
         if self.name == "learned" and self.returns.left(end, tick):
             self._fill(offered_bytes * self._share)
 
-    def refuse(self) -> None:
-        """A page goes that was refused with what followed it."""
-        self._refused += 1
+    def refuse(self, pages: int) -> None:
+        """Pages go that were refused with what followed them."""
+        self._refused += pages
 
     def take_back(self, pages: int, size_bytes: int) -> None:
         """So many admitted pages found no room on the disk."""
@@ -170,28 +172,29 @@ class Admission:
         if self.name == "none":
             return 0
         if self.name == "all":
-            return len(chain)
+            return sum([node.count for node, _ in chain])
         if self.name == "learned":
             return self._learned(chain)
         needed = 1 + self._shortage() * (EVIDENCE_MAX - 1)
-        wanted, below = 0, 0
-        for at in range(len(chain) - 1, -1, -1):
-            node = chain[at][0]
+        behind, below = 0, 0
+        for node, _ in reversed(chain):
             below += node.uses  # who used a descendant used this page too
             if below + node.turns >= needed:
-                wanted = at + 1
-                break
-        return wanted
+                return sum([one.count for one, _ in chain]) - behind
+            behind += node.count
+        return 0
 
     def _learned(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
         """The leading part that is worth most beyond the price of writing it."""
         price = self._shortage()
         worth = most = 0.0
-        wanted = 0
-        for at, (node, _) in enumerate(chain, 1):
-            worth += self.returns.rate(node) - price
-            if worth >= most:
-                most, wanted = worth, at
+        wanted = at = 0
+        for node, _ in chain:
+            for key in node.key_list():
+                at += 1
+                worth += self.returns.rate(node.space, key) - price
+                if worth >= most:
+                    most, wanted = worth, at
         return wanted
 
     def _shortage(self) -> float:
@@ -217,6 +220,16 @@ class Admission:
 def ask_later(refused: Sequence[PrefixNode]) -> None:
     """Ask about the pages of a chain again when half of them are gone, not for each that goes."""
     if refused:
-        depth = (refused[0].depth + refused[-1].depth) // 2
+        depth = (refused[0].first_depth + refused[-1].depth) // 2
         for node in refused:
             node.ask_depth = depth
+
+
+def _behind(chain: Sequence[tuple[PrefixNode, int]], pages: int) -> list[PrefixNode]:
+    """The nodes of a chain behind its first pages."""
+    found: list[PrefixNode] = []
+    for node, _ in chain:
+        pages -= node.count
+        if pages < 0:
+            found.append(node)
+    return found

@@ -84,9 +84,9 @@ class Returns:
             self._remember(name, kind, sights, tick)
         return True
 
-    def rate(self, node: PrefixNode) -> float:
+    def rate(self, space: PrefixTree, key: PrefixKey) -> float:
         """What share of the pages like this one came back, 0 to 1."""
-        known = self._remembered.get(_name(node))
+        known = self._remembered.get(_named(space, key))
         kind = known[0] if known is not None else ()
         rate = RATE_UNKNOWN
         for depth in range(len(kind) + 1):

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.page import PrefixKey
 from kvstore.state.disk.jobs import DiskCheck, DiskJob, DiskTokens, page_name
 from kvstore.state.disk.log import SegmentLog
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 CHECKS_MAX: Final = 8
 """Records that are read again at a time; one while anything is loaded."""
@@ -25,20 +27,20 @@ class CheckRun:
     """Pages to read again.
 
     Attributes:
-        waiting: (node, shard) not begun yet.
+        waiting: space, shard and key of pages not begun yet.
         tokens_only: nobody wants the pages, only what their records have of tokens.
-        tokens: node → its tokens, for those that a run of ``tokens_only`` found.
+        tokens: (space number, key) → tokens of the page, as far as a run of ``tokens_only`` found.
         under_way: being read.
         checked: were read and compared.
         corrupt: of those, what was not what had been written; quarantined.
         unreadable: the disk failed; they stay, and the next load decides.
         skipped: were on disk no longer, or moved, when their turn came or their read ended; or
-            their node's tokens were found in the record of another shard.
+            their tokens were found in the record of another shard.
     """
 
-    waiting: deque[tuple[PrefixNode, int]]
+    waiting: deque[tuple[PrefixTree, int, PrefixKey]]
     tokens_only: bool = False
-    tokens: dict[PrefixNode, bytes] = field(default_factory=dict)
+    tokens: dict[tuple[int, PrefixKey], bytes] = field(default_factory=dict)
     under_way: int = 0
     checked: int = 0
     corrupt: int = 0
@@ -109,13 +111,14 @@ class DiskChecks:
         most = 1 if self._loading() else CHECKS_MAX
         return len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX
 
-    def _begin(self, run: CheckRun, node: PrefixNode, shard: int) -> None:
-        place = node.disk.get(shard) if is_live(node) else None
-        if place is None or node in run.tokens:
+    def _begin(self, run: CheckRun, space: PrefixTree, shard: int, key: PrefixKey) -> None:
+        node = space.index.get(key)
+        if node is None or not node.on_disk >> shard & 1 or (space.number, key) in run.tokens:
             run.skipped += 1
             return
-        kind = DiskTokens if run.tokens_only else DiskCheck
-        job = kind(self._number(), place, page_name(node, shard))
+        kind, position = DiskTokens if run.tokens_only else DiskCheck, node.position(key)
+        place = node.place_at(shard, position)
+        job = kind(self._number(), place, page_name(node, shard, position))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
         self._bytes += _size(job)
@@ -126,26 +129,35 @@ class DiskChecks:
         self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
     ) -> None:
         """One has been read; ``tokens`` are what its record has of them."""
-        node, shard, _, digest = job.page
-        run = self._jobs.pop(job.job)
+        page, run = job.page, self._jobs.pop(job.job)
+        node = page.space.index.get(page.key)
         self._bytes -= _size(job)
         self._log.unpin_segment(job.place.segment)
         run.under_way -= 1
-        if not is_live(node) or node.disk.get(shard) != job.place or node.digests[shard] != digest:
+        if node is None or not _is_at(node, job):
             run.skipped += 1
         elif error is None or isinstance(error, PageCorrupt):
             run.checked += 1
             self._counts["disk_checked_records"] += not run.tokens_only
             if run.tokens_only and len(tokens) == node.space.token_bytes:
-                run.tokens[node] = tokens
+                run.tokens[page.space.number, page.key] = tokens
             if error is not None:
                 run.corrupt += 1
                 self._counts["disk_corrupt_records"] += 1
-                self._quarantine(node, shard, "corrupt")
+                alone = page.space.exact(node, node.position(page.key), 1)
+                self._quarantine(alone, page.shard, "corrupt")
         else:
             run.unreadable += 1
 
 
+def _is_at(node: PrefixNode, job: DiskCheck | DiskTokens) -> bool:
+    """Whether the page of a job, which is one of the node's, still has that record."""
+    shard, position = job.page.shard, node.position(job.page.key)
+    if not node.on_disk >> shard & 1 or node.place_at(shard, position) != job.place:
+        return False
+    return node.digest_at(shard, position) == job.page.digest
+
+
 def _size(job: DiskCheck | DiskTokens) -> int:
-    page_bytes = job.page.node.space.shards[job.page.shard].page_bytes
+    page_bytes = job.page.space.shards[job.page.shard].page_bytes
     return HEADER_BYTES if isinstance(job, DiskTokens) else record_bytes(page_bytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import CapacityError, KVStoreError
-from kvstore.page import ALL_KEYS
+from kvstore.page import ALL_KEYS, KEY_BYTES
 from kvstore.state.disk.jobs import DiskJob, DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
@@ -76,8 +76,17 @@ class Graves:
         self._jobs: dict[int, _Pair] = {}
 
     def holds(self, node: PrefixNode, shard: int) -> bool:
-        """Whether a page must not be written yet: the tombstone of its key comes first."""
-        return self._knows((node.space.number, shard), node.key)
+        """Whether pages must not be written yet: the tombstone of one of their keys comes first."""
+        return self.holds_any(node.space, shard, node.keys)
+
+    def holds_any(self, space: PrefixTree, shard: int, keys: bytes) -> bool:
+        """The same of packed keys."""
+        if not self.waiting_keys:
+            return False
+        pair = space.number, shard
+        return any(
+            self._knows(pair, keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)
+        )
 
     def waits_for(self, space: PrefixTree) -> bool:
         """Whether a tombstone of a space is still to be written."""
@@ -88,9 +97,10 @@ class Graves:
         )
 
     def bury(self, node: PrefixNode, shard: int) -> None:
-        """A page was taken out on purpose; what a segment may still hold of it must not return."""
-        assert node.key != ALL_KEYS, "it would bury every page of the space and shard"
-        self._add(node.space, shard, node.key)
+        """Pages were taken out on purpose; what a segment may still hold of it must not return."""
+        for key in node.key_list():
+            assert key != ALL_KEYS, "it would bury every page of the space and shard"
+            self._add(node.space, shard, key)
 
     def bury_all(self, space: PrefixTree) -> None:
         """A space was emptied: nothing of it must return, also what had left the index before."""

@@ -67,18 +67,26 @@ class DiskRules:
 
 
 class PageName(NamedTuple):
-    """What a job's record says; the node may have left its tree when the job is carried out."""
+    """What a job's record says; its page may have left the index when the job is carried out.
 
-    node: PrefixNode
+    Attributes:
+        parent: key of the page before it; empty at a chain's start.
+        tokens: of the page, for one that is to be written, if they are known.
+    """
+
+    space: PrefixTree
     shard: int
+    key: PrefixKey
     parent: PrefixKey
     digest: bytes
+    tokens: bytes = b""
 
 
-def page_name(node: PrefixNode, shard: int) -> PageName:
-    """The name of a READY page."""
-    assert node.above is not None
-    return PageName(node, shard, node.above.key, node.digests[shard])
+def page_name(node: PrefixNode, shard: int, position: int = 0) -> PageName:
+    """The name of a READY page of a node."""
+    key, parent = node.key_at(position), node.key_before(position)
+    assert parent is not None
+    return PageName(node.space, shard, key, parent, node.digest_at(shard, position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +101,13 @@ class DiskWrite:
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """Read the record at ``place`` into ``slot``."""
+    """Read the record at ``place`` into ``slot``; the page is that of ``node``."""
 
     job: int
     place: Place
     page: PageName
     slot: Slot
+    node: PrefixNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +187,14 @@ class Durable:
     """A durable put, or removal, that has not been acknowledged.
 
     Attributes:
-        pages: (node, shard, digest) of those of a put.
-        pinned: slots of the pages in memory, pinned until its end.
+        pages: those of a put: space, shard, their keys and their digests.
+        pinned: slots of those in memory, pinned until its end.
         outstanding: pages, or tombstones, still to be written.
         error: why it failed; None = it did not.
         ended: it is acknowledged, or failed.
     """
 
-    pages: list[tuple[PrefixNode, int, bytes]] = field(default_factory=list)
+    pages: list[tuple[PrefixTree, int, bytes, bytes]] = field(default_factory=list)
     pinned: list[Slot] = field(default_factory=list)
     outstanding: int = 0
     error: KVStoreError | None = None
@@ -194,21 +203,51 @@ class Durable:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """A page on its way to disk.
+    """Pages that follow each other, on their way to disk.
+
+    Its pages settle together, once all their records are written or have failed.
 
     Attributes:
-        job: what the tier does.
-        size: bytes of its record.
-        waiters: durable puts of it.
+        space: whose pages.
+        shard: of it.
+        keys: of the pages, 32 bytes each.
+        slots: of the pages, pinned until the end.
+        place: of the first record; the others follow it.
+        each: bytes of a record.
+        left: records that have not ended.
+        waiters: durable puts of its pages.
         followers: writes that have ended and count only once this one does.
-        error: why it failed.
+        errors: why records failed, by number.
     """
 
-    job: DiskWrite
-    size: int
+    space: PrefixTree
+    shard: int
+    keys: bytes
+    slots: list[Slot]
+    place: Place
+    each: int
+    left: int
     waiters: list[Durable] = field(default_factory=list)
     followers: "list[Write]" = field(default_factory=list)
-    error: KVStoreError | None = None
+    errors: dict[int, KVStoreError] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its records."""
+        return len(self.slots) * self.each
+
+    def place_of(self, number: int) -> Place:
+        """Where a record of it is."""
+        return Place(self.place.segment, self.place.offset + number * self.each)
+
+    def alike(self, first: int, most: int) -> int:
+        """How many records from number ``first`` on ended like it: well, or not."""
+        if not self.errors:
+            return most
+        failed, end = first in self.errors, first + 1
+        while end < first + most and (end in self.errors) == failed:
+            end += 1
+        return end - first
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +282,11 @@ class PageMemory(Protocol):
     def emit(
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
     ) -> None:
-        """A page came to a tier, or left it and stays in the other."""
+        """The pages of a node came to a tier, or left it and stay in the other."""
+        ...
+
+    def owner(self, slot: Slot) -> PrefixNode | None:
+        """The node of the page in a slot; None for a slot of no page in the trees."""
         ...
 
     def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
@@ -251,5 +294,5 @@ class PageMemory(Protocol):
         ...
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take the page out of the index, in every tier, with all that it leads to."""
+        """Take the pages of a node out of the index, in every tier, with all they lead to."""
         ...

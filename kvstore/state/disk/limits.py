@@ -12,8 +12,11 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
-from kvstore.state.disk.jobs import PageMemory, Write
+from kvstore.state.disk.jobs import PageMemory
 from kvstore.state.disk.log import Segment
+from kvstore.state.disk.plans import parts_of
+from kvstore.state.disk.underway import WritesUnderWay
+from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.prefix_tree import CHILDREN_MAX, PrefixTree
@@ -67,7 +70,7 @@ class DiskLimits:
     """
 
     def __init__(self, memory: PageMemory, forget: Callable[[PrefixNode, int], None]) -> None:
-        self.writing: dict[tuple[PrefixNode, int], Write] = {}
+        self.writing = WritesUnderWay()
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
         self._forget = forget
@@ -135,11 +138,11 @@ class DiskLimits:
 
     def writing_bytes(self, space: PrefixTree) -> int:
         """What is being written of a space."""
-        shards = [shard for node, shard in self.writing if node.space is space]
-        return sum(space.shards[shard].record_bytes for shard in shards)
+        return self.writing.bytes_of(space)
 
     def _take_out(self, node: PrefixNode) -> None:
         """Take a leaf off the disk; what is not in memory leaves the index."""
+        node.explode()
         for shard in list(node.place_columns):
             self._memory.counts["disk_quota_pages"] += 1
             if node.memory >> shard & 1:
@@ -155,15 +158,14 @@ class DiskLimits:
             and is_live(node)
             and node.present == node.ready
             and not node.pins
-            and not any(slots.pinned(node.slot(shard)) for shard in node.slot_columns)
+            and not any(slots.pinned(last_slot(of)) for of in node.slot_columns.values())
         )
 
     def _is_leaf(self, node: PrefixNode) -> bool:
         if node.on_disk & ~node.memory:
             return not node.below
         return not any(
-            child.on_disk
-            or any((child, at) in self.writing for at in range(len(child.space.shards)))
+            child.on_disk or any(self.writing.of(child, at) for at in child.slot_columns)
             for child in node.below.values()
         )
 
@@ -175,11 +177,17 @@ class DiskLimits:
         reserved: dict[int, list[tuple[PrefixNode, int]]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
         }
-        for node, shard in segment.pages:
-            if is_pinned(node, shard):
-                kept.add((node, shard))
-            elif node.space.number in reserved:
-                reserved[node.space.number].append((node, shard))
+        for node, _, part, _ in list(parts_of(segment.pages)):
+            if part.space.number not in reserved:
+                if is_pinned(node, part.shard):
+                    kept.add((node, part.shard))
+                continue
+            for number in range(part.pages):
+                page = part.space.nodes[part.key(number)], part.shard
+                if is_pinned(*page):
+                    kept.add(page)
+                else:
+                    reserved[part.space.number].append(page)
         for pages in reserved.values():
             if pages:
                 kept |= self._beyond_excess(pages)
@@ -230,7 +238,7 @@ def _below(
     if node.space.shards[shard].window_pages:
         return found
     for at, _ in found:
-        below = [(one, shard) for one in at.below.values() if one.on_disk >> shard & 1]
+        below = [(one, shard) for one in at.children.values() if one.on_disk >> shard & 1]
         if len(found) > WALK_MAX or not kept.isdisjoint(below):
             return []
         found += [page for page in below if page not in going]

@@ -89,7 +89,7 @@ class DiskLoads:
 
     def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
         """A load has ended; the record had these ``tokens``."""
-        node, shard, slot = job.page.node, job.page.shard, job.slot
+        node, shard, slot = job.node, job.page.shard, job.slot
         load = self._loads.pop((node, shard))
         self._log.unpin_segment(job.place.segment)
         wanted = (
@@ -123,7 +123,7 @@ class DiskLoads:
             return None
         assert (node, shard) not in self._loads
         self._log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slots[0])
+        job = DiskRead(self._number(), place, page_name(node, shard), slots[0], node)
         load = self._loads[node, shard] = PageLoad(self._memory.now_ns)
         self._submit(job)
         return load

@@ -10,12 +10,11 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES
+from kvstore.state.disk.plans import Reclaim, parts_of, plan
+from kvstore.state.disk.records import PageRecords, Stretch
+from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import (
-    Place,
-    footer_bytes,
-    record_bytes,
-)
+from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 SEGMENT_PAIRS_MAX: Final = 64
@@ -29,16 +28,16 @@ CARRY_SHARE: Final = 0.5
 """Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
 
 
-class Reclaim(NamedTuple):
-    """What becomes of the pages of a segment.
+class Placed(NamedTuple):
+    """Where records go that follow each other.
 
     Attributes:
-        carry: (node, shard) of pages to write again, heads first.
-        drop: pages that leave the disk, tails first.
+        place: of the first one.
+        pages: how many there is room for.
     """
 
-    carry: list[tuple[PrefixNode, int]]
-    drop: list[tuple[PrefixNode, int]]
+    place: Place
+    pages: int
 
 
 class SegmentState(Enum):
@@ -62,8 +61,7 @@ class Segment:
         end: the first byte behind its last record.
         records: how many it has, dead ones included.
         pairs: (space, shard) pairs that its records belong to.
-        pages: every page whose record of record this is → the tick when it was written.
-        live_bytes: of their records.
+        pages: the pages that have their record here, and those whose record is being written.
         writing: records being written.
         readers: reads and copies under way.
         sealing: its footer is being written.
@@ -78,8 +76,7 @@ class Segment:
     end: int = 0
     records: int = 0
     pairs: set[tuple[int, int]] = field(default_factory=set)
-    pages: dict[tuple[PrefixNode, int], int] = field(default_factory=dict)
-    live_bytes: int = 0
+    pages: PageRecords = field(default_factory=PageRecords)
     writing: int = 0
     readers: int = 0
     sealing: bool = False
@@ -136,30 +133,29 @@ class SegmentLog:
     # ---- records ----------------------------------------------------------------------------
 
     def place(
-        self, node: PrefixNode, shard: int, tick: int, *, carried: bool = False
-    ) -> Place | None:
-        """Where the record of a page goes; None when no segment is free.
+        self, space: PrefixTree, shard: int, keys: bytes, tick: int, *, carried: bool = False
+    ) -> Placed | None:
+        """Where the records of pages go, as many as fit together; None when no segment is free.
 
-        The caller writes it there and says :meth:`wrote` or :meth:`abandon`.
+        The caller writes them there and says :meth:`wrote` or :meth:`abandon` of each.
         """
-        size = record_bytes(node.space.shards[shard].page_bytes)
-        segment = self._take(size, (node.space.number, shard), carried=carried)
-        if segment is None:
+        size, pages = space.shards[shard].record_bytes, len(keys) // KEY_BYTES
+        taken = self._take(size, (space.number, shard), pages, carried=carried)
+        if taken is None:
             return None
-        place = Place(segment.number, segment.end - size)
-        assert (node, shard) not in segment.pages
-        segment.pages[node, shard] = tick
-        segment.live_bytes += size
+        segment, pages = taken
+        place = Place(segment.number, segment.end - pages * size)
+        segment.pages.add(space, shard, keys[: pages * KEY_BYTES], place.offset, size, tick)
         if carried:
-            self._carried_bytes += size
+            self._carried_bytes += pages * size
         else:
-            self._written_bytes += size
-        return place
+            self._written_bytes += pages * size
+        return Placed(place, pages)
 
-    def has_room(self, node: PrefixNode, shard: int) -> bool:
+    def has_room(self, space: PrefixTree, shard: int) -> bool:
         """Whether :meth:`place` would find one for a new page now."""
-        size, segment = node.space.shards[shard].record_bytes, self._open.get(False)
-        fits = segment is not None and _fits(segment, size, (node.space.number, shard))
+        size, segment = space.shards[shard].record_bytes, self._open.get(False)
+        fits = segment is not None and _fitting(segment, size, (space.number, shard), 1) > 0
         return fits or self._may_begin(size, carried=False)
 
     def place_tombstone(self, space: PrefixTree, shard: int, keys: int) -> Place | None:
@@ -169,30 +165,32 @@ class SegmentLog:
         The caller writes it there and says :meth:`wrote`, also when it could not be written.
         """
         size = record_bytes(keys * KEY_BYTES)
-        segment = self._take(size, (space.number, shard), carried=False)
-        if segment is None:
+        taken = self._take(size, (space.number, shard), 1, carried=False)
+        if taken is None:
             return None
+        segment = taken[0]
         segment.waits_for |= self.segments.keys() - {segment.number}
         return Place(segment.number, segment.end - size)
 
-    def wrote(self, place: Place) -> None:
-        """The record is there."""
+    def wrote(self, place: Place, records: int = 1) -> None:
+        """Records of that segment are there."""
         segment = self.segments[place.segment]
-        assert segment.writing > 0
-        segment.writing -= 1
+        assert segment.writing >= records
+        segment.writing -= records
 
-    def abandon(self, place: Place, node: PrefixNode, shard: int) -> None:
-        """The record is not there, or nobody wants it any more."""
+    def abandon(self, place: Place) -> None:
+        """The record of a page is not there, or nobody wants it any more."""
         self.wrote(place)
-        self._bury(place, node, shard)
+        self._bury(place)
 
     def remove(self, node: PrefixNode, shard: int) -> None:
-        """The page leaves the disk."""
-        self._bury(node.place(shard), node, shard)
+        """The pages of a node leave the disk."""
+        for place in unpack_places(node.place_columns[shard]):
+            self._bury(place)
 
-    def moved(self, node: PrefixNode, shard: int, source: Place, place: Place) -> None:
-        """The page was carried from ``source`` to ``place``."""
-        self._bury(source, node, shard)
+    def moved(self, source: Place, place: Place) -> None:
+        """A page was carried from ``source`` to ``place``."""
+        self._bury(source)
         self.wrote(place)
 
     def pin_segment(self, number: int) -> None:
@@ -222,18 +220,25 @@ class SegmentLog:
             self.full.append(segment)
         self._used_bytes += size_bytes
 
-    def adopt_pages(self, space: PrefixTree) -> None:
-        """Take over all pages of a space that were found in such segments."""
-        sizes = [record_bytes(shard.page_bytes) for shard in space.shards]
-        pages = {number: segment.pages for number, segment in self.segments.items()}
-        live = dict.fromkeys(self.segments, 0)
-        for node in space.index.values():
-            for shard, (number, _) in node.disk.items():
-                pages[number][node, shard] = 0
-                live[number] += sizes[shard]
-        for number, size in live.items():
-            self.segments[number].live_bytes += size
-        space.disk_bytes = sum(live.values())
+    def adopt_pages(self, spaces: Iterable[PrefixTree]) -> None:
+        """Take over all pages of these spaces, which were found in such segments."""
+        found: dict[int, list[tuple[int, PrefixTree, int, bytes]]] = {}
+        for space in spaces:
+            space.disk_bytes = 0
+            for number in space.by_creation.numbers(0):
+                for node in space.by_creation.nodes(number):
+                    for shard, column in node.place_columns.items():
+                        space.disk_bytes += node.count * space.shards[shard].record_bytes
+                        at = 0
+                        for place, pages in adjacent(column, space.shards[shard].record_bytes):
+                            keys = node.keys[at * KEY_BYTES : (at + pages) * KEY_BYTES]
+                            record = place.offset, space, shard, keys
+                            found.setdefault(place.segment, []).append(record)
+                            at += pages
+        for number, records in found.items():
+            known = self.segments[number].pages
+            for offset, space, shard, keys in sorted(records, key=lambda record: record[0]):
+                known.add(space, shard, keys, offset, space.shards[shard].record_bytes, 0)
 
     # ---- segments ---------------------------------------------------------------------------
 
@@ -309,27 +314,10 @@ class SegmentLog:
             victim: the segment.
             tick: now.
             carry_from: from which part of its time on disk on a page must be used, 0 to 1.
-            kept: pages of it that must not go, closed towards heads.
+            kept: single pages of it that must not go, closed towards heads.
         """
-        used = [
-            (-node.access, node.depth, at, node, shard)
-            for at, ((node, shard), written) in enumerate(victim.pages.items())
-            if node.access > written + carry_from * (tick - written)
-        ]
         budget = int(victim.size_bytes * CARRY_SHARE)
-        chosen: dict[tuple[PrefixNode, int], None] = dict.fromkeys(kept)
-        budget -= sum(record_bytes(node.space.shards[at].page_bytes) for node, at in kept)
-        for _, _, _, node, shard in sorted(used):
-            if budget <= 0:
-                break
-            for one in _with_heads(node, shard, victim.number):
-                if (one, shard) not in chosen:
-                    chosen[one, shard] = None
-                    budget -= record_bytes(one.space.shards[shard].page_bytes)
-        carry = sorted(chosen, key=lambda page: page[0].depth)
-        drop = [page for page in victim.pages if page not in chosen]
-        drop.sort(key=lambda page: -page[0].depth)
-        return Reclaim(carry, drop)
+        return plan(victim.number, list(parts_of(victim.pages)), budget, tick, carry_from, kept)
 
     def sealed(self, number: int) -> None:
         """The footer of a full segment is written, or cannot be."""
@@ -355,7 +343,7 @@ class SegmentLog:
 
     def stats(self) -> LogStats:
         """Sizes, all read at one moment."""
-        live = sum(one.live_bytes for one in self.segments.values())
+        live = sum(one.pages.live_bytes for one in self.segments.values())
         ends = sum(one.end for one in self.segments.values())
         return LogStats(
             self.capacity_bytes, self._used_bytes, live, ends - live, len(self.segments),
@@ -371,19 +359,20 @@ class SegmentLog:
         assert self._used_bytes <= self.capacity_bytes or not self._written_bytes
         assert self._failed == sum(one.failed for one in self.segments.values())
         for segment in list(self.segments.values()):
-            pages, live_bytes, strays = list(segment.pages), 0, 0
-            records, writing = segment.records, segment.writing
-            for first in range(0, len(pages), STRETCH_PAGES):
-                for node, shard in pages[first : first + STRETCH_PAGES]:
-                    live_bytes += node.space.shards[shard].record_bytes
-                    there = node.on_disk >> shard & 1
-                    strays += not there or node.place(shard).segment != segment.number
-                yield
+            live_bytes = strays = looked = 0
+            records, pages, writing = segment.records, len(segment.pages), segment.writing
+            for stretch in list(segment.pages.stretches):
+                live_bytes += stretch.live.bit_count() * stretch.each
+                strays += _strays(segment.number, stretch)
+                looked += stretch.pages
+                if looked >= STRETCH_PAGES:
+                    looked = 0
+                    yield
             yield
             if self.segments.get(segment.number) is not segment:
                 continue
-            if (records, len(pages)) == (segment.records, len(segment.pages)):
-                assert segment.live_bytes == live_bytes <= segment.end
+            if (records, pages) == (segment.records, len(segment.pages)):
+                assert segment.pages.live_bytes == live_bytes <= segment.end
                 assert strays <= writing
             assert segment.writing >= 0 <= segment.readers
             assert segment.waits_for <= self.segments.keys() - {segment.number}
@@ -393,18 +382,26 @@ class SegmentLog:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _take(self, size: int, pair: tuple[int, int], *, carried: bool) -> Segment | None:
-        """Give room at the end of an open segment to a record of ``pair``, and count its write."""
+    def _take(
+        self, size: int, pair: tuple[int, int], records: int, *, carried: bool
+    ) -> tuple[Segment, int] | None:
+        """Give room at the end of an open segment to records of ``pair``, and count their write.
+
+        Returns:
+            the segment, and how many of the records fit; None when none does.
+        """
         segment = self._open.get(carried)
-        if segment is None or not _fits(segment, size, pair):
+        fitting = _fitting(segment, size, pair, records) if segment is not None else 0
+        if segment is None or not fitting:
             segment = self._next(size, carried=carried)
             if segment is None:
                 return None
-        segment.end += size
-        segment.records += 1
+            fitting = _fitting(segment, size, pair, records)
+        segment.end += fitting * size
+        segment.records += fitting
         segment.pairs.add(pair)
-        segment.writing += 1
-        return segment
+        segment.writing += fitting
+        return segment, fitting
 
     def _next(self, size: int, *, carried: bool) -> Segment | None:
         """Close the open segment of a kind and begin another."""
@@ -422,24 +419,56 @@ class SegmentLog:
         enough = self.free_segments >= (1 if carried else 2)
         return enough and size <= self.record_bytes_max
 
-    def _bury(self, place: Place, node: PrefixNode, shard: int) -> None:
-        segment = self.segments[place.segment]
-        del segment.pages[node, shard]
-        segment.live_bytes -= record_bytes(node.space.shards[shard].page_bytes)
+    def _bury(self, place: Place) -> None:
+        self.segments[place.segment].pages.remove(place.offset)
 
 
-def _fits(segment: Segment, size: int, pair: tuple[int, int]) -> bool:
-    return segment.end + size + footer_bytes(segment.records + 1) <= segment.size_bytes and (
-        pair in segment.pairs or len(segment.pairs) < SEGMENT_PAIRS_MAX
-    )
+def adjacent(column: bytes, each: int) -> Iterator[tuple[Place, int]]:
+    """The places of a column as records of ``each`` bytes that lie next to each other.
+
+    Yields:
+        the place of the first one, and how many they are.
+    """
+    first, pages = Place(0, 0), 0
+    for place in unpack_places(column):
+        if pages and place == Place(first.segment, first.offset + pages * each):
+            pages += 1
+            continue
+        if pages:
+            yield first, pages
+        first, pages = place, 1
+    if pages:
+        yield first, pages
 
 
-def _with_heads(node: PrefixNode, shard: int, segment: int) -> list[PrefixNode]:
-    """A page and all that precede it, as far as they lie in the segment."""
-    found = []
-    at: PrefixNode | None = node
-    while at is not None and at.present:
-        if at.on_disk >> shard & 1 and at.place(shard).segment == segment:
-            found.append(at)
-        at = at.above
-    return found
+def _fitting(segment: Segment, size: int, pair: tuple[int, int], records: int) -> int:
+    """How many of so many records of one size fit into the rest of a segment."""
+    if pair not in segment.pairs and len(segment.pairs) >= SEGMENT_PAIRS_MAX:
+        return 0
+    room = segment.size_bytes - segment.end
+
+    def fits(more: int) -> bool:
+        return more * size + footer_bytes(segment.records + more) <= room
+
+    fitting = max(0, min(records, (room - footer_bytes(segment.records + records)) // size))
+    while fitting < records and fits(fitting + 1):
+        fitting += 1
+    return fitting
+
+
+def _strays(number: int, stretch: Stretch) -> int:
+    """Live records of a stretch of a segment that their pages do not point to."""
+    strays, at, index = 0, 0, stretch.space.index
+    while at < stretch.pages:
+        if not stretch.live >> at & 1:
+            at += 1
+            continue
+        place = Place(number, stretch.offset + at * stretch.each)
+        node = index.get(stretch.key(at))
+        there = node is not None and node.on_disk >> stretch.shard & 1
+        if node is None or not there:
+            strays += 1
+        else:
+            strays += node.place_at(stretch.shard, node.position(stretch.key(at))) != place
+        at += 1
+    return strays

@@ -21,8 +21,11 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.page import PrefixKey
 from kvstore.state.choice.admission import Admission
+from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks
+from kvstore.state.disk.durability import are_there, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
@@ -47,15 +50,14 @@ from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.actions import TierRemoved
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
-BACKLOG_MAX: Final = 65_536
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
-_TOLD: Final = (DiskWrite, DiskRead, DiskCheck, DiskCopy)
-"""Jobs of which the story tells."""
+_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
+"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -92,7 +94,7 @@ class DiskPages:
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
         self.unfinished = False
-        self._backlog: deque[tuple[PrefixNode, int]] = deque(maxlen=BACKLOG_MAX)
+        self._backlog = Backlog()
         self._syncs = Syncs(
             rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
         )
@@ -144,19 +146,22 @@ class DiskPages:
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
         through = self.writes_at_once
-        self._backlog.extend((node, shard) for node in nodes if through or node.disk_pins)
+        for node in nodes:
+            if through or node.disk_pins:
+                self._backlog.add(node, shard)
         self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
-            node.explode()
-            self._backlog.append((node, shard))
+            self._backlog.add(node, shard)
             self._pump()
 
-    def before_eviction(self, node: PrefixNode) -> Verdict:
-        """The memory of this node is needed; it is left with its last page."""
-        node.explode()
+    def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
+        """The memory of so many of the last pages of a node is needed.
+
+        All of its pages are written. If only the first ones are, the node is left with the others.
+        """
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
@@ -165,19 +170,20 @@ class DiskPages:
             if not self.writes.is_dirty(node, shard):
                 continue
             if refused:
-                self.admission.refuse()
-                self._memory.counts["not_admitted_pages"] += 1
+                going = min(pages, node.count)
+                self.admission.refuse(going)
+                self._memory.counts["not_admitted_pages"] += going
                 continue
             if self.rules.write is WritePolicy.SELECTIVE and not node.uses:
                 continue
             if self.degraded:
-                self._memory.counts["demotions_failed"] += 1
+                self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
             if self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max:
                 return Verdict.FULL
             full = self._memory.counts["disk_full_pages"]
             self._write(node, shard)
-            if (node, shard) in self.writes:
+            if self.writes.holds(node, shard):
                 verdict = Verdict.WRITING
             elif self._memory.counts["disk_full_pages"] > full and self._room_is_made:
                 return Verdict.FULL  # it waits for its place rather than be dropped
@@ -196,21 +202,23 @@ class DiskPages:
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
-        new = [at for at in nodes if not at.on_disk >> shard & 1 and (at, shard) not in self.writes]
-        if new and _never_on_disk(new, shard):
+        new = [at for at in nodes if not (at.on_disk >> shard & 1 or self.writes.holds(at, shard))]
+        if new and never_on_disk(new, shard):
             raise DurabilityUnavailable(
                 "a page of these was stored with no_store, ttl_s or read_once and never goes to"
                 " disk: evict it and put it again"
             )
-        if new and (self.degraded or not self.log.has_room(new[0], shard)):
+        if new and (self.degraded or not self.log.has_room(new[0].space, shard)):
             raise CapacityError(_FULL)  # in vain, and said before anything is touched
-        durable = Durable([(node, shard, node.digests[shard]) for node in nodes])
+        durable = Durable(
+            [(node.space, shard, node.keys, node.digest_columns[shard]) for node in nodes]
+        )
         self._durables.add(durable)
         for node in nodes:
             if node.memory >> shard & 1:
-                slot = node.slot(shard)
-                self._memory.slots.pin([slot], 0)
-                durable.pinned.append(slot)
+                slots = node.slots_of(shard)
+                self._memory.slots.pin(slots, 0)
+                durable.pinned += slots
             there = node.on_disk >> shard & 1
             if not there and (self.degraded or not self._write(node, shard, durable)):
                 self._end_durable(durable)
@@ -229,7 +237,7 @@ class DiskPages:
         """
         if node.on_disk >> shard & 1:
             return True
-        if (node, shard) not in self.writes and (
+        if not self.writes.holds(node, shard) and (
             self.degraded or not self._write(node, shard, Durable())
         ):
             raise CapacityError("the SSD tier does not take this page now")
@@ -238,10 +246,12 @@ class DiskPages:
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
         """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
         for space in spaces:
-            for node in space.nodes.values():
-                if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
-                    dirty = [at for at in node.slot_columns if self.writes.is_dirty(node, at)]
-                    self._backlog += [(node, at) for at in dirty]
+            for number in space.by_creation.numbers(0):
+                for node in space.by_creation.nodes(number):
+                    if self.rules.write is not WritePolicy.SELECTIVE or node.uses:
+                        for shard in node.slot_columns:
+                            if self.writes.is_dirty(node, shard):
+                                self._backlog.add(node, shard)
         self._pump()
 
     @property
@@ -276,14 +286,14 @@ class DiskPages:
         self._reclaimer.reconsider()
 
     def forget(self, node: PrefixNode, shard: int) -> None:
-        """The page leaves the disk, if it is there."""
+        """The pages of a node leave the disk, if they are there."""
         if node.on_disk >> shard & 1:
             self.log.remove(node, shard)
             node.forget_disk(shard)
             if node.memory >> shard & 1:
                 self._memory.emit(TierRemoved, node, shard, "ssd")
-            if node.above is not None:
-                self.add_candidate(node.above)
+        if node.above is not None:
+            self.add_candidate(node.above)  # also when they were only being written
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
@@ -298,22 +308,22 @@ class DiskPages:
             and not self.degraded
             and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
         ):
-            node, shard = self._backlog[0]
-            if self.graves.holds(node, shard):
-                return  # it was taken out before it was stored again, and that is not written yet
+            if self._backlog.is_held(self.graves):
+                return  # they were taken out before they were stored again; that is not written yet
             if not left:
                 self.unfinished = True
                 return
-            left -= 1
-            self._backlog.popleft()
-            if is_live(node) and self.writes.is_dirty(node, shard):
+            room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
+            looked, node, shard = self._backlog.take(left, room_bytes)
+            left -= looked
+            if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
         self._memory.fetches.unpin(durable.pinned)
         self._durables.discard(durable)
-        if durable.error is None and not all(_is_there(*page) for page in durable.pages):
+        if durable.error is None and not all(are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")
         durable.pages.clear()
         durable.ended = True
@@ -322,14 +332,14 @@ class DiskPages:
     # ---- from the disk ----------------------------------------------------------------------
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read pages again where they lie on disk; what fails is quarantined."""
-        run = CheckRun(deque(pages))
+        """Read the pages of nodes again where they lie on disk; what fails is quarantined."""
+        run = CheckRun(_names(pages))
         self._checks.begin(run)
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read the tokens of pages from their records, and nothing more of them."""
-        run = CheckRun(deque(pages), tokens_only=True)
+        """Read the tokens of the pages of nodes from their records, and nothing more of them."""
+        run = CheckRun(_names(pages), tokens_only=True)
         self._checks.begin(run)
         return run
 
@@ -342,11 +352,15 @@ class DiskPages:
 
     # ---- what the tier says -----------------------------------------------------------------
 
-    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> None:
+    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
         """A job has ended; ``error`` None = all of it was done.
 
         ``tokens``: of one that read a record, those that it has of its page.
+
+        Returns:
+            whether there may be more room than before: not as long as a run is written in part.
         """
+        writes = len(self.writes)
         ended = self._under_way.pop(job)
         self._tell("ended" if error is None else error.code, ended)
         if isinstance(ended, DiskSync):
@@ -354,13 +368,8 @@ class DiskPages:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
             self._sync_failed = error is not None
         match ended:
-            case DiskWrite(page=(node, shard, _, _)):
-                if error is not None and not isinstance(error, PageCorrupt):
-                    self._fail(error, ended.place)
-                unwritten = self.writes.wrote(node, shard, error)
-                self._backlog.extend(page for page in unwritten if page[0].disk_pins)
-                if isinstance(error, PageCorrupt) and is_live(node) and node.memory >> shard & 1:
-                    self._memory.drop(node, shard, "corrupt")
+            case DiskWrite():
+                self._wrote(ended, error)
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.tick)
@@ -377,7 +386,20 @@ class DiskPages:
                 self._syncs.ended(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.tick)
+        settled = error is not None or len(self.writes) != writes
         self.go_on()
+        return settled or not isinstance(ended, DiskWrite)
+
+    def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
+        if error is not None and not isinstance(error, PageCorrupt):
+            self._fail(error, job.place)
+        for node, shard in self.writes.wrote(job, error):
+            if node.disk_pins:
+                self._backlog.add(node, shard)
+        if isinstance(error, PageCorrupt):
+            page, owner = job.page, self._memory.owner(job.slot)
+            if owner is not None and owner.space is page.space and owner.memory >> page.shard & 1:
+                self._memory.drop(owner.space.nodes[page.key], page.shard, "corrupt")
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
@@ -399,11 +421,11 @@ class DiskPages:
         return {
             "write": self.rules.write,
             "sync": self.rules.sync,
-            "writes": len(self.writes),
+            "writes": self.limits.writing.pages,
             "loads": len(self.loads),
             "checks": len(self._checks),
             "in_flight_bytes": self.writes.in_flight_bytes,
-            "backlog_pages": len(self._backlog),
+            "backlog_pages": self._backlog.pages,
             "tombstone_keys_waiting": self.graves.waiting_keys,
             "degraded": self.troubled,
             **asdict(log),
@@ -423,11 +445,11 @@ class DiskPages:
         self._memory.counts[f"disk_{error.code}"] += 1
 
     def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
-        """The page leaves the disk for good, and what follows it; without memory, the index."""
+        """The pages leave the disk for good, and what follows them; without memory, the index."""
         losing = [node]
         if not node.space.shards[shard].window_pages:
             for at in losing:
-                losing += at.children.values()
+                losing += at.below.values()
         for at in reversed(losing):
             if at.on_disk & at.memory & 1 << shard:
                 self.forget(at, shard)
@@ -441,19 +463,12 @@ class DiskPages:
 
     def _tell(self, what: str, job: DiskJob) -> None:
         if isinstance(job, _TOLD):
-            self._memory.story.tell(f"{type(job).__name__} {what}", job.page.node, job.page.shard)
+            page = job.page
+            self._memory.story.tell_page(
+                f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
+            )
 
 
-def _never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
-    """Whether one of these pages, or of those that are needed before them, never goes there."""
-    every = list(nodes)
-    at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
-    while at is not None and not at.on_disk >> shard & 1:
-        every.append(at)
-        at = at.above
-    return any(one.memory_only >> shard & 1 for one in every)
-
-
-def _is_there(node: PrefixNode, shard: int, digest: bytes) -> bool:
-    """Whether a page is on disk, and is still the same."""
-    return is_live(node) and node.on_disk >> shard & 1 > 0 and node.digests[shard] == digest
+def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
+    """Space, shard and key of all pages of some nodes."""
+    return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())

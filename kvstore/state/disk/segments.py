@@ -14,8 +14,9 @@ from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
 from kvstore.state.disk.limits import is_pinned
-from kvstore.state.disk.log import Reclaim, Segment, SegmentLog, SegmentState
-from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
+from kvstore.state.disk.plans import Part, Reclaim
+from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
 
 
@@ -45,7 +46,7 @@ class SegmentReclaimer:
         admission: what is worth being carried over, and who is charged for it.
         number: numbers a job.
         submit: hands a job to the tier; :meth:`completed` is told of its end.
-        lose: takes a page off the disk for good: ``lose(node, shard)``.
+        lose: takes the pages of a node off the disk for good: ``lose(node, shard)``.
         kept: the pages of a segment that must not go, closed towards heads.
         counts: what is counted.
         retry_ns: after a failed sync or deletion reclaiming rests for so long.
@@ -173,33 +174,68 @@ class SegmentReclaimer:
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
         """Let up to ``limit`` pages that go leave, tails first, then copy the others."""
-        carry, drop = self._plan
-        for _ in range(min(limit, len(drop))):
-            node, shard = drop.pop()
-            there = (node, shard) in victim.pages  # its head may have taken it along
-            if there and is_pinned(node, shard):
-                carry.append((node, shard))  # since it was chosen
-                continue
-            self._counts["reclaimed_pages"] += 1
-            if there:
-                self._lose(node, shard)
+        (carry, drop), left = self._plan, limit
+        while drop and left > 0:
+            part = drop.pop()
+            if part.pages > left:
+                drop.append(part.cut(0, part.pages - left))
+                part = part.cut(part.pages - left, part.pages)
+            left -= part.pages
+            self._give_up(victim, part)
         if not drop:
             self._stage = _Drain.COPYING
-            self._copy(victim, sorted(carry, key=lambda page: page[0].depth), tick)
+            self._copy(victim, sorted(carry, key=lambda part: part.depth), tick)
 
-    def _copy(self, victim: Segment, carry: list[tuple[PrefixNode, int]], tick: int) -> None:
-        for node, shard in carry:
-            if (node, shard) not in victim.pages:
+    def _give_up(self, victim: Segment, part: Part) -> None:
+        """Let the pages of a part leave, the last one first; not those that got pinned."""
+        end = part.pages
+        while end > 0:
+            found = self._there(victim, part, end - 1)
+            if found is None:  # its head may have taken it along
+                self._counts["reclaimed_pages"] += 1
+                end -= 1
                 continue
-            place = self._log.place(node, shard, tick, carried=True)
-            if place is None:
-                self._lose(node, shard)
+            node, position = found
+            if is_pinned(node, part.shard):
+                self._plan.carry.append(part.cut(end - 1, end))  # since it was chosen
+                end -= 1
                 continue
-            source = node.place(shard)
-            self._log.pin_segment(source.segment)
-            self._copies += 1
-            self._admission.charge(node.space.shards[shard].record_bytes)
-            self._submit(DiskCopy(self._number(), source, place, page_name(node, shard)))
+            first = end - 1
+            while first and position and self._there(victim, part, first - 1) == (
+                node, position - 1,
+            ):  # fmt: skip
+                first, position = first - 1, position - 1
+            self._counts["reclaimed_pages"] += end - first
+            self._lose(node.space.exact(node, position, end - first), part.shard)
+            end = first
+
+    def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
+        for part in carry:
+            for number in range(part.pages):
+                found = self._there(victim, part, number)
+                if found is not None:
+                    self._copy_page(*found, part.shard, tick)
+
+    def _copy_page(self, node: PrefixNode, position: int, shard: int, tick: int) -> None:
+        key, space = node.key_at(position), node.space
+        placed = self._log.place(space, shard, key, tick, carried=True)
+        if placed is None:
+            self._lose(space.exact(node, position, 1), shard)
+            return
+        source = node.place_at(shard, position)
+        self._log.pin_segment(source.segment)
+        self._copies += 1
+        self._admission.charge(space.shards[shard].record_bytes)
+        page = page_name(node, shard, position)
+        self._submit(DiskCopy(self._number(), source, placed.place, page))
+
+    def _there(self, victim: Segment, part: Part, number: int) -> tuple[PrefixNode, int] | None:
+        """The node of a page that has its record in the victim still, and where in the node."""
+        if victim.pages.key_at(part.offset + number * part.each) is None:
+            return None
+        key = part.key(number)
+        node = part.space.index[key]
+        return node, node.position(key)
 
     def _go_on(self, victim: Segment) -> None:
         if self._stage is _Drain.COPYING and not self._copies:
@@ -212,19 +248,24 @@ class SegmentReclaimer:
             self._submit(DiskDrop(self._number(), victim.number))
 
     def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
-        (node, shard, _, digest), source = job.page, job.source
+        page, source = job.page, job.source
+        shard, node = page.shard, page.space.index.get(page.key)
+        position = node.position(page.key) if node is not None else 0
         self._copies -= 1
         assert self._copies >= 0
         self._log.unpin_segment(source.segment)
-        still_there = is_live(node) and node.disk.get(shard) == source
-        assert not still_there or node.digests[shard] == digest
-        if still_there and error is None:
-            self._log.moved(node, shard, source, job.place)
-            node.move(shard, job.place)
+        if node is not None and not (
+            node.on_disk >> shard & 1 and node.place_at(shard, position) == source
+        ):
+            node = None
+        assert node is None or node.digest_at(shard, position) == page.digest
+        if node is not None and error is None:
+            self._log.moved(source, job.place)
+            node.move_page(shard, position, job.place)
             self._counts["carried_pages"] += 1
             return
-        self._log.abandon(job.place, node, shard)
+        self._log.abandon(job.place)
         if error is not None and not isinstance(error, PageCorrupt):
             self._log.fail(job.place.segment)  # else it was the record that was to be copied
-        if still_there:
-            self._lose(node, shard)
+        if node is not None:
+            self._lose(node.space.exact(node, position, 1), shard)

@@ -1,21 +1,32 @@
 """Pages on their way from memory to the SSD log, and who waits for them. Pure.
 
-A write counts when its bytes are in the file and the page's head is on disk: until then it waits
-for the write of its head, and what follows waits for it.
+A write is of pages that are one node when it begins; they may be split meanwhile, leave, and come
+back. It counts when all its records are in the file and the page before them is on disk: until then
+it waits for the write of that page, and what follows waits for it. Of a write of which a record
+failed the pages before that one count.
 """
 
 from collections.abc import Callable
 
 from kvstore.errors import CapacityError, KVStoreError
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission, ask_later
 from kvstore.state.disk.graves import Graves
-from kvstore.state.disk.jobs import DiskJob, DiskWrite, Durable, PageMemory, Write, page_name
+from kvstore.state.disk.jobs import (
+    DiskJob,
+    DiskWrite,
+    Durable,
+    PageMemory,
+    PageName,
+    Write,
+)
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.actions import TierStored
-from kvstore.state.tree.node import PrefixNode, is_live
-from kvstore.state.tree.places import Place, record_bytes
+from kvstore.state.tree.columns import pack_places, pack_slots
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.places import Place
 
 
 class Writes:
@@ -48,36 +59,38 @@ class Writes:
         self._syncs = syncs
         self._number = number
         self._submit = submit
-        self._writes = limits.writing
+        self._under_way = limits.writing
 
     def __len__(self) -> int:
-        return len(self._writes)
+        return len(self._under_way)
 
-    def __contains__(self, page: tuple[PrefixNode, int]) -> bool:
-        return page in self._writes
+    def holds(self, node: PrefixNode, shard: int) -> bool:
+        """Whether the pages of a node are being written."""
+        return self._under_way.of(node, shard) is not None
 
     def is_dirty(self, node: PrefixNode, shard: int) -> bool:
-        """Whether the page is in memory only, and may be on disk."""
+        """Whether the pages are in memory only, and may be on disk."""
         return (
             bool(node.memory & node.ready & ~node.on_disk & 1 << shard)
             and not node.memory_only >> shard & 1
             and node.space.shards[shard].record_bytes <= self._log.record_bytes_max
-            and (node, shard) not in self._writes
+            and self._under_way.of(node, shard) is None
             and not self._graves.holds(node, shard)
         )
 
     def begin(
         self, node: PrefixNode, shard: int, now_ns: int, durable: Durable | None = None
     ) -> bool:
-        """Start to write a page and what precedes it; whether all of it is on its way.
+        """Start to write the pages of a node and what precedes them; whether all is on its way.
 
-        For a durable put that is told in the end, or for an ordinary page, if it is admitted.
+        For a durable put that is told in the end, or for ordinary pages, as far as admitted. The
+        node is left with what is not being written, or with the last of its pages that are.
         """
-        window = node.space.shards[shard].window_pages
+        space, window = node.space, node.space.shards[shard].window_pages
         chain: list[PrefixNode] = []
         at: PrefixNode | None = node
-        while at is not None and at is not node.space.root and not at.on_disk >> shard & 1:
-            under_way = self._writes.get((at, shard))
+        while at is not None and at is not space.root and not at.on_disk >> shard & 1:
+            under_way = self._under_way.of(at, shard)
             if under_way is not None:
                 self._await(under_way, durable)
                 break
@@ -85,73 +98,106 @@ class Writes:
                 ask_later(chain[::-1])
                 return False  # its engine is still writing it, or it must not go to disk
             chain.append(at)
-            at = None if window else at.parent
+            at = None if window else at.above
         chain.reverse()
-        wanted, begun = len(chain), 0
-        size = record_bytes(node.space.shards[shard].page_bytes)
+        wanted = admitted = sum([one.count for one in chain])
+        size = space.shards[shard].record_bytes
         if durable is None:
             pairs = [(one, shard) for one in chain]
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.tick)
-            del chain[admitted:]
             self._memory.counts["not_admitted_pages"] += admitted < wanted
-        for one in chain:
-            if not self._limits.make_room(one, shard):
-                self._memory.counts["disk_refused_quota"] += len(chain) - begun
-                break
-            place = self._log.place(one, shard, self._memory.tick)
-            if place is None:
-                self._memory.counts["disk_full_pages"] += len(chain) - begun
-                break
-            begun += 1
-            self._begin_write(one, shard, place, durable)
-        if durable is None and begun < len(chain):
-            self._admission.take_back(len(chain) - begun, size)
+        begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
+        if durable is None and begun < admitted:
+            self._admission.take_back(admitted - begun, size)
         return begun == wanted
 
-    def wrote(
-        self, node: PrefixNode, shard: int, error: KVStoreError | None
-    ) -> list[tuple[PrefixNode, int]]:
-        """Count the page as written once its head is, then those that waited for it.
+    def wrote(self, job: DiskWrite, error: KVStoreError | None) -> list[tuple[PrefixNode, int]]:
+        """A record is written, or failed; the last one of a write settles that.
+
+        It counts once its head is on disk, then those that waited for it do.
 
         Returns:
-            the pages, of this one and those, that did not come to disk.
+            the nodes of pages, of this write and those, that did not come to disk.
         """
-        write = self._writes[node, shard]
-        write.error = error
-        self.in_flight_bytes -= write.size
+        write = self._under_way.of_slot(job.slot)
+        write.left -= 1
+        assert write.left >= 0
+        self.in_flight_bytes -= write.each
         assert self.in_flight_bytes >= 0
-        settling, unwritten = [write], list[tuple[PrefixNode, int]]()
+        if error is not None:
+            write.errors[(job.place.offset - write.place.offset) // write.each] = error
+        settling = [write] if not write.left else []
+        unwritten: list[tuple[PrefixNode, int]] = []
         while settling:
             write = settling.pop()
-            head = self._head_of(*write.job.page[:2])
+            head = self._head_of(write)
             if head is not None:
                 head.followers.append(write)  # it may have begun later: it had left the disk
                 continue
-            self._settle(write)
-            if write.error is not None:
-                unwritten.append(write.job.page[:2])
+            self._settle(write, unwritten)
             settling += write.followers
         return unwritten
 
     def give_up(self, durable: Durable) -> None:
         """A durable put is not told any more."""
-        for write in self._writes.values() if durable.outstanding else ():
+        for write in self._under_way if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
+
+    def _begin_chain(
+        self, chain: list[PrefixNode], shard: int, pages: int, durable: Durable | None
+    ) -> int:
+        """Start to write nodes of so many pages as far as there is room; how many pages that is."""
+        begun = 0
+        for one in chain:
+            # In a space with limits each page is asked for.
+            alone = self._limits.quotas.is_limited(one.space)
+            for node in one.singles() if alone else [one]:
+                if alone and not self._limits.make_room(node, shard):
+                    self._memory.counts["disk_refused_quota"] += pages - begun
+                    return begun
+                wanted = node.count
+                written = self._begin_node(node, shard, durable)
+                begun += written
+                if written < wanted:
+                    self._memory.counts["disk_full_pages"] += pages - begun
+                    return begun
+        return begun
+
+    def _begin_node(self, node: PrefixNode, shard: int, durable: Durable | None) -> int:
+        """Start to write the pages of a node, in as many writes as it takes; how many pages."""
+        begun = 0
+        while True:
+            placed = self._log.place(node.space, shard, node.keys, self._memory.tick)
+            if placed is None:
+                return begun
+            begun += placed.pages
+            if placed.pages == node.count:
+                self._begin_write(node, shard, placed.place, durable)
+                return begun
+            self._begin_write(node.split(placed.pages), shard, placed.place, durable)
 
     def _begin_write(
         self, node: PrefixNode, shard: int, place: Place, durable: Durable | None
     ) -> None:
-        assert (node, shard) not in self._writes
         assert not node.on_disk >> shard & 1
-        slot = node.slot(shard)
-        job = DiskWrite(self._number(), place, page_name(node, shard), slot)
-        size = record_bytes(node.space.shards[shard].page_bytes)
-        write = self._writes[node, shard] = Write(job, size)
-        self._memory.slots.pin([slot], 0)
-        self.in_flight_bytes += size
-        node.space.disk_bytes += size
-        self._submit(job)
+        space, slots, keys = node.space, node.slots_of(shard), node.key_list()
+        each = space.shards[shard].record_bytes
+        write = Write(space, shard, node.keys, slots, place, each, len(slots))
+        self._under_way.add(write)
+        self._memory.slots.pin(slots, 0)
+        self.in_flight_bytes += write.size
+        space.disk_bytes += write.size
+        parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
+        assert parent is not None
+        token_bytes = len(tokens) // len(keys)
+        for at, key in enumerate(keys):
+            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            told = tokens[at * token_bytes : (at + 1) * token_bytes]
+            page = PageName(space, shard, key, parent, digest, told)
+            self._submit(DiskWrite(self._number(), write.place_of(at), page, slots[at]))
+            parent = key
+        self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)
 
     def _await(self, write: Write, durable: Durable | None) -> None:
@@ -159,38 +205,86 @@ class Writes:
             write.waiters.append(durable)
             durable.outstanding += 1
 
-    def _head_of(self, node: PrefixNode, shard: int) -> Write | None:
-        """The write that one of this page counts only after."""
-        head, window = node.above, node.space.shards[shard].window_pages
-        return None if window or head is None else self._writes.get((head, shard))
+    def _head_of(self, write: Write) -> Write | None:
+        """The write that one counts only after."""
+        node = self._page(write, 0)
+        head = node.above if node is not None else None
+        if head is None or write.space.shards[write.shard].window_pages:
+            return None
+        return self._under_way.of(head, write.shard)
 
-    def _settle(self, write: Write) -> None:
-        """The page is on disk, if its bytes are and its head is."""
-        node, shard = write.job.page[:2]
-        del self._writes[node, shard]
-        window, head = node.space.shards[shard].window_pages, node.above
-        on_disk = head is not None and head.on_disk >> shard & 1
-        reachable = window or head is node.space.root or on_disk
-        mine = is_live(node) and node.memory >> shard & 1 and node.slot(shard) == write.job.slot
-        if write.error is None and mine and reachable:
-            node.demote(shard, write.job.place)
-            self._log.wrote(write.job.place)
-            self._memory.counts["demoted_pages"] += 1
-            self._memory.emit(TierStored, node, shard, "ssd")
-        else:
-            self._log.abandon(write.job.place, node, shard)
-            node.space.disk_bytes -= write.size
-            assert node.space.disk_bytes >= 0
-            if node.above is not None:
-                self._limits.add_candidate(node.above)
-            self._memory.counts["unwritten_pages"] += 1
-            write.error = write.error or CapacityError("the page left the store meanwhile")
-        self._memory.slots.unpin([write.job.slot])
-        self._memory.add_candidate(node)
-        self._answer(write)
+    def _page(self, write: Write, number: int) -> PrefixNode | None:
+        """The node that begins with a page of a write; None when the page left meanwhile.
 
-    def _answer(self, write: Write) -> None:
-        if write.error is None:
-            self._syncs.wrote()
+        One that was stored again has another slot.
+        """
+        at = number * KEY_BYTES
+        node = write.space.index.get(PrefixKey(write.keys[at : at + KEY_BYTES]))
+        if node is None or not node.memory >> write.shard & 1:
+            return None
+        mine = node.slot_columns[write.shard].startswith(pack_slots([write.slots[number]]))
+        return node if mine else None
+
+    def _settle(self, write: Write, unwritten: list[tuple[PrefixNode, int]]) -> None:
+        """Its pages are on disk, if their records are and the pages before them."""
+        self._under_way.remove(write)
+        shard, at, pages = write.shard, 0, len(write.slots)
+        left = CapacityError("the page left the store meanwhile")
+        error: KVStoreError | None = next(iter(write.errors.values()), None)
+        settled: list[PrefixNode] = []
+        while at < pages:
+            node = self._page(write, at)
+            if node is None:
+                self._abandon(write, at, 1)
+                error = error or left
+                at += 1
+                continue
+            alike = write.alike(at, node.count)
+            if alike < node.count:
+                node = node.split(alike)
+            self._memory.story.tell("DiskWrite ended", node, shard, node.count)
+            if at not in write.errors and self._is_reachable(node, shard):
+                self._syncs.wrote()
+                node.demote(shard, pack_places(write.place_of(at), write.each, node.count))
+                self._log.wrote(write.place, node.count)
+                self._memory.counts["demoted_pages"] += node.count
+                self._memory.emit(TierStored, node, shard, "ssd")
+            else:
+                self._abandon(write, at, node.count)
+                if node.above is not None:
+                    self._limits.add_candidate(node.above)
+                error = error or left
+                unwritten.append((node, shard))
+            settled.append(node)
+            at += node.count
+        self._memory.slots.unpin(write.slots)
+        for node in settled:
+            self._memory.add_candidate(node)
         for durable in write.waiters:
-            self._syncs.part_ended(durable, write.error)
+            self._syncs.part_ended(durable, error)
+
+    def _abandon(self, write: Write, first: int, pages: int) -> None:
+        """So many records of a write are not there, or are nobody's."""
+        for number in range(first, first + pages):
+            self._log.abandon(write.place_of(number))
+        write.space.disk_bytes -= pages * write.each
+        assert write.space.disk_bytes >= 0
+        self._memory.counts["unwritten_pages"] += pages
+
+    def _is_reachable(self, node: PrefixNode, shard: int) -> bool:
+        """Whether what a page needs before it is on disk."""
+        head, space = node.above, node.space
+        if space.shards[shard].window_pages or head is space.root:
+            return True
+        return head is not None and bool(head.on_disk >> shard & 1)
+
+
+def _leading(chain: list[PrefixNode], pages: int) -> list[PrefixNode]:
+    """The nodes of the first pages of a chain, of which the last one is split for that."""
+    found: list[PrefixNode] = []
+    for one in chain:
+        if pages <= 0:
+            break
+        found.append(one.split(pages) if pages < one.count else one)
+        pages -= found[-1].count
+    return found

@@ -6,16 +6,15 @@ is reclaimed like any other.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
 from typing import Final, NamedTuple
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
+from kvstore.state.tree import node as nodes
+from kvstore.state.tree.columns import pack_records
 from kvstore.state.tree.node import PrefixNode, deepen, is_live
-from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
@@ -79,8 +78,7 @@ def adopt(
             segment.number, segment.size_bytes, segment.end, segment.records,
             sealed=segment.sealed, waits_for=_waits_for(segment, segments),
         )  # fmt: skip
-    for space in spaces:
-        log.adopt_pages(space)
+    log.adopt_pages(spaces)
     log.next_segment = next_segment
     return sum(len(segment.pages) for segment in log.segments.values())
 
@@ -105,17 +103,17 @@ class _Doubts(NamedTuple):
     """What could not be decided when it was met: heads may lie behind what follows them.
 
     Attributes:
-        lost: nodes that hang nowhere yet → the key of their parent.
-        headless: (node, shard) of pages whose head was not on disk when they were met.
+        lost: nodes of one page that hang nowhere yet → the key of their parent.
+        headless: space, key and shard of pages whose head was not on disk when they were met.
     """
 
     lost: dict[PrefixNode, PrefixKey]
-    headless: list[tuple[PrefixNode, int]]
+    headless: list[tuple[PrefixTree, PrefixKey, int]]
 
-    def contradict(self, node: PrefixNode, parent_key: PrefixKey) -> bool:
-        """Whether a record says that ``node`` follows another page than one before it said."""
-        told = node.above.key or _NO_PARENT if node.above is not None else self.lost[node]
-        return told != parent_key
+    def contradict(self, node: PrefixNode, position: int, parent_key: PrefixKey) -> bool:
+        """Whether a record says that a page follows another one than a record before it said."""
+        told = node.key_before(position)
+        return (self.lost[node] if told is None else told or _NO_PARENT) != parent_key
 
 
 def _home(
@@ -134,29 +132,68 @@ def _take_over(
     segment: FoundSegment, homes: list[tuple[PrefixTree, int] | None], doubts: _Doubts
 ) -> None:
     """Make the nodes of a segment's pages, under their parents where those are known."""
-    places = map(_PLACE, zip(repeat(segment.number), segment.offsets))
-    pages = zip(segment.keys, segment.parents, segment.digests, places, segment.pairs, strict=True)
-    for key, parent_key, digest, place, pair in pages:
-        home = homes[pair]
-        if home is None or key == ALL_KEYS:
+    at, keys = 0, segment.keys
+    while at < len(keys):
+        home, end = homes[segment.pairs[at]], _stretch_end(segment, at)
+        if home is None or keys[at] == ALL_KEYS:
+            at = end if home is None else at + 1
             continue
-        space, shard = home
-        head = space.root if parent_key == _NO_PARENT else space.index.get(parent_key)
-        node = space.index.get(key)
-        if node is None:
-            node = space.add(key, head)
-            if head is None:
-                doubts.lost[node] = parent_key
-        elif doubts.contradict(node, parent_key):
-            continue
-        node.adopt(shard, place, digest)
-        if head is None or (head is not space.root and not head.on_disk >> shard & 1):
-            doubts.headless.append((node, shard))
+        while at < end:
+            at += _take_over_leading(segment, at, end, *home, doubts)
+
+
+def _stretch_end(segment: FoundSegment, first: int) -> int:
+    """Where the records end that follow the first one, and are of pages that follow its page."""
+    keys, parents, pairs = segment.keys, segment.parents, segment.pairs
+    pair, end = pairs[first], first + 1
+    most = min(len(keys), first + nodes.RUN_PAGES_MAX)
+    while end < most and parents[end] == keys[end - 1] and pairs[end] == pair:
+        if keys[end] == ALL_KEYS:
+            break
+        end += 1
+    return end
+
+
+def _take_over_leading(
+    segment: FoundSegment, first: int, end: int, space: PrefixTree, shard: int, doubts: _Doubts
+) -> int:
+    """Make, or find, a node of the first pages of a stretch; how many those are."""
+    keys = segment.keys
+    key, parent_key = keys[first], segment.parents[first]
+    head = space.root if parent_key == _NO_PARENT else space.end(parent_key)
+    known = space.index.get(key)
+    if known is not None:
+        position = known.position(key)
+        if doubts.contradict(known, position, parent_key):
+            return 1
+        pages = known.matching(position, b"".join(keys[first:end]), 0)
+        node = space.exact(known, position, pages)
+    elif head is None:
+        node = space.add(key)
+        doubts.lost[node] = parent_key
+    else:
+        node = space.add_run(_unknown(space, keys[first:end]), head)
+    last = first + node.count
+    node.adopt(
+        shard, pack_records(segment.number, segment.offsets[first:last]),
+        b"".join(segment.digests[first:last]),
+    )  # fmt: skip
+    if head is None or (head is not space.root and not head.on_disk >> shard & 1):
+        doubts.headless.append((space, key, shard))
+    return node.count
+
+
+def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
+    """The leading keys that no node has, and none before them is equal to; the first is one."""
+    seen: set[PrefixKey] = set()
+    for at, key in enumerate(keys):
+        if key in seen or space.index.get(key) is not None:
+            return keys[:at]
+        seen.add(key)
+    return keys
 
 
 _NO_PARENT: Final = ALL_KEYS
-_PLACE: Final = partial(tuple.__new__, Place)
-"""``Place._make``, three times as fast: it is called for every page of a start."""
 
 
 def _dispel(doubts: _Doubts) -> int:
@@ -168,22 +205,30 @@ def _dispel(doubts: _Doubts) -> int:
     orphaned_bytes = 0
     for node, parent_key in doubts.lost.items():
         space = node.space
-        known = space.nodes.get(parent_key) or space.node(parent_key, PrefixKey(b""))
+        known = space.end(parent_key) or space.node(parent_key, PrefixKey(b""))
         node.hang(known)
     _cut_rings(list(doubts.lost))
     for node in doubts.lost:
         deepen(node)
-    for node, shard in sorted(doubts.headless, key=lambda page: page[0].depth):
+    depths = [
+        (space.index[key].first_depth, at) for at, (space, key, _) in enumerate(doubts.headless)
+    ]
+    for _, at in sorted(depths):
+        space, key, shard = doubts.headless[at]
+        node = space.index[key]  # as it is now: what was taken out before may have split it
         head = node.above
         assert head is not None
-        needs_head = head is not node.space.root and not node.space.shards[shard].window_pages
+        assert node.first == key
+        needs_head = head is not space.root and not space.shards[shard].window_pages
         if needs_head and not head.on_disk >> shard & 1:
             for below in subtree(node):
                 if below.on_disk >> shard & 1:
                     below.forget_disk(shard)
-                    orphaned_bytes += node.space.shards[shard].record_bytes
-    for node, _ in doubts.headless:
-        _prune_below(node)
+                    orphaned_bytes += below.count * space.shards[shard].record_bytes
+    for space, key, _ in doubts.headless:
+        found = space.index.get(key)
+        if found is not None:
+            _prune_below(found)
     return orphaned_bytes
 
 
@@ -202,7 +247,7 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
             at = at.above
         if at is not None and at in path:
             assert at.above is not None
-            del at.above.below[at.key]
+            del at.above.below[at.first]
             at.hang(at.space.root)
             for below in subtree(at):
                 for shard in list(below.place_columns):

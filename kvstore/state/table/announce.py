@@ -52,7 +52,12 @@ class Announcement:
             return
         found = self._reading[0].tokens if self._reading is not None else {}
         for node, shard in pages:
-            table.emit(TierStored, node, shard, "ssd", found.get(node, b""))
+            told = [found.get((node.space.number, key), b"") for key in node.key_list()]
+            if all(told) or not any(told):
+                table.emit(TierStored, node, shard, "ssd", b"".join(told))
+                continue
+            for page, tokens in zip(node.copies(), told, strict=True):
+                table.emit(TierStored, page, shard, "ssd", tokens)
         self._reading = None
         for _ in range(min(SHELVES, len(self._waiting))):
             self._waiting.popleft()

@@ -13,7 +13,7 @@ from typing import Final
 from kvstore.state.choice.eviction import classes
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.columns import SLOT_COLUMN
+from kvstore.state.tree.columns import SLOT_COLUMN, unpack_places
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotState
@@ -123,10 +123,10 @@ def _check_disk(disk: DiskPages, node: PrefixNode) -> None:
     head, of = node.above, node.space
     assert head is not None
     for shard in node.place_columns:
-        place = node.place(shard)
-        segment = disk.log.segments.get(place.segment)
-        assert segment is not None
-        assert (node, shard) in segment.pages
-        assert place.offset < segment.end
+        for number, place in enumerate(unpack_places(node.place_columns[shard])):
+            segment = disk.log.segments.get(place.segment)
+            assert segment is not None
+            assert segment.pages.key_at(place.offset) == node.key_at(number)
+            assert place.offset < segment.end
         follows = head.on_disk >> shard & 1 or of.holes.get(head, 0) >> shard & 1
         assert head is of.root or follows or of.shards[shard].window_pages

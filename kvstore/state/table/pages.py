@@ -227,7 +227,7 @@ class PageTable(Residents):
         (self.meter.peer_fetch if replica else self.meter.put).observe(self.now_ns - put.since_ns)
         process.charge(-put.size_bytes)
         self.tick += 1
-        apart = keep != ORDINARY or (self.disk is not None and self.disk.writes_at_once)
+        apart = keep != ORDINARY
         statuses: list[PageStatus] = []
         stored: list[PrefixNode] = []
         while (at := len(statuses)) < pages:

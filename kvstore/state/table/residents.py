@@ -139,14 +139,14 @@ class Residents:
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str,
         tokens: bytes = b"",
     ) -> None:  # fmt: skip
-        """A page came to a tier, or leaves it and stays in the other.
+        """The pages of a node came to a tier, or leave it and stay in the other.
 
-        ``tokens`` are those of its record, for a page that is in no memory.
+        ``tokens`` are those of their records, for pages that are in no memory.
         """
         assert node.above is not None
-        known = node.tokens or tokens
-        self.actions.append(kind(node.space, shard, [node.key], node.above.key, tier, known))
-        self.story.tell(f"{kind.__name__} {tier}", node, shard)
+        known, keys = node.tokens or tokens, node.key_list()
+        self.actions.append(kind(node.space, shard, keys, node.above.key, tier, known))
+        self.story.tell(f"{kind.__name__} {tier}", node, shard, node.count)
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""
@@ -176,7 +176,7 @@ class Residents:
     # ---- leaving ----------------------------------------------------------------------------
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take one READY page out of the index, and with it what only it made reachable."""
+        """Take the READY pages of a node out of the index, with what only they made reachable."""
         if not node.ready >> shard & 1:
             return
         self.ghosts.head = node.key
@@ -226,30 +226,31 @@ class Residents:
                 self._tidy(top)
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take a READY page out of every tier."""
+        """Take the READY pages of a node out of every tier."""
         here = ("host",) if node.memory >> shard & 1 else ()
         places = (*here, "ssd") if node.on_disk >> shard & 1 else here
-        slot = self._forget(node, shard) if here else None
+        slots = self._forget(node, shard) if here else []
         if self.disk is not None:
             self.disk.forget(node, shard)
             if cause in BURIED:
                 self.disk.graves.bury(node, shard)
-        self.actions.append(Removed(node.space, shard, [node.key], cause, places))
-        self.counts[f"removed_{cause}"] += 1
-        self.story.tell(f"removed {cause}", node, shard)
-        self.ghosts.add(node, shard, cause, self.now_ns)
-        if slot is not None:
-            self.slots.release([slot])
+        keys = node.key_list()[::-1]
+        self.actions.append(Removed(node.space, shard, keys, cause, places))
+        self.counts[f"removed_{cause}"] += len(keys)
+        self.story.tell(f"removed {cause}", node, shard, len(keys))
+        for key in keys:
+            self.ghosts.add(node, shard, cause, self.now_ns, key)
+        self.slots.release(slots)
 
     def _abandon(self, node: PrefixNode, shard: int) -> None:
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
         self.story.tell("abandoned", node, shard)
 
-    def _forget(self, node: PrefixNode, shard: int) -> Slot:
-        slot = node.forget(shard)
-        self._owners.remove([slot])
-        return slot
+    def _forget(self, node: PrefixNode, shard: int) -> list[Slot]:
+        slots = node.forget_all(shard)
+        self._owners.remove(slots)
+        return slots
 
     def _tidy(self, node: PrefixNode) -> None:
         """After pages went: prune bare nodes, and offer what became a leaf."""
@@ -269,7 +270,10 @@ class Residents:
         False when there is none, or none yet: an extent of many pages is drained in turns.
         """
         while (node := self.eviction.victim(space, slot_bytes)) is not None:
-            verdict = self._verdict(node)
+            # Of a space with limits each page is asked for: the next one may be reserved.
+            most = 1 if self.quotas.is_limited(node.space) else slots
+            pages = -(-most // slots_of_a_page(node, slot_bytes))
+            verdict = self._verdict(node, pages)
             if verdict is Verdict.FULL:
                 return False
             if verdict is Verdict.EVICT:
@@ -280,9 +284,7 @@ class Residents:
             return self.draining.now is None
         if node is None:
             return False
-        # Of a space with limits each page is asked for: the next one may be reserved.
-        most = 1 if self.quotas.is_limited(node.space) else slots
-        self._evict(node, -(-most // slots_of_a_page(node, slot_bytes)))
+        self._evict(node, pages)
         return True
 
     def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
@@ -316,22 +318,22 @@ class Residents:
             return False  # not worth writing, and what follows it must not lose it
         return False
 
-    def _verdict(self, node: PrefixNode) -> Verdict:
+    def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
-        verdict = self.disk.before_eviction(node) if self.disk is not None else Verdict.EVICT
+        verdict = Verdict.EVICT
+        if self.disk is not None:
+            verdict = self.disk.before_eviction(node, pages)
         if verdict is Verdict.FULL:
             self.add_candidate(node)
         return verdict
 
     def _evict(self, node: PrefixNode, pages: int = 1) -> None:
-        """Take the last ``pages`` of a node out of memory, those on disk stay in the index.
-
-        Of a node that may be on disk that is one page.
-        """
-        if self.disk is None and not node.below:
+        """Take the last ``pages`` of a node out of memory, those on disk stay in the index."""
+        if not node.on_disk and not node.below:
             self._evict_last(node, min(pages, node.count))
             return
-        node.explode()
+        if pages < node.count:
+            node.split(node.count - pages)  # the last ones keep the node
         for shard in list(node.slot_columns):
             if node.on_disk >> shard & 1:
                 self._release_memory(node, shard)
@@ -363,14 +365,14 @@ class Residents:
         """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
         if node.memory & ~node.on_disk or not self.eviction.evictable(node):
             return False
-        self._evict(node)
+        self._evict(node, node.count)
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
-        slot = self._forget(node, shard)
-        self.counts["evicted_to_disk"] += 1
-        self.slots.release([slot])
+        slots = self._forget(node, shard)
+        self.counts["evicted_to_disk"] += len(slots)
+        self.slots.release(slots)
 
     def _take_extent(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
         """Whether an extent of another class, colder than ``own``, is empty or is being drained."""

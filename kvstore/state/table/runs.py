@@ -40,12 +40,19 @@ class Leased(NamedTuple):
 
 def leading_in_memory(space: PrefixTree, packed: bytes, shard: int) -> list[PrefixNode]:
     """Nodes of exactly the leading pages of one shard that are READY and in memory."""
+    return leading_ready(space, packed, shard, in_memory=True)
+
+
+def leading_ready(
+    space: PrefixTree, packed: bytes, shard: int, *, in_memory: bool = False
+) -> list[PrefixNode]:
+    """Nodes of exactly the leading pages of one shard that are READY, in whatever tier."""
     found: list[PrefixNode] = []
     at, index, bit = 0, space.index, 1 << shard
     while at < len(packed):
         key = PrefixKey(packed[at : at + KEY_BYTES])
         node = index.get(key)
-        if node is None or not node.ready & node.memory & bit:
+        if node is None or not (node.ready & node.memory if in_memory else node.ready) & bit:
             break
         offset = node.position(key)
         node = space.exact(node, offset, node.matching(offset, packed, at))

@@ -45,10 +45,35 @@ def pack_place(place: Place) -> bytes:
     return _PLACE.pack(place.segment, place.offset)
 
 
-def unpack_place(column: bytes) -> Place:
-    """The place of a column of one."""
-    segment, offset = _PLACE.unpack(column)
+def pack_places(place: Place, each: int, count: int) -> bytes:
+    """A column of so many adjacent records of ``each`` bytes; ``place`` is the first one's."""
+    if count == 1:
+        return pack_place(place)
+    return pack_records(place.segment, range(place.offset, place.offset + count * each, each))
+
+
+def pack_records(segment: int, offsets: Sequence[int]) -> bytes:
+    """A column of records of one segment that begin at these offsets."""
+    column = array("Q", [segment]) * (2 * len(offsets))
+    column[1::2] = array("Q", offsets)
+    return column.tobytes()
+
+
+def unpack_place(column: bytes, number: int = 0) -> Place:
+    """The place of one page of a column."""
+    segment, offset = _PLACE.unpack_from(column, number * PLACE_COLUMN)
     return Place(segment, offset)
+
+
+def unpack_places(column: bytes) -> list[Place]:
+    """The places of a column."""
+    return [Place(segment, offset) for segment, offset in _PLACE.iter_unpack(column)]
+
+
+def replace_place(column: bytes, number: int, place: Place) -> bytes:
+    """The column with another place for one of its pages."""
+    at = number * PLACE_COLUMN
+    return column[:at] + pack_place(place) + column[at + PLACE_COLUMN :]
 
 
 def without(columns: dict[int, bytes], shard: int) -> dict[int, bytes]:

@@ -63,9 +63,10 @@ class KeyIndex(MutableMapping[PrefixKey, V]):
         if count == 1:
             self._part(PrefixKey(packed))[PrefixKey(packed)] = value
             return
+        parts = self._parts
         for at in range(0, len(packed), KEY_BYTES):
-            key = PrefixKey(packed[at : at + KEY_BYTES])
-            self._part(key)[key] = value
+            key = packed[at : at + KEY_BYTES]
+            (parts[key[0]] if len(parts) > 1 else parts[0])[PrefixKey(key)] = value
 
     def discard(self, packed: bytes, first: int, count: int) -> None:
         """Take out the packed keys from number ``first`` on; ``count`` are packed, all there."""

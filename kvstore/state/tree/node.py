@@ -11,8 +11,8 @@ from kvstore.state.tree.columns import (
     between,
     leading,
     no_columns,
-    pack_place,
     pack_slots,
+    replace_place,
     trailing,
     unpack_place,
     unpack_slots,
@@ -177,6 +177,10 @@ class PrefixNode:
             for at in range(first * KEY_BYTES, len(keys), KEY_BYTES)
         ]
 
+    def key_at(self, position: int) -> PrefixKey:
+        """The key of one of its pages."""
+        return PrefixKey(self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
+
     def key_before(self, position: int) -> PrefixKey | None:
         """The key of the page before one of its pages; None when the node hangs nowhere."""
         if position:
@@ -247,6 +251,15 @@ class PrefixNode:
         """The place of a single page, which is on disk."""
         assert self.count == 1
         return unpack_place(self.place_columns[shard])
+
+    def digest_at(self, shard: int, position: int) -> bytes:
+        """The digest of one of its pages, which are READY."""
+        at = position * DIGEST_BYTES
+        return self.digest_columns[shard][at : at + DIGEST_BYTES]
+
+    def place_at(self, shard: int, position: int) -> Place:
+        """The place of one of its pages, which are on disk."""
+        return unpack_place(self.place_columns[shard], position)
 
     def slots_of(self, shard: int) -> list[Slot]:
         """The slots of its pages, which are in memory."""
@@ -397,24 +410,25 @@ class PrefixNode:
         assert not self.memory >> shard & 1
         self._enter_memory(shard, pack_slots([slot]))
 
-    def demote(self, shard: int, place: Place) -> None:
-        """The READY page of ``shard`` is on disk too."""
+    def demote(self, shard: int, places: bytes) -> None:
+        """The READY pages of ``shard`` are on disk too, at the places of a column."""
         assert self.ready >> shard & 1
+        assert len(places) == self.count * PLACE_COLUMN
         self.space.changes += 1
-        self.move(shard, place)
-
-    def move(self, shard: int, place: Place) -> None:
-        """The page of ``shard`` is at this place on disk."""
-        assert self.count == 1
-        self.place_columns = {**self.place_columns, shard: pack_place(place)}
+        self.place_columns = {**self.place_columns, shard: places}
         self.on_disk |= 1 << shard
 
-    def adopt(self, shard: int, place: Place, digest: bytes) -> None:
-        """The page of ``shard`` was found on disk at start-up."""
-        self.move(shard, place)
-        self.digest_columns = {**self.digest_columns, shard: digest}
+    def move_page(self, shard: int, position: int, place: Place) -> None:
+        """One of its pages on disk is at another place there."""
+        column = replace_place(self.place_columns[shard], position, place)
+        self.place_columns = {**self.place_columns, shard: column}
+
+    def adopt(self, shard: int, places: bytes, digests: bytes) -> None:
+        """The pages of ``shard`` were found on disk at start-up, at the places of a column."""
+        self.digest_columns = {**self.digest_columns, shard: digests}
         self.present |= 1 << shard
         self.ready = self.present
+        self.demote(shard, places)
 
     def forget(self, shard: int) -> Slot:
         """The page of ``shard`` is no longer in memory; returns its slot."""
@@ -435,15 +449,13 @@ class PrefixNode:
         self._leave(shard)
         return slots
 
-    def forget_disk(self, shard: int) -> Place:
-        """The page of ``shard`` is no longer on disk; returns where it was."""
-        place = self.place(shard)
+    def forget_disk(self, shard: int) -> None:
+        """The pages of ``shard`` are no longer on disk."""
         self.place_columns = without(self.place_columns, shard)
         self.on_disk &= ~(1 << shard)
         self.space.changes += 1
-        self.space.disk_bytes -= self.space.shards[shard].record_bytes
+        self.space.disk_bytes -= self.count * self.space.shards[shard].record_bytes
         self._leave(shard)
-        return place
 
     def _enter_memory(self, shard: int, slots: bytes) -> None:
         if not self.in_memory:

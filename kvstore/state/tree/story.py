@@ -27,7 +27,7 @@ class Event(NamedTuple):
         tick: number of the last request before it.
         what: the event, in a few words.
         space: number of the space.
-        depth: of ``key``.
+        depth: of ``key``; 0 = not known.
     """
 
     now_ns: int
@@ -66,6 +66,11 @@ class Story:
         if node.count > 1:
             key, depth = node.first, node.first_depth
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
+
+    def tell_page(self, what: str, space: int, key: PrefixKey, shard: int) -> None:
+        """Add an event of one page, which may have left its tree."""
+        at = self._moment
+        self._events.append((at.now_ns, at.tick, what, space, key, 0, shard, 1))
 
     def tell_last(self, what: str, node: PrefixNode, shard: int, pages: int) -> None:
         """Add an event of the last ``pages`` pages of a node."""

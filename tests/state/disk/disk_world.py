@@ -48,7 +48,7 @@ class DiskWorld(World):
         return [job for job in self.open.values() if isinstance(job, kind)]
 
     def write_of(self, path: str) -> DiskWrite:
-        return next(job for job in self.jobs(DiskWrite) if job.page.node.key == key(path))
+        return next(job for job in self.jobs(DiskWrite) if job.page.key == key(path))
 
     def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
         del self.open[job.job]

@@ -27,7 +27,7 @@ def check(world: DiskWorld, *paths: str) -> CheckRun:
 
 
 def check_of(world: DiskWorld, path: str) -> DiskCheck:
-    return next(job for job in world.jobs(DiskCheck) if job.page.node.key == key(path))
+    return next(job for job in world.jobs(DiskCheck) if job.page.key == key(path))
 
 
 def test_a_whole_page_stays_and_is_counted(world):
@@ -153,3 +153,33 @@ def test_two_runs_take_turns(world):
     world.end_all()
     assert first.checked == second.checked == 2 * CHECKS_MAX
     assert chain("ab")[1] in world.mine.nodes
+
+
+def test_a_run_is_read_again_without_being_taken_apart():
+    world = DiskWorld(write="through")
+    world.store(world.me, world.mine, "abc")
+    world.end_all()
+    node = world.mine.index[key("a")]
+    assert world.table.release_memory(node)
+
+    run = world.disk.check([(node, 0)])
+    assert [job.page.key for job in world.jobs(DiskCheck)] == chain("abc")
+    world.end_all()
+
+    assert (run.checked, run.skipped) == (3, 0)
+    assert node.count == 3
+
+
+def test_of_a_run_only_what_was_written_wrong_leaves_with_what_follows_it():
+    world = DiskWorld(write="through")
+    world.store(world.me, world.mine, "abcd")
+    world.end_all()
+    node = world.mine.index[key("a")]
+    assert world.table.release_memory(node)
+
+    run = world.disk.check([(node, 0)])
+    world.end_job(check_of(world, "abc"), FLIPPED)
+    world.end_all()
+
+    assert (run.checked, run.corrupt, run.skipped) == (3, 1, 1)
+    assert world.lookup(world.mine, "abcd") == (2, 0)

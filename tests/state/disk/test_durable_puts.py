@@ -4,10 +4,12 @@ import pytest
 
 from kvstore.errors import CapacityError, DurabilityUnavailable
 from kvstore.state.disk import pages as disk
-from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync
+from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync, DiskWrite
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import Retention
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld
+from tests.state.world import chain, key
 
 
 def test_a_durable_put_is_told_by_a_sync_that_began_after_its_last_write():
@@ -154,3 +156,41 @@ def test_a_durable_put_of_or_after_a_page_that_never_goes_to_disk_is_refused_for
 
     assert not world.jobs(DiskJob)
     assert world.table.slots.stats() == before, "nothing is pinned"
+
+
+def test_a_durable_run_stays_one_node():
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "abcd")
+
+    run = leading_ready(world.mine, b"".join(chain("abcd")), 0)
+    durable = world.disk.make_durable(run, 0)
+    world.end_all()
+
+    assert durable.ended
+    assert durable.error is None
+    assert world.mine.index[key("a")].count == 4
+    assert world.slots.stats().pinned_bytes == 0
+
+
+def test_a_page_that_is_another_one_now_is_not_acknowledged():
+    """It was written after the sync began, which covers the page that it took the place of."""
+    world = DiskWorld(write="back")
+    world.store(world.me, world.mine, "ab")
+    durable = world.persist("ab")
+    for job in world.jobs(DiskWrite):
+        world.end_job(job)
+    (early,) = world.jobs(DiskSync)
+    world.end_job(early)
+    (sync,) = world.jobs(DiskSync)
+    world.table.drop(world.node("ab"), 0, "reclaimed")
+    number, _, _ = world.begin(world.me, world.mine, "ab", start=1)
+    world.table.commit_put(world.me, number, bytes(16))
+    world.disk.ensure_written(world.node("ab"), 0)
+    for job in world.jobs(DiskWrite):
+        world.end_job(job)
+    assert world.on_disk("ab") == [True, True]
+
+    world.end_job(sync)
+
+    assert durable.ended
+    assert isinstance(durable.error, CapacityError)

@@ -29,6 +29,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
+from kvstore.state.tree.columns import pack_place
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -100,9 +101,7 @@ class LogMachine(RuleBasedStateMachine):
                 size = record_bytes(len(keys))
                 self.records[job.job] = self.files.record(place, size, every, tombstone=True)
             case DiskCopy(place=place):
-                self.records[job.job] = self.files.record(
-                    place, RECORD, (PATH_OF[job.page.node.key],)
-                )
+                self.records[job.job] = self.files.record(place, RECORD, (PATH_OF[job.page.key],))
             case DiskSync():
                 self.covered[job.job] = [one for one in self.files.records() if one.written]
 
@@ -140,14 +139,15 @@ class LogMachine(RuleBasedStateMachine):
         place = None
         if not self.graves.holds(node, 0):
             self.tick += 1
-            place = self.log.place(node, 0, self.tick)
+            place = self.log.place(self.space, 0, node.keys, self.tick)
         if place is None:
             self.space.prune(node)
         else:
             self.gone.discard(name)
             for _, names in self.burials:
                 names.discard(name)
-            self.writes.append(Write(node, self.files.record(place, RECORD, (name,))))
+            assert place.pages == 1
+            self.writes.append(Write(node, self.files.record(place.place, RECORD, (name,))))
         self.keeper.advance_reclaim(self.tick)
 
     @rule(
@@ -187,11 +187,11 @@ class LogMachine(RuleBasedStateMachine):
         else:
             write.record.written = True
         if reachable and not fails:
-            node.adopt(0, place, DIGEST)
+            node.adopt(0, pack_place(place), DIGEST)
             self.log.wrote(place)
             self.syncs.wrote()
         else:
-            self.log.abandon(place, node, 0)
+            self.log.abandon(place)
             if is_live(node):
                 self.space.prune(node)
         self._go_on()
@@ -351,13 +351,14 @@ class LogMachine(RuleBasedStateMachine):
             assert not name[:-1] or name[:-1] in on_disk
             assert at[place].names == (name,)
             assert at[place].written
-            assert self.log.segments[place.segment].pages[self.space.nodes[key(name)], 0] >= 0
+            assert self.log.segments[place.segment].pages.key_at(place.offset) == key(name)
 
     @invariant()
     def a_reclaim_frees_at_least_what_it_may_not_carry(self) -> None:
         for segment in self.log.segments.values():
             if segment.state is SegmentState.SEALED:
-                carried = len(self.log.plan(segment, self.tick, 0.0).carry) * RECORD
+                plan = self.log.plan(segment, self.tick, 0.0)
+                carried = sum(part.pages for part in plan.carry) * RECORD
                 assert carried <= SEGMENT_BYTES * CARRY_SHARE + 2 * RECORD
 
 

@@ -120,7 +120,7 @@ def test_a_page_stored_again_is_written_after_its_tombstone():
     world.end_job(tombstone)
 
     (write,) = world.jobs(DiskWrite)
-    assert write.page.node.key == key("abc")
+    assert write.page.key == key("abc")
 
 
 def test_a_tombstone_that_cannot_be_written_is_tried_again_and_given_up_at_last():
@@ -249,11 +249,12 @@ def test_no_two_found_segments_wait_for_each_other():
 
 def test_a_segment_goes_only_after_those_that_its_tombstones_were_written_after():
     world, log = World(), SegmentLog(4, SEGMENT_BYTES)
-    first = log.place(page(world, "a"), 0, 1)
-    carried = log.place(page(world, "b"), 0, 1, carried=True)
-    tombstone = log.place_tombstone(page(world, "c").space, 0, 1)
-    assert first is not None
-    assert carried is not None
+    space = page(world, "a").space
+    new, copied = log.place(space, 0, key("a"), 1), log.place(space, 0, key("b"), 1, carried=True)
+    tombstone = log.place_tombstone(space, 0, 1)
+    assert new is not None
+    assert copied is not None
+    first, carried = new.place, copied.place
     assert tombstone is not None
     assert tombstone.segment == first.segment != carried.segment
     for place in (first, carried, tombstone):
@@ -267,6 +268,6 @@ def test_a_segment_goes_only_after_those_that_its_tombstones_were_written_after(
     victim = log.victim()
     assert victim is log.segments[carried.segment]
 
-    victim.pages.clear()
+    log.segments[carried.segment].pages.remove(carried.offset)
     log.free(victim.number)
     assert not log.segments[first.segment].waits_for, "it may go now"

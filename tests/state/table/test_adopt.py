@@ -2,12 +2,15 @@
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.page import ShardSpec
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.invariants import check
+from kvstore.state.tree import node as nodes
 from tests.state.disk.disk_world import DiskWorld
-from tests.state.world import DIGEST, FULL, WINDOW, identity, key
+from tests.state.world import DIGEST, FULL, FULL_2, WINDOW, identity, key
 
 RECORD = 8192
 
@@ -70,3 +73,88 @@ def test_what_no_page_belongs_to_any_more_keeps_nobody_out():
     space, shards = world.table.spaces.open(world.me.session, of, [now])
     assert 0 in space.nodes[key("x")].disk
     assert shards == [0]
+
+
+PATHS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=12)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> list[list[tuple[str, int]]]:
+    """Pages of both shards in segments, with those before them or without, heads mostly first."""
+    every = dict.fromkeys(
+        (path[:end], pair)
+        for path in draw(PATHS)
+        for pair in draw(st.sampled_from([[0], [1], [0, 1], [1, 0]]))
+        for end in range(draw(st.sampled_from([1, 1, 1, 2, 3])), len(path) + 1)
+    )
+    pages = list(every)
+    if draw(st.booleans()):
+        pages = draw(st.permutations(pages))
+    cut = draw(st.integers(0, len(pages)))
+    return [pages[:cut], pages[cut:]]
+
+
+def in_segment(number: int, pages: list[tuple[str, int]]) -> FoundSegment:
+    names, count = [name for name, _ in pages], len(pages)
+    return FoundSegment(
+        number, 1 << 20, True, count * RECORD, count, [key(name) for name in names],
+        [key(name[:-1]) or bytes(32) for name in names],
+        [key(name)[:16] for name in names], [at * RECORD for at in range(count)],
+        [pair for _, pair in pages],
+    )  # fmt: skip
+
+
+def adopted(
+    segments: list[list[tuple[str, int]]], run_pages: int
+) -> tuple[DiskWorld, dict[bytes, tuple[object, ...]]]:
+    """A table that has taken these segments over, and what it knows of each page."""
+    world, before = DiskWorld(), nodes.RUN_PAGES_MAX
+    world.mine = world.space(world.me, [FULL, FULL_2])
+    nodes.RUN_PAGES_MAX = run_pages
+    try:
+        adopt(
+            world.table,
+            [in_segment(at, pages) for at, pages in enumerate(segments, 1)],
+            [(identity(), FULL), (identity(), FULL_2)],
+            9,
+        )
+    finally:
+        nodes.RUN_PAGES_MAX = before
+    check(world.table)
+    return world, {
+        name: (
+            node.present, node.first_depth + at,
+            {shard: node.place_at(shard, at) for shard in node.place_columns},
+            {shard: node.digest_at(shard, at) for shard in node.digest_columns},
+        )
+        for node in set(world.mine.index.values())
+        for at, name in enumerate(node.key_list())
+    }  # fmt: skip
+
+
+@given(segments=records())
+@settings(max_examples=150, deadline=None)
+def test_a_start_that_makes_runs_finds_what_one_that_makes_single_pages_finds(segments):
+    runs, found = adopted(segments, 128)
+    single, expected = adopted(segments, 1)
+
+    assert found == expected
+    assert runs.table.counts == single.table.counts
+    assert runs.mine.disk_bytes == single.mine.disk_bytes
+    assert all(node.count == 1 for node in single.mine.index.values())
+
+
+def test_pages_that_follow_each_other_are_found_as_one_node():
+    world, _ = adopted([[(name, 0) for name in ("a", "ab", "abc", "abcd", "x", "abx")]], 128)
+
+    assert sorted(node.count for node in set(world.mine.index.values())) == [1, 1, 2, 2]
+    assert world.lookup(world.mine, "abcd") == (4, 0)
+
+
+def test_a_run_without_its_head_is_left_out_also_when_another_shard_s_pages_of_it_were():
+    """Taking out those splits the run; the shard's first page is in another node then."""
+    pages = [("ab", 0), ("abc", 0), ("abcd", 0), ("abc", 1), ("abcd", 1)]
+
+    _, found = adopted([pages], 128)
+
+    assert not found

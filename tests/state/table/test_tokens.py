@@ -166,7 +166,7 @@ def test_a_page_that_goes_to_disk_is_announced_there_with_its_tokens():
 
 
 def test_a_page_that_is_loaded_has_the_tokens_of_its_record_again(world):
-    load(world, "ab", lambda job: ids("b" if job.page.node.key == key("ab") else "a"))
+    load(world, "ab", lambda job: ids("b" if job.page.key == key("ab") else "a"))
 
     assert [world.node(path).tokens for path in ("a", "ab")] == [ids("a"), ids("b")]
     assert told(world, TierStored)[key("ab")] == ("host", ids("b"))
@@ -195,7 +195,7 @@ def answer(world: DiskWorld, text: dict[bytes, str], error: Exception | None = N
     while jobs := world.jobs(DiskTokens):
         assert len(jobs) <= CHECKS_MAX
         del world.open[jobs[0].job]
-        tokens = ids(text.get(jobs[0].page.node.key, ""))
+        tokens = ids(text.get(jobs[0].page.key, ""))
         world.disk.completed(jobs[0].job, error, tokens)
 
 
@@ -268,7 +268,7 @@ def test_the_record_of_one_shard_is_enough():
     world.disk.completed(first.job, None, b"")
     world.disk.completed(second.job, None, ids("a"))
     assert run.finished
-    assert run.tokens == {node: ids("a")}
+    assert run.tokens == {(space.number, node.key): ids("a")}
 
     again = world.disk.read_tokens([(node, 0)] * (CHECKS_MAX + 3))
     for job in [one for one in world.jobs(DiskTokens) if one.job > second.job]:

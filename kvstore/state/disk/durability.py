@@ -1,0 +1,30 @@
+"""What pages that are put durably must be: allowed on disk, and there in the end. Pure."""
+
+from collections.abc import Sequence
+
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+
+def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
+    """Whether one of these pages, or of those that are needed before them, never goes there."""
+    every = list(nodes)
+    at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
+    while at is not None and not at.on_disk >> shard & 1:
+        every.append(at)
+        at = at.above
+    return any(one.memory_only >> shard & 1 for one in every)
+
+
+def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
+    """Whether pages are on disk, and are still the same."""
+    for number in range(len(keys) // KEY_BYTES):
+        key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        node = space.index.get(key)
+        if node is None or not node.on_disk >> shard & 1:
+            return False
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if node.digest_at(shard, node.position(key)) != digest:
+            return False
+    return True

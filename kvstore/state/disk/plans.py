@@ -1,0 +1,154 @@
+"""What becomes of the pages of a segment that is reclaimed: carried over, or dropped. Pure."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.disk.records import PageRecords
+from kvstore.state.tree.columns import unpack_places
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+
+class Part(NamedTuple):
+    """Pages of one prefix whose records are adjacent.
+
+    Attributes:
+        space: whose.
+        shard: of it.
+        keys: of the pages, 32 bytes each, in chain order.
+        offset: of the first record in its segment.
+        each: bytes of a record.
+        depth: of the first page.
+    """
+
+    space: PrefixTree
+    shard: int
+    keys: bytes
+    offset: int
+    each: int
+    depth: int
+
+    @property
+    def pages(self) -> int:
+        """How many."""
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, number: int) -> PrefixKey:
+        """Of page ``number``."""
+        return PrefixKey(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+
+    def cut(self, first: int, end: int) -> "Part":
+        """Its pages from number ``first`` up to ``end``."""
+        keys = self.keys[first * KEY_BYTES : end * KEY_BYTES]
+        offset = self.offset + first * self.each
+        return Part(self.space, self.shard, keys, offset, self.each, self.depth + first)
+
+
+class Reclaim(NamedTuple):
+    """What becomes of the pages of a segment.
+
+    Attributes:
+        carry: to write again, heads first.
+        drop: to leave the disk, tails first; the pages of a part leave from its end.
+    """
+
+    carry: list[Part]
+    drop: list[Part]
+
+
+class NodePart(NamedTuple):
+    """A part, the node that it is of, and where in that; ``tick``: when it was written."""
+
+    node: PrefixNode
+    position: int
+    part: Part
+    tick: int
+
+
+def parts_of(records: PageRecords) -> Iterator[NodePart]:
+    """The pages of a segment in which nothing is being written, each once."""
+    for one in records.stretches:
+        at = 0
+        while at < one.pages:
+            if not one.live >> at & 1:
+                at += 1
+                continue
+            node = one.space.index[one.key(at)]
+            position = node.position(one.key(at))
+            live = (~(one.live >> at) & (one.live >> at) + 1).bit_length() - 1
+            end = at + min(live, node.matching(position, one.keys, at * KEY_BYTES))
+            part = Part(
+                one.space, one.shard, one.keys[at * KEY_BYTES : end * KEY_BYTES],
+                one.offset + at * one.each, one.each, node.first_depth + position,
+            )  # fmt: skip
+            yield NodePart(node, position, part, one.tick)
+            at = end
+
+
+def plan(
+    segment: int, parts: Sequence[NodePart], budget_bytes: int, tick: int, carry_from: float,
+    kept: Collection[tuple[PrefixNode, int]],
+) -> Reclaim:  # fmt: skip
+    """See :meth:`kvstore.state.disk.log.SegmentLog.plan`.
+
+    Args:
+        segment: its number.
+        parts: its pages.
+        budget_bytes: of records to carry; what precedes the last one may go beyond.
+        tick: as there.
+        carry_from: as there.
+        kept: as there.
+    """
+    used = [
+        (-node.access, part.depth, at)
+        for at, (node, _, part, written) in enumerate(parts)
+        if node.access > written + carry_from * (tick - written)
+    ]
+    chosen = {node.place(shard).offset for node, shard in kept}
+    left = budget_bytes - sum(node.space.shards[shard].record_bytes for node, shard in kept)
+    #: Nodes of which all pages in the segment are chosen, and all before them.
+    whole: set[tuple[PrefixNode, int]] = set()
+    for _, _, at in sorted(used):
+        if left <= 0:
+            break
+        node, position, part, _ = parts[at]
+        heads = _before(node, position, part.shard, segment, whole) - chosen
+        chosen |= heads
+        left -= len(heads) * part.each
+        for offset in range(part.offset, part.offset + part.pages * part.each, part.each):
+            if left <= 0:
+                break
+            left -= part.each * (offset not in chosen)
+            chosen.add(offset)
+    reclaim = Reclaim([], [])
+    for _, _, part, _ in parts:
+        _divide(part, chosen, reclaim)
+    reclaim.carry.sort(key=lambda part: part.depth)
+    reclaim.drop.sort(key=lambda part: -part.depth)
+    return reclaim
+
+
+def _before(
+    node: PrefixNode, position: int, shard: int, segment: int, whole: set[tuple[PrefixNode, int]]
+) -> set[int]:
+    """Offsets of the records of all pages before one that lie in the segment, but of ``whole``."""
+    places = unpack_places(node.place_columns[shard])[:position]
+    above = node.above
+    while above is not None and above.present and (above, shard) not in whole:
+        whole.add((above, shard))
+        if above.on_disk >> shard & 1:
+            places += unpack_places(above.place_columns[shard])
+        above = above.above
+    return {place.offset for place in places if place.segment == segment}
+
+
+def _divide(part: Part, chosen: set[int], reclaim: Reclaim) -> None:
+    """Add the pages of a part to what is carried, or to what is dropped."""
+    first, pages = 0, part.pages
+    while first < pages:
+        carried, end = part.offset + first * part.each in chosen, first + 1
+        while end < pages and (part.offset + end * part.each in chosen) == carried:
+            end += 1
+        (reclaim.carry if carried else reclaim.drop).append(part.cut(first, end))
+        first = end

@@ -1,0 +1,110 @@
+"""Which pages the records of a segment are of: stretches of records, pages named by key. Pure.
+
+Nothing here refers to a node: nodes are split, leave and come back, and a record stays where it is.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+STRETCH_PAGES_MAX = 128
+"""Pages of a stretch that single pages are added to."""
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """Adjacent records of pages of one shard, placed at one tick.
+
+    Attributes:
+        space: whose pages.
+        shard: of it.
+        tick: when they were placed.
+        offset: where the first record begins.
+        each: bytes of each record.
+        keys: of the pages, 32 bytes each.
+        live: bit i set = record i is the one that page i has on disk, or will have.
+    """
+
+    space: PrefixTree
+    shard: int
+    tick: int
+    offset: int
+    each: int
+    keys: bytes
+    live: int
+
+    @property
+    def pages(self) -> int:
+        """How many records it has, dead ones included."""
+        return len(self.keys) // KEY_BYTES
+
+    def key(self, number: int) -> PrefixKey:
+        """Of the page of record ``number``."""
+        return PrefixKey(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+
+
+class PageRecords:
+    """All and only the records of one segment that their pages have, or will have, on disk.
+
+    Attributes:
+        live_bytes: of these records.
+        stretches: them, by offset.
+    """
+
+    __slots__ = ("_count", "_offsets", "live_bytes", "stretches")
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.stretches: list[Stretch] = []
+        self._offsets: list[int] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(
+        self, space: PrefixTree, shard: int, keys: bytes, offset: int, each: int, tick: int
+    ) -> None:
+        """Records of ``each`` bytes that begin at an offset behind all others."""
+        pages = len(keys) // KEY_BYTES
+        self._count += pages
+        self.live_bytes += pages * each
+        last = self.stretches[-1] if self.stretches else None
+        if (
+            pages == 1
+            and last is not None
+            and (last.space, last.shard, last.tick) == (space, shard, tick)
+            and last.pages < STRETCH_PAGES_MAX
+            and last.offset + last.pages * each == offset
+        ):
+            last.live |= 1 << last.pages
+            last.keys += keys
+            return
+        assert last is None or offset > last.offset
+        self.stretches.append(Stretch(space, shard, tick, offset, each, keys, (1 << pages) - 1))
+        self._offsets.append(offset)
+
+    def key_at(self, offset: int) -> PrefixKey | None:
+        """The key of the page whose record begins there; None when no page has it."""
+        at = bisect_right(self._offsets, offset) - 1
+        if at < 0:
+            return None
+        one = self.stretches[at]
+        number, rest = divmod(offset - one.offset, one.each)
+        return one.key(number) if not rest and one.live >> number & 1 else None
+
+    def remove(self, offset: int) -> None:
+        """The page of the record that begins there has it no more."""
+        at = bisect_right(self._offsets, offset) - 1
+        assert at >= 0
+        one = self.stretches[at]
+        number, rest = divmod(offset - one.offset, one.each)
+        assert not rest
+        assert one.live >> number & 1, "no page has this record"
+        one.live &= ~(1 << number)
+        self._count -= 1
+        self.live_bytes -= one.each
+        if not one.live:
+            del self.stretches[at], self._offsets[at]

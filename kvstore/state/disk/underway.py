@@ -1,0 +1,58 @@
+"""The writes that are under way, found by the slots that they pin. Pure."""
+
+from collections.abc import Iterator
+
+from kvstore.state.disk.jobs import Write
+from kvstore.state.tree.columns import last_slot
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.slots import Slot
+
+
+class WritesUnderWay:
+    """All writes that have not settled.
+
+    A slot is pinned as long as its page is being written, so it names that page and no other one:
+    not one that is stored again under the same key. A node is part of one write, or of none.
+    """
+
+    def __init__(self) -> None:
+        self._by_slot: dict[Slot, Write] = {}
+        self._writes: dict[Write, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def __iter__(self) -> Iterator[Write]:
+        return iter(self._writes)
+
+    @property
+    def pages(self) -> int:
+        """Pages that are part of them."""
+        return len(self._by_slot)
+
+    def add(self, write: Write) -> None:
+        """It has begun."""
+        assert self._by_slot.keys().isdisjoint(write.slots), "a page is written twice at a time"
+        self._by_slot.update(dict.fromkeys(write.slots, write))
+        self._writes[write] = None
+
+    def remove(self, write: Write) -> None:
+        """It has settled."""
+        for slot in write.slots:
+            del self._by_slot[slot]
+        del self._writes[write]
+
+    def of_slot(self, slot: Slot) -> Write:
+        """The write of the page in a slot, which is being written."""
+        return self._by_slot[slot]
+
+    def of(self, node: PrefixNode, shard: int) -> Write | None:
+        """The write that the pages of a node are part of; None = they are not being written."""
+        if not self._by_slot or not node.memory >> shard & 1:
+            return None
+        return self._by_slot.get(last_slot(node.slot_columns[shard]))
+
+    def bytes_of(self, space: PrefixTree) -> int:
+        """What is being written of a space."""
+        return sum(write.size for write in self._writes if write.space is space)
