@@ -64,6 +64,8 @@ class _Models(msgspec.Struct):
 
 
 _DESCRIBED: Final = msgspec.json.Decoder(DescribedEngine)
+_Weights = dict[str, str | None]
+"""path → fingerprint of the files there; None = they cannot be read."""
 _MODELS: Final = msgspec.json.Decoder(_Models)
 
 
@@ -101,8 +103,8 @@ class ServedReader:
         self._upstream = upstream
         self._timeout_s = timeout_s
         self._fingerprint = fingerprint
-        self._known: dict[str, tuple[float, str]] = {}  # path → until when it counts, fingerprint
-        self._job: asyncio.Future[dict[str, str]] | None = None
+        self._known: dict[str, tuple[float, str | None]] = {}  # path → until when, what
+        self._job: asyncio.Future[_Weights] | None = None
 
     async def describe(self, entry: EngineEntry) -> SaidEngine:
         """Ask an engine that registers.
@@ -155,21 +157,22 @@ class ServedReader:
         }
         return ServedModels(next((one.id for one in models if one.parent is None), None), adapters)
 
-    async def _weights(self, paths: Collection[str]) -> dict[str, str]:
+    async def _weights(self, paths: Collection[str]) -> _Weights:
         """Fingerprints of the files at these paths; those that are not read in time are absent."""
-        now = time.monotonic()
-        new = [path for path in paths if self._known.get(path, (0.0, ""))[0] <= now]
-        if new:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_WEIGHTS_S):
-                    while self._job is not None and not self._job.done():  # at most one thread
-                        await asyncio.wait({self._job})
-                    self._job = _in_thread(self._fingerprint, new)
-                    self._job.add_done_callback(self._keep)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WEIGHTS_S):
+                while new := self._unknown(paths):
+                    if self._job is None or self._job.done():  # at most one thread
+                        self._job = _in_thread(self._fingerprint, new)
+                        self._job.add_done_callback(self._keep)
                     await asyncio.wait({self._job})
         return {path: self._known[path][1] for path in paths if path in self._known}
 
-    def _keep(self, job: asyncio.Future[dict[str, str]]) -> None:
+    def _unknown(self, paths: Collection[str]) -> list[str]:
+        now = time.monotonic()
+        return [path for path in paths if self._known.get(path, (0.0, None))[0] <= now]
+
+    def _keep(self, job: asyncio.Future[_Weights]) -> None:
         found, until = job.result(), time.monotonic() + _WEIGHTS_KEPT_S
         if len(self._known) + len(found) > _WEIGHTS_KEPT_MAX:
             self._known.clear()
@@ -180,15 +183,13 @@ def _path(root: object) -> str | None:
     return root if isinstance(root, str) and 0 < len(root) <= _PATH_MAX else None
 
 
-def _in_thread(
-    fingerprint: Callable[[str], str], paths: Iterable[str]
-) -> asyncio.Future[dict[str, str]]:
+def _in_thread(fingerprint: Callable[[str], str], paths: Iterable[str]) -> asyncio.Future[_Weights]:
     """Read fingerprints in a thread, which may wait for ever for a file system that hangs."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[dict[str, str]] = loop.create_future()
+    done: asyncio.Future[_Weights] = loop.create_future()
 
     def work() -> None:
-        found: dict[str, str] = {}
+        found: _Weights = dict.fromkeys(paths)
         for path in paths:
             with suppress(OSError, ValueError):  # ValueError: a path with a null byte
                 found[path] = fingerprint(path)

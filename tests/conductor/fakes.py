@@ -29,6 +29,7 @@ class FakeEngine:
         status: answer completions with this status instead.
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
+        adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -48,6 +49,7 @@ class FakeEngine:
             **described,
         }
         self.describes = True
+        self.adapters: dict[str, object] = {"adapter": None}
         self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
@@ -100,8 +102,11 @@ class FakeEngine:
         return web.json_response(self.described, status=status)
 
     async def _models(self, _: web.Request) -> web.Response:
-        adapter = {"id": "adapter", "parent": self.described["model"]}
-        models = [adapter, {"id": self.described["model"], "parent": None}]
+        model = self.described["model"]
+        adapters = [
+            {"id": name, "parent": model, "root": path} for name, path in self.adapters.items()
+        ]
+        models = [*adapters, {"id": model, "root": "/the/model", "parent": None}]
         return web.json_response({"object": "list", "data": models})
 
     async def _tokenize(self, http: web.Request) -> web.Response:

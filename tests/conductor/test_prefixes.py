@@ -30,8 +30,8 @@ class Cluster:
         self.view = PrefixView(self.index, self.registry, needed=True)
 
     def engine(self, name: str = "e", **fields: object) -> EngineInfo:
-        told = {"domain": SPACE, "page_tokens": PAGE, "node": "n", **fields}
-        info = EngineInfo(id=name, role=Role.MIXED, url="http://x:1", model="m", **told)
+        told = {"domain": SPACE, "page_tokens": PAGE, "node": "n", "model": "m", **fields}
+        info = EngineInfo(id=name, role=Role.MIXED, url="http://x:1", **told)
         self.registry.register(info, 0.0)
         return info
 
