@@ -377,7 +377,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         role=entry.role,
         url=entry.url,
         model=model,
-        adapters={name: one for name, one in registration.adapters.items() if name != model},
+        adapters=registration.adapters,
         page_tokens=page_tokens or page_tokens_default,
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),

@@ -87,8 +87,11 @@ class NamedPrompt:
 
 
 def lora_of(info: EngineInfo, model: str) -> str:
-    """The LoRA adapter that a request for ``model`` names at an engine; empty for none."""
-    return model if model != info.model else ""
+    """The LoRA adapter that a request for ``model`` names at an engine; empty for none.
+
+    An engine may be registered with an adapter as its model.
+    """
+    return model if model != info.model or model in info.adapters else ""
 
 
 def own_scope(info: EngineInfo, lora: str, known: FollowedWorker | None) -> PromptScope:

@@ -10,7 +10,7 @@ import pytest
 from conductor.front import membership
 from conductor.front.served import ADAPTERS_MAX, ServedReader
 from conductor.routing.engines import LoraAdapter
-from conductor.routing.naming import own_domain
+from conductor.routing.naming import lora_of, own_domain
 from conductor.routing.prefixes import engine_worker, node_worker
 from engine_adapters.vllm.names import names_of
 from kvstore.engine.identity import chain_seed
@@ -224,6 +224,26 @@ async def test_an_adapter_is_served_as_long_as_an_engine_lists_it(
         status, answer, _ = await client.complete(model="sql")
         assert (status, answer["error"]["param"]) == (404, "model")
         assert (await client.post("/v1/completions", {"prompt": "x"}))[0] == 200, "the model"
+
+
+@in_loop
+async def test_an_engine_that_is_registered_with_an_adapter_as_its_model_serves_it() -> (
+    None
+):
+    engine = like_vllm("e")
+    engine.adapters = {"sql": "/loras/sql"}
+    async with serving() as client:
+        await engine.start()
+        try:
+            entry = {"id": "e", "role": "mixed", "url": engine.url, "model": "sql"}
+            assert (await client.operate("/v1/engines", entry))[0] == 201
+            info = client.conductor.registry.get("e").info
+            assert (info.model, lora_of(info, "sql")) == ("sql", "sql")
+            assert (await client.get("/v1/models"))[1]["data"] == [{"id": "sql", "object": "model"}]
+            assert (await client.complete(model="sql"))[0] == 200
+            assert (await client.complete(model="m"))[0] == 404
+        finally:
+            await engine.stop()
 
 
 @in_loop
