@@ -120,11 +120,14 @@ class Membership:
         """
         if self._registry.full and self._registry.get(entry.id) is None:
             raise BadRequestError("id", "too many engines are registered")
-        said, adapters, lists = await self._served.describe(entry)
-        registration = _Registration(entry, said, adapters, self._clock() if lists else None)
+        described = await self._served.describe(entry)
+        read_at = self._clock() if described.lists else None
+        registration = _Registration(entry, described.said, described.adapters or {}, read_at)
         known = self._registrations.get(entry.id)
         if known is not None and known.entry.url == entry.url:
             registration.found = known.found
+            if described.adapters is None:
+                registration.adapters = known.adapters
         gap = self._search(registration, Sessions(self.nodes.views))
         info = _combine(registration, self._config.index.page_tokens)
         before = self._registry.register(info, self._clock())
@@ -153,6 +156,7 @@ class Membership:
         if self._registrations.get(engine_id) is registration:
             registration.adapters = served.adapters
             self._refresh(registration)
+            self._changed()
 
     def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:
         """Search the engine's sessions; returns the gap if there are none.

@@ -70,10 +70,16 @@ _MODELS: Final = msgspec.json.Decoder(_Models)
 
 
 class SaidEngine(NamedTuple):
-    """What an engine says of itself; ``lists``: its adapters are read from ``GET /v1/models``."""
+    """What an engine says of itself.
+
+    Attributes:
+        said: its properties.
+        adapters: its LoRA adapters; None = they could not be read.
+        lists: whether they are read from ``GET /v1/models``.
+    """
 
     said: DescribedEngine
-    adapters: dict[str, LoraAdapter]
+    adapters: dict[str, LoraAdapter] | None
     lists: bool
 
 
@@ -119,13 +125,13 @@ class ServedReader:
             if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
                 if entry.model is None:
                     raise _unnamed(entry, error) from error
-                return SaidEngine(DescribedEngine(), {}, lists=True)
+                return SaidEngine(DescribedEngine(), None, lists=True)
         try:
             served = await self.read(entry.id, entry.url)
         except (EngineError, UnreadableError) as error:
             if entry.model is None:
                 raise _unnamed(entry, error) from error
-            served = ServedModels(None, {})
+            return SaidEngine(DescribedEngine(), None, lists=True)
         return SaidEngine(DescribedEngine(model=served.model), served.adapters, lists=True)
 
     async def read(self, engine: str, url: str) -> ServedModels:

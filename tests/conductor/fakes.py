@@ -30,6 +30,7 @@ class FakeEngine:
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
+        models_status: status of its answer to that request.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -50,6 +51,7 @@ class FakeEngine:
         }
         self.describes = True
         self.adapters: dict[str, object] = {"adapter": None}
+        self.models_status = 200
         self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
@@ -107,7 +109,8 @@ class FakeEngine:
             {"id": name, "parent": model, "root": path} for name, path in self.adapters.items()
         ]
         models = [*adapters, {"id": model, "root": "/the/model", "parent": None}]
-        return web.json_response({"object": "list", "data": models})
+        answer = {"object": "list", "data": models}
+        return web.json_response(answer, status=self.models_status)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self.tokenized += 1

@@ -227,9 +227,7 @@ async def test_an_adapter_is_served_as_long_as_an_engine_lists_it(
 
 
 @in_loop
-async def test_an_engine_that_is_registered_with_an_adapter_as_its_model_serves_it() -> (
-    None
-):
+async def test_an_engine_that_is_registered_with_an_adapter_as_its_model_serves_it() -> None:
     engine = like_vllm("e")
     engine.adapters = {"sql": "/loras/sql"}
     async with serving() as client:
@@ -242,6 +240,9 @@ async def test_an_engine_that_is_registered_with_an_adapter_as_its_model_serves_
             assert (await client.get("/v1/models"))[1]["data"] == [{"id": "sql", "object": "model"}]
             assert (await client.complete(model="sql"))[0] == 200
             assert (await client.complete(model="m"))[0] == 404
+            engine.models_status = 500
+            assert (await client.operate("/v1/engines", entry))[0] == 201
+            assert client.conductor.registry.get("e").info.adapters == info.adapters
         finally:
             await engine.stop()
 
