@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable
-from typing import Annotated, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -11,13 +11,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
 from conductor.front.auth import Auth, CallerRole
+from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.nodes import NodeUnreadableError, RegisteredNode
 from conductor.front.openai import (
     BadRequestError,
     ModelName,
-    TokenId,
     error_response,
     parse,
     read_body,
@@ -27,10 +27,11 @@ from conductor.front.proxy import Parts, Proxy
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.joining import by_advice
+from kvstore.index.face import INDEX_FAULTS
+from kvstore.page import PrefixKeys
 from kvstore.process.faults import Faults
 
 DECISIONS_LIMIT_MAX: Final = 1000
-MATCH_TOKENS_MAX: Final = 1 << 20
 _DECISIONS_LIMIT: Final = 20
 
 _log = logging.getLogger(__name__)
@@ -39,12 +40,6 @@ _log = logging.getLogger(__name__)
 class _TokenizeBody(msgspec.Struct):
     prompt: str
     model: ModelName | None = None
-
-
-class _MatchBody(msgspec.Struct):
-    model: ModelName
-    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MATCH_TOKENS_MAX)]
-    cache_salt: str = ""
 
 
 class Admin:
@@ -93,16 +88,18 @@ class Admin:
 
     async def _models(self, _: web.Request) -> web.Response:
         data = [{"id": model, "object": "model"} for model in self._registry.models()]
+        data += [
+            {"id": name, "object": "model", "parent": model}
+            for name, model in self._registry.adapters().items()
+        ]
         return web.json_response({"object": "list", "data": data})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         raw = await read_body(http)
         body = parse(raw, _TokenizeBody)
-        models = self._registry.models()
-        if body.model is not None and body.model not in models:
-            what = f"model: {body.model!r} is not served here"
-            return error_response(404, "model_not_found", what, field="model")
-        for model in [body.model] if body.model is not None else models:
+        if body.model is not None and not self._registry.of_model(body.model):
+            return _not_served("model", body.model)
+        for model in [body.model] if body.model is not None else self._registry.models():
             for engine_id in self._prompts.askable(model):
                 try:
                     answer = await self._prompts.ask(engine_id, raw)
@@ -186,16 +183,27 @@ class Admin:
     async def _index(self, _: web.Request) -> web.Response:
         index = self._parts.prefix_index
         table, report = index.present()
-        state = {"up": table is not None, "restarts": index.restarts}
+        counts = index.fault_counts
+        state = {
+            "up": table is not None,
+            "restarts": index.restarts,
+            "faults": {cause: counts.get(cause, 0) for cause in INDEX_FAULTS},
+        }
         return _json({**state, **msgspec.structs.asdict(report)})
 
     async def _match(self, http: web.Request) -> web.Response:
-        body = parse(await read_body(http), _MatchBody)
-        if body.model not in self._registry.models():
-            what = f"model: {body.model!r} is not served here"
-            return error_response(404, "model_not_found", what, field="model")
-        matches = self._parts.prefixes.match(body.model, body.tokens, body.cache_salt)
-        return _json({"prompt_tokens": len(body.tokens), "matches": matches})
+        body = parse(await read_body(http), MatchBody)
+        asked = body.asked()
+        engines = self._registry.of_model(body.model)
+        if not engines:
+            return _not_served("model", body.model)
+        if body.lora and not any(body.lora in one.info.adapters for one in engines):
+            return _not_served("lora", body.lora)
+        found = self._parts.prefixes.match(body.model, asked, body.lora, body.cache_salt)
+        answers = [
+            {**_size(one), "matches": matches} for one, matches in zip(asked, found, strict=True)
+        ]
+        return _json(answers[0] if body.prompts is None else {"prompts": answers})
 
     async def _decisions(self, http: web.Request) -> web.Response:
         text = http.query.get("limit", str(_DECISIONS_LIMIT))
@@ -230,6 +238,15 @@ def _shown_node(node: RegisteredNode) -> dict[str, object]:
         "why_not": why[0] if why is not None else None,
         "do": why[1] if why is not None else None,
     }
+
+
+def _not_served(field: str, name: str) -> web.Response:
+    what = f"{field}: {name!r} is not served here"
+    return error_response(404, "model_not_found", what, field=field)
+
+
+def _size(asked: Sequence[int] | PrefixKeys) -> dict[str, int]:
+    return {"keys" if isinstance(asked, PrefixKeys) else "prompt_tokens": len(asked)}
 
 
 def _unknown(what: str) -> web.Response:

@@ -1,10 +1,11 @@
 """Registration of engines, health probes, and subscriptions to their events.
 
 When an engine registers, its properties are read from ``GET /v1/engine``. Without this route (vLLM)
-its model is read from ``GET /v1/models``, and its space, shards, node and events are those of its
-adapter's sessions at the registered nodes, whenever these appear or change. Fields in the
-registration override both. Engines may register every few seconds: without a change this does
-nothing except revive a dead engine.
+its model and LoRA adapters are read from ``GET /v1/models``, and its space, shards, node and events
+are those of its adapter's sessions at the registered nodes, whenever these appear or change. Fields
+in the registration override both. The LoRA adapters are read again while the engine answers probes,
+because engines load and unload them. Engines may register every few seconds: without a change this
+does nothing except revive a dead engine.
 
 What an engine lacks is logged once, and shown with it: its gaps.
 """
@@ -15,34 +16,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from conductor.config import (
     ConductorConfig,
-    Endpoint,
     EngineEntry,
-    Model,
-    Name,
-    Running,
-    Space,
-    Tokens,
     check_endpoint,
 )
 from conductor.front.nodes import Nodes
 from conductor.front.openai import BadRequestError
+from conductor.front.served import DescribedEngine, ServedReader
 from conductor.front.upstream import EngineError, Upstream
-from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.engines import (
+    Engine,
+    EngineInfo,
+    EngineRegistry,
+    Health,
+    LoraAdapter,
+    Role,
+)
 from conductor.routing.joining import ADVICE, FoundSessions, Gap, RankEvents, Sessions
-from conductor.routing.prefixes import engine_worker, engine_workers, node_worker, own_domain
+from conductor.routing.naming import own_domain
+from conductor.routing.prefixes import engine_worker, engine_workers, node_worker
 from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
-from kvstore.index.reading import UnreadableError, read
+from kvstore.index.reading import UnreadableError
 
 _log = logging.getLogger(__name__)
 
 _MAX_RUNNING_DEFAULT: Final = 8
-_NOT_FOUND: Final = 404
-_NAME_MODEL: Final = "if it cannot be asked, register it with `model`"
+_READ_S: Final = 10.0
+"""Seconds between two readings of an engine's LoRA adapters."""
+_SHOWN: Final = 500
+"""Maximum characters of their names in the log."""
 _ENDPOINTS: Final = ("events", "events_bind", "events_replay")
 _NO_SPACE: Final = "model:"
 """Beginning of the domain of an engine without a space."""
@@ -54,35 +58,6 @@ _ROLES: Final = {
 }
 
 
-class _Described(msgspec.Struct):
-    """The answer of ``GET /v1/engine``; all fields are optional."""
-
-    role: str | None = None
-    model: Model | None = None
-    page_tokens: Tokens | None = None
-    space: Space | None = None
-    events: Endpoint | None = None
-    events_bind: Endpoint | None = None
-    events_replay: Endpoint | None = None
-    node: Name | None = None
-    max_running: Running | None = None
-
-
-class _Model(msgspec.Struct):
-    id: Model
-    parent: str | None = None
-
-
-class _Models(msgspec.Struct):
-    """The answer of ``GET /v1/models``; LoRA adapters have a ``parent``."""
-
-    data: list[_Model]
-
-
-_DESCRIBED: Final = msgspec.json.Decoder(_Described)
-_MODELS: Final = msgspec.json.Decoder(_Models)
-
-
 @dataclass(slots=True)
 class _Registration:
     """What is known of an engine.
@@ -90,11 +65,15 @@ class _Registration:
     Attributes:
         entry: its registration.
         said: what it said itself.
+        adapters: the LoRA adapters that it serves.
+        read_at: when these are read again, on the clock; None = never, it has ``GET /v1/engine``.
         found: its sessions; those that were found last, if there are none now.
     """
 
     entry: EngineEntry
-    said: _Described
+    said: DescribedEngine
+    adapters: dict[str, LoraAdapter]
+    read_at: float | None
     found: FoundSessions | None = None
 
 
@@ -127,6 +106,7 @@ class Membership:
         self._changed = changed
         self._clock = clock
         self.nodes = Nodes(config, index, self._rejoin)
+        self._served = ServedReader(upstream, config.health.probe_timeout_s)
         self._registrations: dict[str, _Registration] = {}
         self._followed: dict[str, set[str]] = {}  # engine → workers in the index
         self._wake = asyncio.Event()
@@ -140,10 +120,14 @@ class Membership:
         """
         if self._registry.full and self._registry.get(entry.id) is None:
             raise BadRequestError("id", "too many engines are registered")
-        registration = _Registration(entry, await self._describe(entry))
+        described = await self._served.describe(entry)
+        read_at = self._clock() if described.lists else None
+        registration = _Registration(entry, described.said, described.adapters or {}, read_at)
         known = self._registrations.get(entry.id)
         if known is not None and known.entry.url == entry.url:
             registration.found = known.found
+            if described.adapters is None:
+                registration.adapters = known.adapters
         gap = self._search(registration, Sessions(self.nodes.views))
         info = _combine(registration, self._config.index.page_tokens)
         before = self._registry.register(info, self._clock())
@@ -156,22 +140,23 @@ class Membership:
         self._changed()
         return info
 
-    async def _describe(self, entry: EngineEntry) -> _Described:
-        timeout_s = self._config.health.probe_timeout_s
+    async def _read_adapters(self, engine_id: str) -> None:
+        """Read the LoRA adapters of an engine again; they stay as they are if it does not tell."""
+        registration = self._registrations.get(engine_id)
+        if registration is None or registration.read_at is None:
+            return
+        if registration.read_at > self._clock():
+            return
+        registration.read_at = self._clock() + _READ_S
         try:
-            raw = await self._upstream.get(entry.id, f"{entry.url}/v1/engine", timeout_s)
-            return read(_DESCRIBED.decode, raw)
+            served = await self._served.read(engine_id, registration.entry.url)
         except (EngineError, UnreadableError) as error:
-            if entry.model is not None:
-                return _Described()
-            if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
-                raise _unnamed(entry, error) from error
-        try:
-            raw = await self._upstream.get(entry.id, f"{entry.url}/v1/models", timeout_s)
-            models = read(_MODELS.decode, raw).data
-        except (EngineError, UnreadableError) as error:
-            raise _unnamed(entry, error) from error
-        return _Described(model=next((one.id for one in models if one.parent is None), None))
+            _log.info("LoRA adapters of engine %s: %s", engine_id, error)
+            return
+        if self._registrations.get(engine_id) is registration:
+            registration.adapters = served.adapters
+            self._refresh(registration)
+            self._changed()
 
     def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:
         """Search the engine's sessions; returns the gap if there are none.
@@ -191,18 +176,29 @@ class Membership:
         sessions = Sessions(self.nodes.views)
         for engine_id, registration in self._registrations.items():
             gap = self._search(registration, sessions)
-            engine = self._registry.get(engine_id)
-            assert engine is not None
-            info = _combine(registration, self._config.index.page_tokens)
-            if info != engine.info:
-                _log.info(
-                    "engine %s: node %s, space %s, events %s", info.id, info.node or "unknown",
-                    info.domain[:16], info.events or info.events_bind or "unknown",
-                )  # fmt: skip
-                engine.info = info
-                self._follow(info)
-            self._note_gaps(info, gap)
+            self._refresh(registration)
+            self._note_gaps(self._info(engine_id), gap)
         self._changed()
+
+    def _info(self, engine_id: str) -> EngineInfo:
+        engine = self._registry.get(engine_id)
+        assert engine is not None
+        return engine.info
+
+    def _refresh(self, registration: _Registration) -> None:
+        """Update an engine whose sessions or LoRA adapters may have changed."""
+        engine = self._registry.get(registration.entry.id)
+        assert engine is not None
+        info = _combine(registration, self._config.index.page_tokens)
+        if info != engine.info:
+            _log.info(
+                "engine %s: node %s, space %s, events %s, LoRA adapters %s", info.id,
+                info.node or "unknown", info.domain[:16],
+                info.events or info.events_bind or "unknown",
+                ", ".join(info.adapters)[:_SHOWN] or "none",
+            )  # fmt: skip
+            engine.info = info
+            self._follow(info)
 
     def _follow(self, info: EngineInfo) -> None:
         """Follow the events of all ranks of an engine, where they are not followed already."""
@@ -328,6 +324,8 @@ class Membership:
         engine = self._registry.get(info.id)
         if engine is not None and engine.info.url == info.url:
             self._judge(info.id, well=well)
+            if well:
+                await self._read_adapters(info.id)
 
     def gap_states(self) -> dict[tuple[str, ...], float]:
         """Gaps of each engine for the metrics: (engine, gap) → 1 or 0."""
@@ -383,6 +381,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         role=entry.role,
         url=entry.url,
         model=model,
+        adapters=registration.adapters,
         page_tokens=page_tokens or page_tokens_default,
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),
@@ -399,7 +398,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
 
 
 def _events(
-    entry: EngineEntry, said: _Described, found: FoundSessions | None
+    entry: EngineEntry, said: DescribedEngine, found: FoundSessions | None
 ) -> tuple[str | None, str | None, str | None]:
     """``events``, ``events_bind`` and ``events_replay``.
 
@@ -437,8 +436,3 @@ def _check_endpoints(endpoints: tuple[str | None, str | None, str | None]) -> No
     """
     for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
         check_endpoint(field, endpoint)
-
-
-def _unnamed(entry: EngineEntry, error: EngineError | UnreadableError) -> EngineError:
-    what = error.what if isinstance(error, EngineError) else str(error)
-    return EngineError(entry.id, f"{what}; {_NAME_MODEL}")

@@ -153,7 +153,7 @@ class Proxy:
             return error_response(
                 503, "no_engine", "no engine has registered", retry_after_s=1, request_id=request_id
             )
-        if model not in known:
+        if model is None or not self._parts.registry.of_model(model):
             self._parts.metrics.refused(404, "invalid")
             what = f"model: {model!r} is not served here; known: {', '.join(known)[:1_000]}"
             return error_response(
@@ -195,7 +195,7 @@ class Proxy:
         )
         if tokens is not None:
             decision.prompt_tokens = len(tokens)
-            parts.prefixes.remember(run.number, tokens, run.body.salt)
+            parts.prefixes.remember(run.number, tokens, run.body.salt, decision.model)
         last_error: EngineError | None = None
         for tries_left in reversed(range(self._queue.tries)):
             started = parts.clock()

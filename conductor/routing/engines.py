@@ -41,6 +41,20 @@ class Health(enum.StrEnum):
     DEAD = "dead"
 
 
+class LoraAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter that an engine serves.
+
+    Attributes:
+        path: where the engine has loaded it from; None = unknown.
+        weights: fingerprint of the files there, as the engine's adapter makes it
+            (:func:`kvstore.engine.requests.weights_fingerprint`); None = unknown. The keys of its
+            pages are known only with both.
+    """
+
+    path: str | None = None
+    weights: str | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of an engine; they change when it registers again, or its node tells others.
 
@@ -49,6 +63,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         role: its role.
         url: ``http://host:port``, no trailing slash.
         model: model it serves.
+        adapters: the LoRA adapters of the model that it serves, by name; a request for one names it
+            as its model.
         page_tokens: tokens per page of its space, at least 1.
         domain: domain of its pages in the index: the hex digest of its space, or ``model:<model>``
             for an engine without a space.
@@ -71,6 +87,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     page_tokens: int
     domain: str
+    adapters: dict[str, LoraAdapter] = {}
     spaces: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     windows: dict[str, int] = {}
@@ -191,12 +208,23 @@ class EngineRegistry:
         return len(self._engines)
 
     def of_model(self, model: str) -> list[Engine]:
-        """All engines that serve ``model``, whatever their health."""
-        return [engine for engine in self if engine.info.model == model]
+        """All engines that serve ``model``, whatever their health.
+
+        Args:
+            model: a model; or the name of a LoRA adapter, if no model has this name.
+        """
+        of_base = [engine for engine in self if engine.info.model == model]
+        return of_base or [engine for engine in self if model in engine.info.adapters]
 
     def models(self) -> list[str]:
-        """All served models, sorted."""
+        """All served models without LoRA adapters, sorted."""
         return sorted({engine.info.model for engine in self})
+
+    def adapters(self) -> dict[str, str]:
+        """A model of each LoRA adapter, by its name, sorted; not those named as a model is."""
+        every = {name: engine.info.model for engine in self for name in engine.info.adapters}
+        known = set(self.models())
+        return {name: every[name] for name in sorted(every) if name not in known}
 
     def can_serve(self) -> bool:
         """Whether some model has live engines: a mixed one, or a prefill and a decode one."""

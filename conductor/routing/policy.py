@@ -11,7 +11,7 @@ engines are used only if no engine is alive, dead engines never.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -63,6 +63,7 @@ class EngineView:
     Attributes:
         id: its name.
         model: model it serves.
+        adapters: names of the LoRA adapters that it serves.
         role: its role.
         health: its health.
         in_flight: requests assigned to it and not released.
@@ -77,6 +78,7 @@ class EngineView:
     in_flight: int
     max_running: int
     last_assigned: int = 0
+    adapters: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class Waiting:
 
     Attributes:
         number: unique; increases in order of arrival.
-        model: requested model.
+        model: requested model, or LoRA adapter.
         deadline: time from which on it is rejected instead of held.
         excluded: engines at which it has already failed.
     """
@@ -279,7 +281,7 @@ class _Call:
         group = (request.model, request.excluded)
         if group in self.full:
             return self._hold(request, now)
-        fit = [e for e in self.of_model.get(request.model, ()) if e.id not in request.excluded]
+        fit = [e for e in self._serving(request.model) if e.id not in request.excluded]
         firsts, seconds = _stages(fit)
         if not firsts:
             return Reject(request.number, _nobody(fit, request), retry_after_s)
@@ -296,6 +298,14 @@ class _Call:
         if first.role is not Role.MIXED:
             second = self._best(seconds, prefixes)
         return self._assign(request, first, second, prefixes)
+
+    def _serving(self, model: str) -> list[EngineView]:
+        """The engines of a model; or of a LoRA adapter, if no model has its name."""
+        found = self.of_model.get(model)
+        if found is None:
+            found = [engine for engine in self.view.engines if model in engine.adapters]
+            self.of_model[model] = found
+        return found
 
     def _hold(self, request: Waiting, now: float) -> Hold | Reject:
         """All engines are full: hold or reject."""

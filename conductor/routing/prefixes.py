@@ -2,13 +2,13 @@
 
 An engine can use blocks in its own cache and pages on the node that it reads from. They are named
 in different ways: an engine's own blocks by their tokens, or as pages are; pages by their prefix
-keys. A prompt is hashed once for each scope: way of naming, model or space, block size and salt.
+keys. A prompt is hashed once for each scope: way of naming, model or space, block size, LoRA
+adapter and salt.
 
 A prefix is usable as far as each of its tokens is in a block or page that the engine can use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
@@ -17,25 +17,31 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
+from conductor.routing.naming import (
+    Chains,
+    NamedPrompt,
+    PromptScope,
+    lora_of,
+    own_scope,
+    seed_of,
+    space_scope,
+)
 from conductor.routing.policy import Prefix, Waiting
-from kvstore.engine.identity import chain_seed
 from kvstore.index.apply import shard_name
 from kvstore.index.control import Expect, FollowedWorker, IndexReport
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.face import PrefixIndex
 from kvstore.index.feed import EXPECTED
 from kvstore.index.runs import PartNeed, PrefixNeeds
-from kvstore.index.scope import ChainKind, key_chains, scope_seed, token_chains
+from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
-from kvstore.page import page_keys
+from kvstore.page import PrefixKeys
 
-Tokens = npt.NDArray[np.uint32]
-Chains = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 
-SPACE_DIGITS: Final = 64
-"""A domain of so many digits is a space; others name a model."""
+_PLANS_MAX: Final = 256
+"""Models and LoRA adapters whose engines' needs are kept."""
 
 
 def engine_worker(engine_id: str, rank: int = 0) -> str:
@@ -68,47 +74,6 @@ class MediumMatch(msgspec.Struct, frozen=True):
     worker: str
     medium: str
     tokens: int
-
-
-class PromptScope(NamedTuple):
-    """How blocks are named.
-
-    Attributes:
-        kind: by their tokens or by prefix keys.
-        domain: a model, or the hex digest of a space.
-        block_tokens: tokens in a block or page.
-        of_space: pages of a space, whose digest names the page size too.
-    """
-
-    kind: ChainKind
-    domain: str
-    block_tokens: int
-    of_space: bool = False
-
-
-@dataclass(slots=True)
-class _Prompt:
-    tokens: Tokens
-    salt: str
-    chains: dict[PromptScope, Chains] = field(default_factory=dict)
-
-    def named(self, scope: PromptScope, secret: int) -> Chains:
-        """The chain values of all full blocks."""
-        found = self.chains.get(scope)
-        if found is None:
-            found = self.chains[scope] = self._hashed(scope, secret)
-        return found
-
-    def _hashed(self, scope: PromptScope, secret: int) -> Chains:
-        size = scope.block_tokens
-        if scope.of_space:
-            parts = [("cache_salt", self.salt)] if self.salt else []
-            keys = page_keys(self.tokens, size, seed=chain_seed(parts))
-            return key_chains(keys.packed, scope_seed(secret, "keys", scope.domain))
-        seed = scope_seed(secret, scope.kind, scope.domain, size, salt=self.salt)
-        if scope.kind == "tokens":
-            return token_chains(self.tokens, size, seed)
-        return key_chains(page_keys(self.tokens, size).packed, seed)
 
 
 class _Rank(NamedTuple):
@@ -151,7 +116,11 @@ class _Plan:
     """What to look up for one model, for one state of its engines and of the holder directory."""
 
     def __init__(
-        self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
+        self,
+        model: str,
+        engines: Sequence[Engine],
+        report: IndexReport,
+        directory: HolderDirectory,
     ) -> None:
         workers = {one.worker: one for one in report.workers}
         self.infos = [engine.info for engine in engines]
@@ -161,7 +130,7 @@ class _Plan:
         rows: dict[str, dict[PromptScope, list[tuple[int, list[PartNeed]]]]] = {}
         for number, info in enumerate(self.infos):
             for rank, name in engine_workers(info):
-                for place in _places(info, name, workers, directory):
+                for place in _places(info, model, name, workers, directory):
                     of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
                     of_scope.append((len(self.ranks), place.needs))
                 self.ranks.append(_Rank(number, rank))
@@ -198,25 +167,6 @@ def _shapes(report: IndexReport) -> list[tuple[object, ...]]:
     return [(one.worker, one.kind, one.block_tokens, one.groups) for one in report.workers]
 
 
-def own_scope(info: EngineInfo, known: FollowedWorker | None) -> PromptScope:
-    """How an engine names its own blocks, as far as is known."""
-    kind: ChainKind = "keys" if known is not None and known.kind == "keys" else "tokens"
-    size = known.block_tokens if known is not None else 0
-    return PromptScope(kind, own_domain(info), size or info.block_tokens or info.page_tokens)
-
-
-def own_domain(info: EngineInfo) -> str:
-    """Whose blocks an engine could share if they were its own."""
-    return f"model:{info.model}"
-
-
-def space_scope(info: EngineInfo) -> PromptScope | None:
-    """How pages of an engine's space are named; None without a space."""
-    if len(info.domain) != SPACE_DIGITS:
-        return None
-    return PromptScope("keys", info.domain, info.page_tokens, of_space=True)
-
-
 def _own_needs(
     name: str, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
 ) -> list[PartNeed]:
@@ -248,12 +198,14 @@ def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory
 
 def _places(
     info: EngineInfo,
+    model: str,
     name: str,
     workers: Mapping[str, FollowedWorker],
     directory: HolderDirectory,
 ) -> Iterator[_Place]:
     """Where is looked for what one rank of an engine, the worker ``name``, can use."""
-    scope, pages = own_scope(info, workers.get(name)), space_scope(info)
+    lora = lora_of(info, model)
+    scope, pages = own_scope(info, lora, workers.get(name)), space_scope(info, lora)
     yield _Place("own", name, scope, _own_needs(name, workers, directory))
     yield _Place("expected", name, scope, [PartNeed([PageHolder(name, EXPECTED, "", 0)])])
     if pages is not None:
@@ -265,6 +217,42 @@ def _places(
 
 def _in_medium(need: PartNeed, medium: str) -> PartNeed:
     return need._replace(holders=[one for one in need.holders if one.medium == medium])
+
+
+_Asked = dict[PromptScope, dict[tuple[str, str, str], list[PartNeed]]]
+"""scope → (engine, worker, medium) → what a hit needs in this medium alone."""
+
+
+def _asked(
+    engines: Sequence[Engine], model: str | None, report: IndexReport, directory: HolderDirectory
+) -> _Asked:
+    """What is looked up at each of these engines; None = for its model, without LoRA adapter."""
+    workers = {one.worker: one for one in report.workers}
+    asked: _Asked = {}
+    for info in (engine.info for engine in engines):
+        for _, name in engine_workers(info):
+            for place in _places(info, model or info.model, name, workers, directory):
+                for medium in {one.medium for need in place.needs for one in need.holders}:
+                    row = (info.id, place.worker, medium)
+                    alone = [_in_medium(need, medium) for need in place.needs]
+                    asked.setdefault(place.scope, {})[row] = alone
+    return asked
+
+
+def _match(
+    table: IndexReader,
+    scope: PromptScope,
+    rows: Mapping[tuple[str, str, str], list[PartNeed]],
+    chains: Mapping[int, Chains],
+    found: Sequence[list[MediumMatch]],
+) -> None:
+    """Look one scope up for several prompts, by number; appends to what is found of each."""
+    counts = table.match(list(chains.values()), PrefixNeeds(list(rows.values())))
+    for number, blocks in zip(chains, counts, strict=True):
+        found[number] += [
+            MediumMatch(*row, int(count) * scope.block_tokens)
+            for row, count in zip(rows, blocks, strict=True)
+        ]
 
 
 class PrefixView:
@@ -283,14 +271,14 @@ class PrefixView:
         """
         self._index = index
         self._registry = registry
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, NamedPrompt] = {}
         self._plans: dict[str, _Plan] = {}
         self._secret = 0
         self.needed = needed
 
-    def remember(self, number: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Keep a request's prompt until :meth:`forget`."""
-        self._prompts[number] = _Prompt(np.array(tokens, dtype=np.uint32), salt)
+    def remember(self, number: int, tokens: Sequence[int], salt: str, model: str) -> None:
+        """Keep a request's prompt until :meth:`forget`; ``model`` may be a LoRA adapter."""
+        self._prompts[number] = NamedPrompt(np.array(tokens, dtype=np.uint32), salt, model)
 
     def forget(self, number: int) -> None:
         """Discard a request's prompt, if any."""
@@ -324,44 +312,59 @@ class PrefixView:
     ) -> _Plan:
         plan = self._plans.get(model)
         if plan is None or not plan.fits(engines, report, directory):
-            if plan is None and len(self._plans) >= len(self._registry):
+            if plan is None and len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            plan = self._plans[model] = _Plan(engines, report, directory)
+            plan = self._plans[model] = _Plan(model, engines, report, directory)
         return plan
 
-    def match(self, model: str, tokens: Sequence[int], salt: str = "") -> list[MediumMatch]:
-        """The prefix of a prompt at each worker, medium by medium; empty if nothing is known.
+    def match(
+        self,
+        model: str,
+        prompts: Sequence[Sequence[int] | PrefixKeys],
+        lora: str = "",
+        salt: str = "",
+    ) -> list[list[MediumMatch]]:
+        """The prefix of each prompt at each worker, medium by medium; empty if nothing is known.
 
         Args:
-            model: whose engines.
-            tokens: the prompt.
-            salt: its cache salt; empty for none.
+            model: whose engines; or a LoRA adapter.
+            prompts: token ids, or prefix keys, which LoRA adapter and salt are part of already.
+            lora: a LoRA adapter of ``model``; empty = as ``model`` says.
+            salt: the cache salt of those with token ids; empty for none.
+
+        Returns:
+            For each prompt, sorted. Of prefix keys, only what is named by them.
         """
+        found: list[list[MediumMatch]] = [[] for _ in prompts]
         table, report = self._index.present()
         if table is None:
-            return []
+            return found
         self._keep_secret(table)
-        prompt = _Prompt(np.array(tokens, dtype=np.uint32), salt)
-        workers = {one.worker: one for one in report.workers}
-        directory = table.holders()
-        #: scope → (engine, worker, medium) → what a hit needs in this medium alone
-        asked: dict[PromptScope, dict[tuple[str, str, str], list[PartNeed]]] = {}
-        for engine in self._registry.of_model(model):
-            for _, name in engine_workers(engine.info):
-                for place in _places(engine.info, name, workers, directory):
-                    for medium in {one.medium for need in place.needs for one in need.holders}:
-                        row = (engine.info.id, place.worker, medium)
-                        alone = [_in_medium(need, medium) for need in place.needs]
-                        asked.setdefault(place.scope, {})[row] = alone
-        found: list[MediumMatch] = []
-        for scope, rows in asked.items():
-            chains = prompt.named(scope, self._secret)
-            blocks = table.match([chains], PrefixNeeds(list(rows.values())))[0]
-            found += [
-                MediumMatch(*row, int(count) * scope.block_tokens)
-                for row, count in zip(rows, blocks, strict=True)
-            ]
-        return sorted(found, key=lambda one: (one.engine, one.worker, one.medium))
+        engines = self._registry.of_model(model)
+        if lora:
+            engines = [one for one in engines if lora in one.info.adapters]
+        named: dict[int, NamedPrompt] = {}
+        keyed: dict[int, PrefixKeys] = {}
+        for number, one in enumerate(prompts):
+            if isinstance(one, PrefixKeys):
+                keyed[number] = one
+            else:
+                named[number] = NamedPrompt(np.array(one, dtype=np.uint32), salt, lora or model)
+        if named:
+            asked = _asked(engines, lora or model, report, table.holders())
+            for scope, rows in asked.items():
+                chains = {number: one.named(scope, self._secret) for number, one in named.items()}
+                _match(table, scope, rows, chains, found)
+        if keyed:
+            asked = _asked(engines, None, report, table.holders())
+            for scope, rows in asked.items():
+                if scope.kind == "keys":
+                    seed = seed_of(scope, self._secret)
+                    chains = {number: key_chains(one.packed, seed) for number, one in keyed.items()}
+                    _match(table, scope, rows, chains, found)
+        for matches in found:
+            matches.sort(key=lambda one: (one.engine, one.worker, one.medium))
+        return found
 
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
         """An engine will probably have the blocks of a request's prompt in its own cache.
@@ -379,7 +382,8 @@ class PrefixView:
             return
         self._keep_secret(present.table)
         name = engine_worker(engine_id, rank)
-        scope = own_scope(engine.info, present.worker(name))
+        lora = lora_of(engine.info, prompt.model)
+        scope = own_scope(engine.info, lora, present.worker(name))
         chains = prompt.named(scope, self._secret)
         if len(chains):
             packed = chains.astype("<u8").tobytes()
@@ -390,7 +394,7 @@ class PrefixView:
 class _Lookup:
     """One prompt at all engines of its model."""
 
-    def __init__(self, table: IndexReader, prompt: _Prompt, plan: _Plan) -> None:
+    def __init__(self, table: IndexReader, prompt: NamedPrompt, plan: _Plan) -> None:
         self._table = table
         self._prompt = prompt
         self._plan = plan

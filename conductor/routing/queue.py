@@ -161,6 +161,7 @@ class QueueRules:
             EngineView(
                 id=engine.info.id,
                 model=engine.info.model,
+                adapters=engine.info.adapters,
                 role=engine.info.role,
                 health=engine.health.state,
                 in_flight=self._in_flight[engine.info.id],

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.engine.identity import lora_parts, salt_parts
 from kvstore.engine.requests import PromptScope, files_fingerprint
 from kvstore.page import PrefixKeys
 
@@ -40,17 +41,16 @@ def names_of(request: Any, *, strong_hashes: bool) -> PromptScope:
         request: vLLM's request.
         strong_hashes: whether the engine's block hashes are collision-resistant.
     """
-    parts: list[tuple[str, str]] = []
+    parts: tuple[tuple[str, str], ...] = ()
     adapter = request.lora_request
     if adapter is not None:
-        parts += [("lora", adapter.lora_name), ("lora_path", adapter.lora_path)]
         folder = Path(adapter.lora_path)
-        parts.append(("lora_files", files_fingerprint(folder) if folder.is_dir() else ""))
-    if request.cache_salt:
-        parts.append(("cache_salt", request.cache_salt))
+        weights = files_fingerprint(folder) if folder.is_dir() else ""
+        parts = lora_parts(adapter.lora_name, adapter.lora_path, weights)
+    parts += salt_parts(request.cache_salt or "")
     foreign = bool(request.mm_features) or request.prompt_embeds is not None
     usable = not request.resumable and (strong_hashes or not foreign)
-    return PromptScope(tuple(parts), foreign, usable)
+    return PromptScope(parts, foreign, usable)
 
 
 def page_key(key: bytes) -> PrefixKeys | None:

@@ -33,10 +33,12 @@ def asked_index(conductor: Remote) -> Any:
 def index(answer: Any, console: Console) -> None:
     """The index, and a row for each engine and node that it follows."""
     up = "up" if answer["up"] else "down: nothing is known now"
+    # A Conductor of before 2026-11 does not tell them.
+    faults = "".join(f", {count:,} {cause}" for cause, count in answer.get("faults", {}).items())
     console.print(
         f"index {up}; {answer['entries']:,} of {answer['entries_max']:,} pages,"
         f" {answer['dropped']:,} left out, {answer['expected']:,} expected;"
-        f" {rounded(answer['resident_bytes'])} resident; {answer['restarts']} restarts",
+        f" {rounded(answer['resident_bytes'])} resident; {answer['restarts']} restarts{faults}",
         highlight=False,
     )
     if not answer["workers"]:

@@ -125,6 +125,22 @@ def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:
     """The seed of a request's chain; empty if only tokens determine its KV.
 
     Args:
-        parts: (kind, value) pairs of other inputs: the LoRA adapter, the salt.
+        parts: (kind, value) pairs of other inputs: the LoRA adapter, then the salt.
     """
     return msgspec.msgpack.encode(list(parts)) if parts else b""
+
+
+def lora_parts(name: str, path: str, weights: str) -> tuple[tuple[str, str], ...]:
+    """What a LoRA adapter is of the seed of a chain.
+
+    Args:
+        name: its name.
+        path: where the engine has loaded it from.
+        weights: its :func:`kvstore.engine.requests.weights_fingerprint`.
+    """
+    return (("lora", name), ("lora_path", path), ("lora_files", weights))
+
+
+def salt_parts(salt: str) -> tuple[tuple[str, str], ...]:
+    """What a cache salt is of the seed of a chain; nothing if it is empty."""
+    return (("cache_salt", salt),) if salt else ()

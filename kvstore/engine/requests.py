@@ -103,9 +103,25 @@ class Setup(NamedTuple):
     role: Role
 
 
+def weights_fingerprint(path: str) -> str:
+    """A hash of the names, sizes and modification times of the weights in a folder, now.
+
+    Returns:
+        32 hex digits; empty if this is no folder on this machine.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return _fingerprint(Path(path)) if Path(path).is_dir() else ""
+
+
 @functools.lru_cache(maxsize=1024)
 def files_fingerprint(folder: Path) -> str:
-    """A hash of the names, sizes and modification times of the weights in a folder; cached."""
+    """As :func:`weights_fingerprint` of a folder was when it was first asked for."""
+    return _fingerprint(folder)
+
+
+def _fingerprint(folder: Path) -> str:
     found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
     stats = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found]
     return hashlib.sha256(msgspec.msgpack.encode(stats)).hexdigest()[:32]

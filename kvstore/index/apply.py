@@ -32,6 +32,8 @@ NAMES_MAX = 2_048
 BLOCK_TOKENS_MAX: Final = 65_536
 WINDOW_MAX: Final = 1 << 31
 """Tokens of a longer sliding window are all tokens of any prompt."""
+_UNNAMED: Final = "\0"
+"""Before the id of a LoRA without a name; no name begins with it."""
 _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
 _SHARD_DIGITS: Final = 16
@@ -345,9 +347,10 @@ def shard_name(number: int, digest: str | None) -> str:
 
 
 def _lora(event: BlocksStored) -> str:
+    """The LoRA of an event's blocks, as prompts name it; of one with an id only, no prompt does."""
     if event.lora_name is not None:
         return event.lora_name
-    return "" if event.lora_id is None else str(event.lora_id)
+    return "" if event.lora_id is None else f"{_UNNAMED}{event.lora_id}"
 
 
 def _last_blocks(kind: str | None, window: int | None, block_tokens: int) -> int:

@@ -144,10 +144,12 @@ def test_index_says_who_counts_and_why_not(conductor, capsys) -> None:
         FollowedWorker(worker="node/n", why="not connected yet", audited=10, missing=1),
     ]
     report = IndexReport(entries=3, entries_max=100, workers=workers)
-    conductor.answers["/v1/index"] = {"up": True, "restarts": 0, **msgspec.to_builtins(report)}
+    state = {"up": True, "restarts": 0, "faults": {"ended": 0, "backlog": 1234}}
+    conductor.answers["/v1/index"] = {**state, **msgspec.to_builtins(report)}
     assert main(["index", "--url", conductor.url]) == 0
     shown = capsys.readouterr().out
     assert "index up; 3 of 100 pages" in shown
+    assert "0 restarts, 0 ended, 1,234 backlog" in " ".join(shown.split())
     for text in ("engine/e", "3 GPU", "2 blocks", "counts"):
         assert text in shown
     for text in ("node/n", "none", "1 of 10", "does not count: not connected yet"):

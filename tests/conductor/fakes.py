@@ -29,6 +29,8 @@ class FakeEngine:
         status: answer completions with this status instead.
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
+        adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
+        models_status: status of its answer to that request.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -48,6 +50,8 @@ class FakeEngine:
             **described,
         }
         self.describes = True
+        self.adapters: dict[str, object] = {"adapter": None}
+        self.models_status = 200
         self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
@@ -100,9 +104,13 @@ class FakeEngine:
         return web.json_response(self.described, status=status)
 
     async def _models(self, _: web.Request) -> web.Response:
-        adapter = {"id": "adapter", "parent": self.described["model"]}
-        models = [adapter, {"id": self.described["model"], "parent": None}]
-        return web.json_response({"object": "list", "data": models})
+        model = self.described["model"]
+        adapters = [
+            {"id": name, "parent": model, "root": path} for name, path in self.adapters.items()
+        ]
+        models = [*adapters, {"id": model, "root": "/the/model", "parent": None}]
+        answer = {"object": "list", "data": models}
+        return web.json_response(answer, status=self.models_status)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self.tokenized += 1

@@ -41,6 +41,7 @@ def views(draw: st.DrawFn) -> tuple[View, list[Waiting]]:
             EngineView(
                 id=f"e{number}",
                 model=draw(st.sampled_from(["m", "m", "n"])),
+                adapters=draw(st.sets(st.sampled_from(["n", "lora"]), max_size=2)),
                 role=draw(st.sampled_from(list(Role))),
                 health=draw(st.sampled_from([Health.ALIVE, *Health])),
                 in_flight=draw(st.integers(0, max_running + 1)),  # it may have shrunk
@@ -52,7 +53,7 @@ def views(draw: st.DrawFn) -> tuple[View, list[Waiting]]:
     waiting = [
         Waiting(
             number=number,
-            model=draw(st.sampled_from(["m", "n", "unknown"])),
+            model=draw(st.sampled_from(["m", "n", "lora", "unknown"])),
             deadline=NOW + draw(st.integers(-1, 5)),
             excluded=frozenset(draw(st.sets(st.sampled_from(ids), max_size=2))),
         )
@@ -60,6 +61,12 @@ def views(draw: st.DrawFn) -> tuple[View, list[Waiting]]:
     ]
     prefixes = {name: Prefix(*draw(st.tuples(*[st.integers(0, 1000)] * 3))) for name in ids}
     return View(engines=engines, assigned=9, prefixes=lambda _: prefixes), waiting
+
+
+def serving(view: View, model: str) -> list[str]:
+    """The engines of a model; of a LoRA adapter only if no model has its name."""
+    of_base = [e.id for e in view.engines if e.model == model]
+    return of_base or [e.id for e in view.engines if model in e.adapters]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -80,7 +87,7 @@ def test_every_decision_is_possible_and_no_request_is_lost(
         given_out.update(pair)
         for name in pair:
             assert engines[name].health is not Health.DEAD
-            assert engines[name].model == wanted.model
+            assert name in serving(view, wanted.model)
             assert name not in wanted.excluded
         first, second = engines[decision.prefill], engines[decision.decode]
         if decision.plan is Plan.ALONE:
@@ -90,8 +97,7 @@ def test_every_decision_is_possible_and_no_request_is_lost(
             assert first is not second
             assert first.role is Role.PREFILL
             assert second.role is not Role.PREFILL
-        of_model = [e.id for e in view.engines if e.model == wanted.model]
-        assert [c.engine for c in decision.candidates] == of_model
+        assert [c.engine for c in decision.candidates] == serving(view, wanted.model)
         assert decision.reason
     for name, count in given_out.items():
         assert engines[name].in_flight + count <= engines[name].max_running
@@ -101,7 +107,7 @@ def test_every_decision_is_possible_and_no_request_is_lost(
             assert any(
                 e.in_flight + given_out[e.id] >= e.max_running
                 for e in view.engines
-                if e.model == wanted.model
+                if e.id in serving(view, wanted.model)
             )
         if isinstance(decision, Reject):
             assert decision.retry_after_s >= 1

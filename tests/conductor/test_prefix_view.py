@@ -6,8 +6,9 @@ import pytest
 
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
+from conductor.routing.naming import own_domain
 from conductor.routing.policy import Prefix, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker, own_domain
+from conductor.routing.prefixes import PrefixView, engine_worker
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
 from kvstore.page import page_keys
@@ -41,7 +42,7 @@ class View:
                 )
             )
         self._view = PrefixView(self.index, registry, needed=True)
-        self._view.remember(1, TOKENS)
+        self._view.remember(1, TOKENS, "", "m")
         for feed in self._feeds():
             feed.live(counts=True)
 

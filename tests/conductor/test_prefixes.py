@@ -6,8 +6,9 @@ import pytest
 
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
+from conductor.routing.naming import own_domain
 from conductor.routing.policy import Prefix, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, own_domain
+from conductor.routing.prefixes import PrefixView, engine_worker, node_worker
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.page import page_keys
@@ -29,8 +30,8 @@ class Cluster:
         self.view = PrefixView(self.index, self.registry, needed=True)
 
     def engine(self, name: str = "e", **fields: object) -> EngineInfo:
-        told = {"domain": SPACE, "page_tokens": PAGE, "node": "n", **fields}
-        info = EngineInfo(id=name, role=Role.MIXED, url="http://x:1", model="m", **told)
+        told = {"domain": SPACE, "page_tokens": PAGE, "node": "n", "model": "m", **fields}
+        info = EngineInfo(id=name, role=Role.MIXED, url="http://x:1", **told)
         self.registry.register(info, 0.0)
         return info
 
@@ -70,9 +71,9 @@ class Cluster:
         for change in service._expected.due(int(seconds * 1e9)):
             service._pages.expect(change)
 
-    def prefix(self, name: str = "e", salt: str = "") -> Prefix:
-        self.view.remember(1, TOKENS, salt)
-        return self.view(Waiting(number=1, model="m", deadline=1.0))[name]
+    def prefix(self, name: str = "e", salt: str = "", model: str = "m") -> Prefix:
+        self.view.remember(1, TOKENS, salt, model)
+        return self.view(Waiting(number=1, model=model, deadline=1.0))[name]
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_a_prompt_that_is_sent_there_does_not_say_what_waiting_blocks_are(cluste
 def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     cluster.engine(shards=(ONE,))
     cluster.pages(ONE, 0, 6)
-    cluster.view.remember(2, np.array(TOKENS[:3]))
+    cluster.view.remember(2, np.array(TOKENS[:3]), "", "m")
     found = cluster.view(Waiting(number=2, model="m", deadline=1.0))
     assert found["e"][:3] == (0, 0, 0)
 
@@ -206,13 +207,15 @@ def test_a_prompt_is_matched_at_each_worker_medium_by_medium(cluster: Cluster):
     cluster.follows(engine_worker("e"), own_domain(info))
     cluster.blocks(engine_worker("e"), 3)
     cluster.pages(ONE, 0, 2)
-    cluster.view.remember(1, TOKENS)
+    cluster.view.remember(1, TOKENS, "", "m")
     cluster.view.expect(1, "e", 0, 1.0, 2.0)
     cluster.at(1.0)
-    matches = cluster.view.match("m", TOKENS)
+    [matches] = cluster.view.match("m", [TOKENS])
     assert [(one.worker, one.medium, one.tokens) for one in matches] == [
         ("engine/e", "EXPECTED", 40), ("engine/e", "GPU", 6), ("node/n", "CPU", 8),
     ]  # fmt: skip
     assert {one.engine for one in matches} == {"e"}
-    assert cluster.view.match("other", TOKENS) == []
-    assert all(one.tokens == 0 for one in cluster.view.match("m", [1, 2, 3, 4]))
+    assert cluster.view.match("other", [TOKENS]) == [[]]
+    [other] = cluster.view.match("m", [[1, 2, 3, 4]])
+    assert other
+    assert all(one.tokens == 0 for one in other)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.naming import own_domain
 from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker, node_worker, own_domain
+from conductor.routing.prefixes import PrefixView, engine_worker, node_worker
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
 from tests.local_index import LocalIndex
@@ -51,7 +52,7 @@ def test_prefixes_and_decisions_are_those_that_were_recorded(index: LocalIndex):
             for _ in feeds[worker].apply(payload):
                 pass
             feeds[worker].flush()
-        view.remember(number, step.tokens)
+        view.remember(number, step.tokens, "", MODEL)
         waiting = Waiting(number=number, model=MODEL, deadline=1.0)
         now = {engine: list(prefix[:3]) for engine, prefix in view(waiting).items()}
         assert now == then["prefixes"], number

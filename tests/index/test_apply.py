@@ -133,7 +133,7 @@ def test_the_blocks_of_an_engine_are_those_of_the_prompt_with_the_same_scope(
     assert applied.entries == {
         *at(GPU, of_tokens(ids, size)[:3]),
         *at(CPU, of_tokens(ids, size)[3:5]),
-        *at(GPU, of_tokens(ids, size, "4")[:2]),
+        *at(GPU, of_tokens(ids, size, "\0004")[:2]),
         *at(GPU, of_tokens(ids, size, "a")[:2]),
         *at(GPU, of_tokens(ids, size, "", "salt")[:2]),
         *at(GPU, of_tokens(ids, size, "a", "salt")[:2]),
@@ -369,7 +369,7 @@ def test_a_lora_of_an_engine_that_publishes_prefix_keys_is_apart(chains: Chains)
     applied = Applied(chains, EngineScope(DOMAIN, "keys", 4))
     applied.apply(stored(hashes, ids, lora_id=3))
     packed = page_keys(ids, 4).packed
-    of_lora = key_chains(packed, scope_seed(SECRET, "keys", DOMAIN, 4, "3")).tolist()
+    of_lora = key_chains(packed, scope_seed(SECRET, "keys", DOMAIN, 4, "\0003")).tolist()
     assert applied.entries == at(GPU, of_lora)
     applied.apply(stored(hashes, ids))
     assert len(applied.entries) == 4

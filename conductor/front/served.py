@@ -1,0 +1,211 @@
+"""Asks an engine what it is, and which model and LoRA adapters it serves.
+
+Its properties are read from ``GET /v1/engine``; without this route (vLLM), its model and its LoRA
+adapters from ``GET /v1/models``. That answer lists the model, and each adapter with a ``parent``
+and, as its ``root``, the path that the engine has loaded it from. The keys of an adapter's pages
+are seeded with its name, this path and a fingerprint of the files there. The Conductor looks at the
+same path: on the engine's machine, or in a file system that both see, it finds the same. Elsewhere
+its seeds match no page.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import msgspec
+
+from conductor.config import Endpoint, EngineEntry, Model, Name, Running, Space, Tokens
+from conductor.front.upstream import EngineError, Upstream
+from conductor.routing.engines import LoraAdapter
+from kvstore.engine.requests import weights_fingerprint
+from kvstore.index.reading import UnreadableError, read
+
+ADAPTERS_MAX: Final = 1024
+"""Maximum LoRA adapters of one engine; further ones are not served here."""
+_WEIGHTS_KEPT_S: Final = 60.0
+"""For how long a fingerprint is taken as it was."""
+_WEIGHTS_KEPT_MAX: Final = 4096
+_WEIGHTS_S: Final = 1.0
+"""For how long a registration waits for a file system."""
+
+_PATH_MAX: Final = 4096
+_NOT_FOUND: Final = 404
+_NAME_MODEL: Final = "if it cannot be asked, register it with `model`"
+
+_log = logging.getLogger(__name__)
+
+
+class DescribedEngine(msgspec.Struct):
+    """The answer of ``GET /v1/engine``; all fields are optional."""
+
+    role: str | None = None
+    model: Model | None = None
+    page_tokens: Tokens | None = None
+    space: Space | None = None
+    events: Endpoint | None = None
+    events_bind: Endpoint | None = None
+    events_replay: Endpoint | None = None
+    node: Name | None = None
+    max_running: Running | None = None
+
+
+class _Model(msgspec.Struct):
+    id: Model
+    parent: str | None = None
+    root: object = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_DESCRIBED: Final = msgspec.json.Decoder(DescribedEngine)
+_Weights = dict[str, str | None]
+"""path → fingerprint of the files there; None = they cannot be read."""
+_MODELS: Final = msgspec.json.Decoder(_Models)
+
+
+class SaidEngine(NamedTuple):
+    """What an engine says of itself.
+
+    Attributes:
+        said: its properties.
+        adapters: its LoRA adapters; None = they could not be read.
+        lists: whether they are read from ``GET /v1/models``.
+    """
+
+    said: DescribedEngine
+    adapters: dict[str, LoraAdapter] | None
+    lists: bool
+
+
+class ServedModels(NamedTuple):
+    """What an engine serves; ``model`` None = it names no model."""
+
+    model: str | None
+    adapters: dict[str, LoraAdapter]
+
+
+class ServedReader:
+    """Asks engines what they serve."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        timeout_s: float,
+        fingerprint: Callable[[str], str] = weights_fingerprint,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            upstream: client for engines.
+            timeout_s: deadline of one answer.
+            fingerprint: reads the files of an adapter; called in a thread.
+        """
+        self._upstream = upstream
+        self._timeout_s = timeout_s
+        self._fingerprint = fingerprint
+        self._known: dict[str, tuple[float, str | None]] = {}  # path → until when, what
+        self._job: asyncio.Future[_Weights] | None = None
+
+    async def describe(self, entry: EngineEntry) -> SaidEngine:
+        """Ask an engine that registers.
+
+        Raises:
+            EngineError: it does not answer, and the entry names no model.
+        """
+        try:
+            raw = await self._upstream.get(entry.id, f"{entry.url}/v1/engine", self._timeout_s)
+            return SaidEngine(read(_DESCRIBED.decode, raw), {}, lists=False)
+        except (EngineError, UnreadableError) as error:
+            if not isinstance(error, EngineError) or error.status != _NOT_FOUND:
+                if entry.model is None:
+                    raise _unnamed(entry, error) from error
+                return SaidEngine(DescribedEngine(), None, lists=True)
+        try:
+            served = await self.read(entry.id, entry.url)
+        except (EngineError, UnreadableError) as error:
+            if entry.model is None:
+                raise _unnamed(entry, error) from error
+            return SaidEngine(DescribedEngine(), None, lists=True)
+        return SaidEngine(DescribedEngine(model=served.model), served.adapters, lists=True)
+
+    async def read(self, engine: str, url: str) -> ServedModels:
+        """Ask one engine.
+
+        Args:
+            engine: its id.
+            url: its URL.
+
+        Raises:
+            EngineError: it does not answer correctly in time.
+            UnreadableError: its answer is no list of models.
+        """
+        raw = await self._upstream.get(engine, f"{url}/v1/models", self._timeout_s)
+        models = read(_MODELS.decode, raw).data
+        base = {one.id for one in models if one.parent is None}
+        listed = {one.id: _path(one.root) for one in models if one.parent is not None}
+        paths = {name: path for name, path in listed.items() if name not in base}
+        if len(paths) > ADAPTERS_MAX:
+            _log.warning(
+                "engine %s serves %d LoRA adapters: only the first %d are used",
+                engine, len(paths), ADAPTERS_MAX,
+            )  # fmt: skip
+            paths = dict(list(paths.items())[:ADAPTERS_MAX])
+        weights = await self._weights({path for path in paths.values() if path})
+        adapters = {
+            name: LoraAdapter(path, weights.get(path) if path else None)
+            for name, path in paths.items()
+        }
+        return ServedModels(next((one.id for one in models if one.parent is None), None), adapters)
+
+    async def _weights(self, paths: Collection[str]) -> _Weights:
+        """Fingerprints of the files at these paths; those that are not read in time are absent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WEIGHTS_S):
+                while new := self._unknown(paths):
+                    if self._job is None or self._job.done():  # at most one thread
+                        self._job = _in_thread(self._fingerprint, new)
+                        self._job.add_done_callback(self._keep)
+                    await asyncio.wait({self._job})
+        return {path: self._known[path][1] for path in paths if path in self._known}
+
+    def _unknown(self, paths: Collection[str]) -> list[str]:
+        now = time.monotonic()
+        return [path for path in paths if self._known.get(path, (0.0, None))[0] <= now]
+
+    def _keep(self, job: asyncio.Future[_Weights]) -> None:
+        found, until = job.result(), time.monotonic() + _WEIGHTS_KEPT_S
+        if len(self._known) + len(found) > _WEIGHTS_KEPT_MAX:
+            self._known.clear()
+        self._known |= {path: (until, weights) for path, weights in found.items()}
+
+
+def _path(root: object) -> str | None:
+    return root if isinstance(root, str) and 0 < len(root) <= _PATH_MAX else None
+
+
+def _in_thread(fingerprint: Callable[[str], str], paths: Iterable[str]) -> asyncio.Future[_Weights]:
+    """Read fingerprints in a thread, which may wait for ever for a file system that hangs."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Weights] = loop.create_future()
+
+    def work() -> None:
+        found: _Weights = dict.fromkeys(paths)
+        for path in paths:
+            with suppress(OSError, ValueError):  # ValueError: a path with a null byte
+                found[path] = fingerprint(path)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.set_result, found)
+
+    threading.Thread(target=work, name="kvstore-adapters", daemon=True).start()
+    return done
+
+
+def _unnamed(entry: EngineEntry, error: EngineError | UnreadableError) -> EngineError:
+    what = error.what if isinstance(error, EngineError) else str(error)
+    return EngineError(entry.id, f"{what}; {_NAME_MODEL}")
