@@ -133,11 +133,13 @@ class Node:
         process = self.processes.get(connection)
         self.pages.now_ns = now_ns
         try:
-            if process is not None and process.lost:
-                self.closing.append(connection)
-                raise ProtocolError("this connection was given up: a later one took its place")
-            if process is not None and process.peer.remote and not isinstance(request, _OF_PEERS):
-                raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
+            if process is not None:
+                if process.lost:
+                    self.closing.append(connection)
+                    raise ProtocolError("this connection was given up: a later one took its place")
+                if process.peer.remote and not isinstance(request, _OF_PEERS):
+                    name = type(request).__name__
+                    raise ProtocolError(f"{name} is not for other nodes: they read")
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -434,18 +436,21 @@ class Node:
 
     def _wake(self) -> None:
         """Collect the effects since the last call; requests that waited for them become ready."""
-        actions, self.pages.actions = self.pages.actions, []
-        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
+        pages = self.pages
         ended: list[Hashable] = []
-        ended += fetches.ended
-        fetches.ended.clear()
-        if disk is not None:
+        actions, fetched, disk = pages.actions, pages.fetches.ended, pages.disk
+        if actions:
+            pages.actions = []
+            self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        if fetched:
+            ended += fetched
+            fetched.clear()
+        if disk is not None and disk.acknowledged:
             ended += disk.acknowledged
             disk.acknowledged.clear()
-        if remote is not None:
-            ended += remote.chains.answered
-            remote.chains.answered.clear()
+        if self.remote is not None:
+            ended += self.remote.chains.answered
+            self.remote.chains.answered.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:
