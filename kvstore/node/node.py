@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.hello import refuse_hello, session_of
+from kvstore.node.hello import refuse_hello, refuse_writes, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
@@ -41,10 +41,6 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_OF_PEERS: Final = (
-    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
-)  # fmt: skip
-"""What another node may ask for: it only reads."""
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
 
@@ -137,9 +133,8 @@ class Node:
                 if process.lost:
                     self.closing.append(connection)
                     raise ProtocolError("this connection was given up: a later one took its place")
-                if process.peer.remote and not isinstance(request, _OF_PEERS):
-                    name = type(request).__name__
-                    raise ProtocolError(f"{name} is not for other nodes: they read")
+                if process.peer.remote:
+                    refuse_writes(request)
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -436,11 +431,10 @@ class Node:
 
     def _wake(self) -> None:
         """Collect the effects since the last call; requests that waited for them become ready."""
-        pages = self.pages
         ended: list[Hashable] = []
-        actions, fetched, disk = pages.actions, pages.fetches.ended, pages.disk
+        actions, fetched, disk = self.pages.actions, self.pages.fetches.ended, self.pages.disk
         if actions:
-            pages.actions = []
+            self.pages.actions = []
             self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         if fetched:
             ended += fetched

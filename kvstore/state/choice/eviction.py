@@ -88,6 +88,12 @@ class Eviction:
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
+    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, *, copied: bool) -> None:
+        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
+        self.has_replicas |= copied
+        for node in stored:
+            node.replica = copied and (node.replica or node.ready == 1 << shard)
+
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick

@@ -258,19 +258,13 @@ class PageTable(Residents):
             self.counts["stored_pages"] += ready
             self.counts["stored_bytes"] += ready * page_bytes
         if replica or self.eviction.has_replicas:
-            self._mark_replicas(stored, put.shard, copied=replica)
+            self.eviction.mark_replicas(stored, put.shard, copied=replica)
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
         if stored and self.disk is not None:
             self.disk.stored(stored, put.shard)
         return statuses
-
-    def _mark_replicas(self, stored: list[PrefixNode], shard: int, *, copied: bool) -> None:
-        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
-        self.eviction.has_replicas |= copied
-        for node in stored:
-            node.replica = copied and (node.replica or node.ready == 1 << shard)
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
         """Take the pages of an open put back.
