@@ -253,7 +253,11 @@ class Desk:
         self._flushing = True
         try:
             self._carry_out()
-            while self.node.outbox or self._goes_on_now() or self._has_peer_jobs():
+            while (
+                self.node.outbox
+                or self._goes_on_now()
+                or (self.peers is not None and self._has_peer_jobs())
+            ):
                 self._carry_out()
             if self._check_every_step:
                 self.self_check.run()
@@ -278,7 +282,7 @@ class Desk:
             self.disk.flush()
             if node.pages.slots.replaced:  # a job that failed at once freed slots for a request
                 self.memory.replace(node.pages.slots.replaced)
-        if self.peers is not None and node.remote is not None and node.remote.jobs:
+        if self.peers is not None and self._has_peer_jobs():
             self.peers.flush()
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
@@ -294,10 +298,8 @@ class Desk:
             self._publish(actions)
 
     def _has_peer_jobs(self) -> bool:
-        """Whether a job of a peer that ended at once left the node with another one."""
-        return (
-            self.peers is not None and self.node.remote is not None and bool(self.node.remote.jobs)
-        )
+        """Whether there are jobs for the peer side; one that ends at once may leave another one."""
+        return self.node.remote is not None and bool(self.node.remote.jobs)
 
     def _goes_on_now(self) -> bool:
         """Continue the node's work if there are no later turns; returns whether it did."""

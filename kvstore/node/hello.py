@@ -1,4 +1,4 @@
-"""The first message of a connection: who may connect, and to which session it belongs. Pure."""
+"""What a connection may ask for, and its first message: who it is, and its session. Pure."""
 
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -10,6 +10,10 @@ from kvstore.state.tree.sessions import Peer, Process, Session
 
 TOKEN_BYTES: Final = 16
 ORIGIN_BYTES_MAX: Final = 64
+_OF_PEERS: Final = (
+    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
+)  # fmt: skip
+"""What another node may ask for: it only reads."""
 LOST_MAX: Final = 256
 """Maximum lost connections of one process whose leases and puts it has not settled."""
 
@@ -31,6 +35,16 @@ def refuse_hello(request: wire.Hello, peer: Peer, processes: Iterable[Process]) 
     lost = sum(one.lost for one in processes if one.peer.identity == peer.identity)
     if lost >= LOST_MAX:
         raise CapacityError(f"{lost} earlier connections of this process still hold pages")
+
+
+def refuse_writes(request: wire.Request) -> None:
+    """Refuse what another node may not ask for.
+
+    Raises:
+        ProtocolError: the request is not one of a reader.
+    """
+    if not isinstance(request, _OF_PEERS):
+        raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
 
 
 def session_of(

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.hello import refuse_hello, session_of
+from kvstore.node.hello import refuse_hello, refuse_writes, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
@@ -41,10 +41,6 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_OF_PEERS: Final = (
-    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
-)  # fmt: skip
-"""What another node may ask for: it only reads."""
 _PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
 """Requests that may wait for a better answer."""
 
@@ -133,11 +129,12 @@ class Node:
         process = self.processes.get(connection)
         self.pages.now_ns = now_ns
         try:
-            if process is not None and process.lost:
-                self.closing.append(connection)
-                raise ProtocolError("this connection was given up: a later one took its place")
-            if process is not None and process.peer.remote and not isinstance(request, _OF_PEERS):
-                raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
+            if process is not None:
+                if process.lost:
+                    self.closing.append(connection)
+                    raise ProtocolError("this connection was given up: a later one took its place")
+                if process.peer.remote:
+                    refuse_writes(request)
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -433,18 +430,20 @@ class Node:
 
     def _wake(self) -> None:
         """Collect the effects since the last call; requests that waited for them become ready."""
-        actions, self.pages.actions = self.pages.actions, []
-        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
-        disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
         ended: list[Hashable] = []
-        ended += fetches.ended
-        fetches.ended.clear()
-        if disk is not None:
+        actions, fetched, disk = self.pages.actions, self.pages.fetches.ended, self.pages.disk
+        if actions:
+            self.pages.actions = []
+            self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        if fetched:
+            ended += fetched
+            fetched.clear()
+        if disk is not None and disk.acknowledged:
             ended += disk.acknowledged
             disk.acknowledged.clear()
-        if remote is not None:
-            ended += remote.chains.answered
-            remote.chains.answered.clear()
+        if self.remote is not None:
+            ended += self.remote.chains.answered
+            self.remote.chains.answered.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:

@@ -88,22 +88,24 @@ class Requests:
         """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
-        pages, pending = self._pages.lookup(space, request.shards, request.keys)
-        on_disk, remote, remote_s = 0, 0, 0.0
+        table = self._pages
+        pages, pending = table.lookup(space, request.shards, request.keys)
+        on_disk = 0
         awaited: Hashable = None
-        if self._pages.disk is not None:
-            on_disk = self._pages.on_disk(space, request.shards, request.keys, pages)
+        if table.disk is not None:
+            on_disk = table.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
-        if self.remote is not None and not process.peer.remote:
-            missing = len(request.keys) // KEY_BYTES - pages
-            if missing > pending:
-                further = self.remote.further(space, request.shards, request.keys, pages)
-                if isinstance(further, LocatedChain):
-                    pending, awaited = missing, further
-                else:
-                    remote, remote_s = further
+        if self.remote is None or process.peer.remote:
+            return wire.Found(request.id, pages, pending, on_disk), awaited
+        remote, remote_s, missing = 0, 0.0, len(request.keys) // KEY_BYTES - pages
+        if missing > pending:
+            further = self.remote.further(space, request.shards, request.keys, pages)
+            if isinstance(further, LocatedChain):
+                pending, awaited = missing, further
+            else:
+                remote, remote_s = further
         return wire.Found(request.id, pages, pending, on_disk, remote, remote_s), awaited
 
     def acquire(
@@ -119,17 +121,21 @@ class Requests:
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
         if request.lease_ms < 1:
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
-        disk, shard, ready, missing = self._pages.disk, request.shard, 0, False
-        remote = self.remote if not process.peer.remote else None
-        if disk is not None or remote is not None:
-            ready, missing = ready_pages(space, shard, request.keys)
+        disk, remote = self._pages.disk, self.remote
+        if remote is not None and process.peer.remote:
+            remote = None
+        if disk is None and remote is None:
+            return self._lease(process, request, now_ns, 0), None
+        ready, missing = ready_pages(space, request.shard, request.keys)
+        if not waits:
+            return self._lease(process, request, now_ns, ready), None
         further: Span | None = None
-        if waits and remote is not None and ready * KEY_BYTES < len(request.keys):
-            found = remote.want(space, shard, request.keys, ready, asks=earlier is None)
+        if remote is not None and ready * KEY_BYTES < len(request.keys):
+            found = remote.want(space, request.shard, request.keys, ready, asks=earlier is None)
             if isinstance(found, LocatedChain):
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
-        if waits and (missing or further is not None):
+        if missing or further is not None:
             fetch, full = self._begin_fetch(process, request, ready, further, earlier)
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch

@@ -44,7 +44,7 @@ class Eviction:
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
         #: A replica was stored: only then leaves are passed over for one.
-        self._has_replicas = False
+        self.has_replicas = False
         self._slots = slots
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
@@ -86,8 +86,13 @@ class Eviction:
     def stored(self, node: PrefixNode, slot_bytes: int, tick: int) -> None:
         """The pages of ``node`` came in; it may be split."""
         self._tick = tick
-        self._has_replicas |= node.replica
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
+
+    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, *, copied: bool) -> None:
+        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
+        self.has_replicas |= copied
+        for node in stored:
+            node.replica = copied and (node.replica or node.ready == 1 << shard)
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
@@ -125,7 +130,8 @@ class Eviction:
     def end_choice(self) -> None:
         """All room that one message needs is made: what was passed over may be chosen again."""
         self._graceless.clear()
-        self._no_replica.clear()
+        if self.has_replicas:
+            self._no_replica.clear()
         self._took_over.clear()
         self._strays = 0
         for queue in list(self._passed):
@@ -183,18 +189,22 @@ class Eviction:
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
         """Whether something else may go in the place of ``node``: it is young, or no replica."""
-        if queue in self._graceless or node.replica:
+        if queue in self._graceless:
             return False
-        passed = self._passed.get(queue)
-        for_replica = self._has_replicas and queue not in self._no_replica
-        if not for_replica and not self._has_grace(node):
+        if self.has_replicas:
+            if node.replica:
+                return False
+            if queue not in self._no_replica:
+                passed = self._passed.setdefault(queue, [])
+                passed.append(node)
+                if len(passed) == REPLICA_LOOKS:
+                    self._find_no_replica(queue)
+                return True
+        if not self._has_grace(node):
             return False
-        if passed is None:
-            passed = self._passed[queue] = []
+        passed = self._passed.setdefault(queue, [])
         passed.append(node)
-        if for_replica and len(passed) == REPLICA_LOOKS:
-            self._find_no_replica(queue)
-        elif len(passed) == GRACE_LOOKS:
+        if len(passed) == GRACE_LOOKS:
             self._lift_grace(queue)
         return True
 
@@ -202,7 +212,7 @@ class Eviction:
         """Nothing is left: whether there is after leaves of the policy before, or passed ones."""
         if self._take_more(queue):
             return True
-        if self._has_replicas and self._find_no_replica(queue):
+        if self.has_replicas and self._find_no_replica(queue):
             return True
         return self._lift_grace(queue)
 

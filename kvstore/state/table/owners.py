@@ -61,7 +61,7 @@ class Owners:
             if position != last:
                 last, known = position, self._grown(position)
                 spaces = self._spaces[position]
-            assert known[index] is None
+            assert spaces[index] is None
             known[index], spaces[index] = key, space
 
     def remove(self, slots: Sequence[Slot]) -> None:
@@ -71,7 +71,7 @@ class Owners:
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
             if position != last:
                 last, known, spaces = position, self._keys[position], self._spaces[position]
-            assert known[index] is not None
+            assert spaces[index] is not None
             known[index] = spaces[index] = None
 
     def _grown(self, position: int) -> "_Keys":

@@ -240,9 +240,7 @@ class PageTable(Residents):
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
-            copied = replica and (node.replica or not node.ready)  # what a client put is no replica
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
-            node.replica = copied
             node.access = self.tick
             node.stored_ns = self.now_ns
             if keep.expires_ns:
@@ -259,6 +257,8 @@ class PageTable(Residents):
         else:
             self.counts["stored_pages"] += ready
             self.counts["stored_bytes"] += ready * page_bytes
+        if replica or self.eviction.has_replicas:
+            self.eviction.mark_replicas(stored, put.shard, copied=replica)
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
