@@ -104,10 +104,12 @@ class CloseLink:
     Attributes:
         cause: ``refused``, ``protocol``, ``silent`` or ``spaces``.
         why: description for the log.
+        field: what differs between the two nodes, if that refuses the session.
     """
 
     cause: str
     why: str
+    field: str = ""
 
 
 Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
@@ -307,7 +309,7 @@ class PeerSession:
 
     def _greeted(self, answer: wire.Answer) -> None:
         if isinstance(answer, wire.Failure):
-            self._close("refused", answer.message)
+            self._close("refused", answer.message, answer.field)
             return
         if not isinstance(answer, wire.PeerWelcome) or answer.id != self._hello:
             self._close("protocol", f"{type(answer).__name__} before PeerWelcome")
@@ -317,7 +319,7 @@ class PeerSession:
             if answer.node != self.peer:
                 raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
         except InvalidArgument as error:
-            self._close("refused", str(error))
+            self._close("refused", str(error), error.field)
             return
         offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
@@ -440,9 +442,9 @@ class PeerSession:
             digests = b""
         self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled)))
 
-    def _close(self, cause: str, why: str) -> None:
+    def _close(self, cause: str, why: str, field: str = "") -> None:
         """Give the connection up; its loss is told by :meth:`closed`."""
-        self.effects.append(CloseLink(cause, why))
+        self.effects.append(CloseLink(cause, why, field))
         self.closed()
 
     def _unreachable(self) -> PeerUnreachable:

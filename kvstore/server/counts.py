@@ -1,6 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
+from kvstore.server.nodes import NodeList
 
 
 class HostSizes(Answer, frozen=True):
@@ -111,11 +112,20 @@ class SsdCounts(Answer, frozen=True):
 
 
 class PeerCounts(Answer, frozen=True):
-    """Reads from one peer; ``bytes_per_s``: as measured last, 0 = it gave none yet."""
+    """Reads from one peer.
+
+    ``bytes_per_s``: as measured last, 0 = it gave none yet. ``retried_pages``: missing pages that
+    were then asked of another peer. ``failed_jobs``: reads that did not bring all pages.
+    ``unsettled_jobs``: reads that have ended and whose bytes may still arrive.
+    """
 
     bytes_per_s: int
     jobs: int
+    unsettled_jobs: int
     fetched_pages: int
+    fetched_bytes: int
+    missing_pages: int
+    retried_pages: int
     failed_jobs: int
 
 
@@ -181,6 +191,7 @@ class NodeStats(Answer, frozen=True):
     bytes that engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: maximum of the last
     15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load``,
     ``peer_fetch`` and ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
+    ``cluster``: None = this node is alone by its configuration.
     """
 
     node: str
@@ -217,6 +228,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     remote: RemoteCounts | None
+    cluster: NodeList | None
     admin: AdminCounts
     self_check: SelfCheckCounts
 

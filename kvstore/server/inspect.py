@@ -58,6 +58,7 @@ class Inspection:
             operations.ShowReadiness: self.readiness,
             operations.ShowStats: lambda _: _at_once(status.stats),
             operations.ShowEvents: lambda _: _at_once(status.event_source),
+            operations.ListNodes: lambda _: _at_once(status.nodes),
             operations.ListTiers: lambda _: _at_once(lambda: {"tiers": status.tiers()}),
             operations.ShowPolicy: lambda _: _at_once(status.policy),
             operations.ListSpaces: self.spaces,
@@ -83,7 +84,10 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
-        return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
+        return answers.Readiness(
+            withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
+            cluster=self._status.nodes()["joined"],
+        )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
         """List spaces."""

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.standing import Refusals
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
 from kvstore.process.faults import Faults, printable
@@ -72,6 +73,7 @@ class PeerService:
         counts = desk.node.pages.counts
         self._frames = FrameConnections(counts, self._receive, self._lost)
         self._handshakes = Handshakes()
+        self._refusals = Refusals()
         self._serials = count(1)
         self._served: dict[int, ServedPeer] = {}
         self._followers: set[asyncio.Task[None]] = set()
@@ -135,7 +137,9 @@ class PeerService:
                 request = wire.decode_request(body)
                 if not isinstance(request, wire.PeerHello | wire.FollowEvents):
                     raise ProtocolError(f"{type(request).__name__} before PeerHello")
+                opening.name = request.node
                 self._admit(request)
+                self._refusals.admitted(request.node)
         except TimeoutError:
             self._turn_away(opening, ProtocolError("no message in time, or its place was needed"))
             return
@@ -168,7 +172,11 @@ class PeerService:
     def _turn_away(self, opening: "_Opening", error: Exception) -> None:
         cause = error.code if isinstance(error, KVStoreError) else "connection"
         field = getattr(error, "field", "")
-        self.faults.note(field or cause, reason(error))
+        if field and opening.name:
+            self.faults.count(field)
+            self._refusals.refused(opening.name, field, reason(error))
+        else:
+            self.faults.note(field or cause, reason(error))
         if opening.transport is not None and isinstance(error, KVStoreError):
             said = printable(str(error))
             opening.transport.write(wire.encode(wire.Failure(1, error.code, said, field)))
@@ -257,11 +265,13 @@ class _Opening(asyncio.Protocol):
     Attributes:
         first: the first frame's body, and the bytes after it.
         transport: None until the connection, and its TLS, exist.
+        name: the name that the other node gives itself; empty before its first message.
     """
 
     def __init__(self) -> None:
         self.first: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
+        self.name = ""
         self._frame = FirstFrame()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

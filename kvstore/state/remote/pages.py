@@ -19,6 +19,7 @@ again, and what is still missing is asked of the holders that are left.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -235,7 +236,11 @@ class RemotePages:
 
     def stats(self) -> dict[str, Any]:
         """What is under way and what was measured, as plain values."""
-        lost = sum(one.lost for one in self._arrivals.values())
+        of_peers = Counter(one.peer for one in self._arrivals.values() if one.lost)
+        peers = self._rates.stats()
+        for name, peer in peers.items():
+            peer["unsettled_jobs"] = of_peers[name]
+        lost = of_peers.total()
         return {
             "jobs": len(self._arrivals) - lost,
             "unsettled_jobs": lost,
@@ -243,7 +248,7 @@ class RemotePages:
             "in_flight_bytes_max": self.limits.in_flight_bytes_max,
             "locating": self.chains.asking,
             "located_chains": len(self.chains),
-            "peers": self._rates.stats(),
+            "peers": peers,
         }
 
     def check(self) -> None:
@@ -420,6 +425,7 @@ class RemotePages:
             return False
         del self._arrivals[arrival.job]
         arrival.job = next(self._number)
+        self._rates.retried(arrival.peer, len(put.slots))
         arrival.peer = max(able, key=self._rates.of)
         self._table.counts["peer_retried_pages"] += len(put.slots)
         self._submit(arrival)
