@@ -17,6 +17,7 @@ from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.errors import ConfigError, InvalidArgument, ProtocolError, reason
+from kvstore.server.nodes import node_list
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""
@@ -35,7 +36,9 @@ def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) ->
         config: of the node; None = only what the running node knows is told.
         stats: statistics of the node, if it runs; None = no node answers.
     """
-    told = {one["name"]: one for one in ((stats or {}).get("cluster") or {}).get("nodes", [])}
+    told = {}
+    if stats is not None and stats.get("cluster"):  # an older node does not have it
+        told = {one["name"]: one for one in node_list(stats)["nodes"]}
     if config is None:
         yield from (_seen(name, row) for name, row in told.items())
         return

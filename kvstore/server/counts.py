@@ -1,7 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
-from kvstore.server.nodes import NodeList
+from kvstore.server.nodes import NodeIndex, SessionFault
 
 
 class HostSizes(Answer, frozen=True):
@@ -146,6 +146,72 @@ class RemoteCounts(Answer, frozen=True):
     peers: dict[str, PeerCounts]
 
 
+class PeerSessionCounts(Answer, frozen=True):
+    """The session that reads another node; see :class:`kvstore.server.nodes.NodeRow`."""
+
+    up: bool
+    endpoint: str
+    fault: SessionFault | None
+    faults: dict[str, int]
+    boot: str
+    transport: str
+    fetches: int
+
+
+class PeerServiceCounts(Answer, frozen=True):
+    """The service for other nodes.
+
+    ``sessions``: nodes that have one. ``refused``: connections by cause. ``loans``: leases of other
+    nodes that are open, and counts.
+    """
+
+    sessions: list[str]
+    followers: int
+    accepted_connections: int
+    refused: dict[str, int]
+    loans: dict[str, int]
+
+
+class EventTunnelCounts(Answer, frozen=True):
+    """Other nodes that follow the events of this one, and connections that ended, by cause."""
+
+    following: list[str]
+    faults: dict[str, int]
+
+
+class FollowedPeer(Answer, frozen=True):
+    """What the index knows of another node; see :class:`kvstore.server.nodes.NodeRow`."""
+
+    current: bool
+    why: str
+    pages: dict[str, int]
+    lag_s: float
+    faults: dict[str, int]
+
+
+class PeerDirectoryCounts(NodeIndex, frozen=True):
+    """The index of other nodes' pages; ``refused``: nodes beyond the limit of nodes."""
+
+    peers: dict[str, FollowedPeer]
+    refused: list[str]
+
+
+class ClusterCounts(Answer, frozen=True):
+    """The side towards the other nodes of the cluster; ``GET /v1/nodes`` shows it by node.
+
+    ``transfers``: reads whose bytes may still arrive. ``transports``: counts of each.
+    """
+
+    name: str
+    endpoint: str
+    service: PeerServiceCounts
+    events: EventTunnelCounts
+    directory: PeerDirectoryCounts
+    peers: dict[str, PeerSessionCounts]
+    transfers: int
+    transports: dict[str, dict[str, int]]
+
+
 class EventCounts(Answer, frozen=True):
     """The publisher of KV events; all 0 if events are off."""
 
@@ -228,7 +294,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     remote: RemoteCounts | None
-    cluster: NodeList | None
+    cluster: ClusterCounts | None
     admin: AdminCounts
     self_check: SelfCheckCounts
 

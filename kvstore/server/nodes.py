@@ -97,28 +97,19 @@ class NodeList(Answer, frozen=True):
     not_admitted: dict[str, int]
 
 
-def alone(node: str, boot: str) -> dict[str, Any]:
-    """The :class:`NodeList` of a node without a cluster."""
-    return {
-        "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off", "nodes": [],
-        "index": None, "not_followed": [], "not_admitted": {},
-    }  # fmt: skip
-
-
-def node_list(
-    node: str, boot: str, cluster: Mapping[str, Any], reads: Mapping[str, Any]
-) -> dict[str, Any]:
+def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
     """The :class:`NodeList` of a node, as plain values.
 
     Args:
-        node: name of this node.
-        boot: its boot id, hex.
-        cluster: counts of its side towards the others: ``name`` of the cluster, ``endpoint``,
-            ``peers``: :meth:`kvstore.cluster.side.Peers.stats`, ``directory``:
-            :meth:`kvstore.cluster.directory.PeersDirectory.stats`, ``service``:
-            :meth:`kvstore.server.peers.PeerService.stats`.
-        reads: ``peers`` of :meth:`kvstore.state.remote.pages.RemotePages.stats`.
+        stats: its counters, a :class:`kvstore.server.counts.NodeStats` as plain values.
     """
+    node, boot, cluster = stats["node"], stats["boot"], stats["cluster"]
+    if not cluster:
+        return {
+            "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off", "nodes": [],
+            "index": None, "not_followed": [], "not_admitted": {},
+        }  # fmt: skip
+    reads = stats["remote"]["peers"]
     directory, service = cluster["directory"], cluster["service"]
     known = directory["peers"]
     rows = [

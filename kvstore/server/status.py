@@ -9,7 +9,7 @@ from kvstore import mover
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
 from kvstore.server import answers
-from kvstore.server.nodes import alone, node_list
+from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
@@ -38,21 +38,12 @@ class NodeStatus:
         self._configured_policy = configured_policy
         self._started_s = started_s
         self._publication = publication
-        self._cluster: Callable[[], Mapping[str, Any]] | None = None
         self._version = version_of()
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 
     def add(self, source: Callable[[], Mapping[str, object]]) -> None:
         """Add the counters of another part of the daemon to :meth:`stats`."""
         self._sources.append(source)
-
-    def join(self, cluster: Callable[[], Mapping[str, Any]]) -> None:
-        """Show the other nodes too.
-
-        Args:
-            cluster: counts of the side towards them; see :func:`kvstore.server.nodes.node_list`.
-        """
-        self._cluster = cluster
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""
@@ -75,19 +66,13 @@ class NodeStatus:
             "memory_failures": self._memory.failures,
             "mover": mover.description,
         }
-        stats["cluster"] = self.nodes() if self._cluster is not None else None
         for source in self._sources:
             stats |= source()
         return stats
 
     def nodes(self) -> dict[str, Any]:
         """The nodes of the cluster: a :class:`kvstore.server.nodes.NodeList`, as plain values."""
-        node = self._desk.node
-        if self._cluster is None:
-            return alone(node.name, node.boot.hex())
-        remote = node.remote
-        reads = remote.stats()["peers"] if remote is not None else {}
-        return node_list(node.name, node.boot.hex(), self._cluster(), reads)
+        return node_list(self.stats())
 
     def event_source(self) -> answers.EventSource:
         """Where the node publishes its events."""
