@@ -171,6 +171,7 @@ class Daemon:
                 tasks.create_task(one) for one in (self.socket.serve(), http.watch(), self._tick())
             ]
             if cluster is not None:
+                self.status.holders = cluster.holders
                 serving.append(tasks.create_task(cluster.run()))
             self._say_ready(http)
             await stop.wait()

@@ -1,6 +1,6 @@
 """The status of a node: readiness, counters, tiers, policies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
@@ -8,11 +8,14 @@ from typing import Any, Final
 from kvstore import mover
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
+
+Holders = Callable[[SpaceIdentity, Sequence[ShardSpec], PrefixKey], dict[str, list[int]]]
 
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
@@ -26,6 +29,10 @@ class NodeStatus:
         configured_policy: the configured eviction policy.
         started_s: time of the start, monotonic seconds.
         publication: the node's events.
+
+    Attributes:
+        holders: says which other nodes have a page: of a space, its shards, the key → node →
+            positions of the shards; None = the node is alone.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class NodeStatus:
         self._configured_policy = configured_policy
         self._started_s = started_s
         self._publication = publication
+        self.holders: Holders | None = None
         self._version = version_of()
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 

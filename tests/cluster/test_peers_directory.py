@@ -96,6 +96,20 @@ async def test_an_index_process_follows_two_nodes_over_tls_and_tells_what_each_h
 
 
 @in_loop
+async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
+    two = (shard(0), shard(1))
+    async with nodes("a", "b") as (a, b):
+        a.store(KEYS[:4], *two)
+        b.store(KEYS[:2], two[1])
+        async with asking(a, b) as it:
+            await eventually(lambda: it.holds((two[1],)) == {"a": 4, "b": 2})
+            await eventually(lambda: it.holds((two[0],)) == {"a": 4})
+            asked = [it.directory.holders(SPACE, two, KEYS[at]) for at in (1, 3, 9)]
+
+            assert asked == [{"a": [0, 1], "b": [1]}, {"a": [0, 1]}, {}]
+
+
+@in_loop
 async def test_pages_that_a_snapshot_lists_leave_with_their_removal() -> None:
     async with nodes("a") as (a,):
         a.store(KEYS, *ONE)

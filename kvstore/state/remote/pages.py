@@ -401,7 +401,7 @@ class RemotePages:
         if came < len(put.slots):
             part = next(self._number)
             process.puts[part] = put.part(came)
-        statuses = self._table.commit_put(process, part, digests, replica=True)
+        statuses = self._table.commit_put(process, part, digests, peer=arrival.peer)
         stored = [
             slot
             for slot, status in zip(slots, statuses, strict=True)

@@ -29,6 +29,7 @@ from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.story import READ_FROM
 
 EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
@@ -208,11 +209,11 @@ class PageTable(Residents):
 
     def commit_put(
         self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY, *,
-        replica: bool = False,
+        peer: str = "",
     ) -> list[PageStatus]:  # fmt: skip
         """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
 
-        ``replica``: they were read from a peer, which has them still.
+        ``peer``: they were read from this peer, which has them still; empty = a client put them.
 
         Raises:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
@@ -224,7 +225,7 @@ class PageTable(Residents):
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
-        (self.meter.peer_fetch if replica else self.meter.put).observe(self.now_ns - put.since_ns)
+        (self.meter.peer_fetch if peer else self.meter.put).observe(self.now_ns - put.since_ns)
         process.charge(-put.size_bytes)
         self.tick += 1
         apart = keep != ORDINARY or (self.disk is not None and self.disk.writes_at_once)
@@ -240,7 +241,8 @@ class PageTable(Residents):
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
-            copied = replica and (node.replica or not node.ready)  # what a client put is no replica
+            # What a client put is no replica.
+            copied = bool(peer) and (node.replica or not node.ready)
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
             node.replica = copied
             node.access = self.tick
@@ -251,9 +253,10 @@ class PageTable(Residents):
             statuses += [PageStatus.STORED] * node.count
         for first, action in stored_actions(put, stored):
             self.actions.append(action)
-            self.story.tell("stored", first, put.shard, len(action.keys))
+            what = f"{READ_FROM}{peer}" if peer else "stored"
+            self.story.tell(what, first, put.shard, len(action.keys))
         ready = statuses.count(PageStatus.STORED)
-        if replica:
+        if peer:
             self.counts["peer_fetched_pages"] += ready
             self.counts["peer_fetched_bytes"] += ready * page_bytes
         else:

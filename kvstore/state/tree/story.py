@@ -17,6 +17,8 @@ from kvstore.state.tree.node import PrefixNode
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
 """Most events in a note: the last ones of the page, or of all pages if none is known."""
+READ_FROM: Final = "read from "
+"""Begins the event of pages that a peer gave; its name follows."""
 _NS: Final = 1_000_000_000
 
 
@@ -73,6 +75,13 @@ class Story:
         key = PrefixKey(node.keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
         depth = node.first_depth + first
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
+
+    def source(self, node: PrefixNode) -> str:
+        """The peer that the last page of a node was read from; empty if no event tells it."""
+        for one in reversed(_of(node, self)):
+            if one.what.startswith(READ_FROM):
+                return one.what.removeprefix(READ_FROM)
+        return ""
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self._events)
