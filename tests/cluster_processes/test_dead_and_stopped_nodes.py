@@ -161,9 +161,7 @@ def test_a_node_whose_index_process_is_killed_serves_alone_and_finds_others_agai
     os.kill(index, signal.SIGKILL)
 
     assert has_own(there)
-    wait_until(
-        lambda: b.stats()["cluster"]["directory"]["restarts"] == 1 and b.reaches(a), 30.0
-    )
+    wait_until(lambda: b.stats()["cluster"]["directory"]["restarts"] == 1 and b.reaches(a), 30.0)
     keys = content.keys(1, PAGES)
     wait_until(lambda: fetch(there, keys) == PAGES, CLEAN_WAIT_S)
     assert is_chain(1, read(there, keys))

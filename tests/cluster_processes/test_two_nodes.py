@@ -136,10 +136,9 @@ def damage(node: ClusterNode, page: bytes) -> None:
     for entry in Path(f"/proc/{node.process.pid}/fd").iterdir():
         if not str(entry.readlink()).startswith("/memfd:kvstore"):
             continue
-        with entry.open("r+b") as opened:
-            with mmap.mmap(opened.fileno(), 0) as memory:
-                at = memory.find(page)
-                if at >= 0:
-                    memory[at + 5000] ^= 1
-                    return
+        with entry.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as memory:
+            at = memory.find(page)
+            if at >= 0:
+                memory[at + 5000] ^= 1
+                return
     pytest.fail("the page is nowhere")
