@@ -162,7 +162,7 @@ class Daemon:
         questions = FollowerQuestions(self.desk, self.publication)
         self._undo.callback(questions.close)
         cluster = join(self.config, self.desk, self.memory, self.publication, self._undo)
-        self.status.add(lambda: {"cluster": cluster and cluster.stats()})
+        self.status.join(cluster)
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()
@@ -171,7 +171,6 @@ class Daemon:
                 tasks.create_task(one) for one in (self.socket.serve(), http.watch(), self._tick())
             ]
             if cluster is not None:
-                self.status.holders = cluster.holders
                 serving.append(tasks.create_task(cluster.run()))
             self._say_ready(http)
             await stop.wait()

@@ -258,7 +258,7 @@ class Inspection:
         space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
         explainer, key = Explainer(self._table, monotonic_ns()), key_of(asked.key)
         found = yield from explainer.steps(key, space, asked.shard)
-        if found.verdict in ("hit", "pending") or self._status.holders is None:
+        if found.verdict in ("hit", "pending") or self._status.others is None:
             return found
         spaces = [space] if space is not None else list(self._table.spaces)[:_SPACES_MAX]
         for one in spaces:
@@ -283,11 +283,11 @@ class Inspection:
         self, space: PrefixTree, key: PrefixKey, shard: int | None
     ) -> dict[str, list[int]]:
         """Which other nodes have a page, and for which shards of those that are asked for."""
-        assert self._status.holders is not None
+        assert self._status.others is not None
         numbers = range(len(space.shards)) if shard is None else [shard]
         asked = [number for number in numbers if number < len(space.shards)][:_SHARDS_MAX]
         specs = [space.shards[number].spec for number in asked]
-        found = self._status.holders(space.identity, specs, key)
+        found = self._status.others.holders(space.identity, specs, key)
         return {peer: [asked[at] for at in held] for peer, held in found.items()}
 
     def _stored(self, space: PrefixTree, text: str, field: str) -> PrefixKey:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvstore import mover
 from kvstore.config.machine import version_of
@@ -15,9 +15,21 @@ from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
 
-Holders = Callable[[SpaceIdentity, Sequence[ShardSpec], PrefixKey], dict[str, list[int]]]
-
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
+
+
+class OtherNodes(Protocol):
+    """The side towards the other nodes of the cluster."""
+
+    def stats(self) -> dict[str, Any]:
+        """A :class:`kvstore.server.counts.ClusterCounts`, as plain values."""
+        ...
+
+    def holders(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
+    ) -> dict[str, list[int]]:
+        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
+        ...
 
 
 class NodeStatus:
@@ -31,8 +43,7 @@ class NodeStatus:
         publication: the node's events.
 
     Attributes:
-        holders: says which other nodes have a page: of a space, its shards, the key → node →
-            positions of the shards; None = the node is alone.
+        others: the other nodes of the cluster; None = the node is alone.
     """
 
     def __init__(
@@ -45,13 +56,18 @@ class NodeStatus:
         self._configured_policy = configured_policy
         self._started_s = started_s
         self._publication = publication
-        self.holders: Holders | None = None
+        self.others: OtherNodes | None = None
         self._version = version_of()
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 
     def add(self, source: Callable[[], Mapping[str, object]]) -> None:
         """Add the counters of another part of the daemon to :meth:`stats`."""
         self._sources.append(source)
+
+    def join(self, others: OtherNodes | None) -> None:
+        """Show the other nodes too, if there are any."""
+        self.others = others
+        self.add(lambda: {"cluster": others and others.stats()})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""

@@ -217,7 +217,8 @@ def test_a_page_that_is_not_here_says_which_nodes_have_it_for_which_shards(asked
                 found.setdefault(peer, []).append(shards.index(shard))
         return found
 
-    inspection = Inspection(SimpleNamespace(pages=asked.table), SimpleNamespace(holders=holders))
+    status = SimpleNamespace(others=SimpleNamespace(holders=holders))
+    inspection = Inspection(SimpleNamespace(pages=asked.table), status)
 
     def why(path: str, **fields: object) -> Explanation:
         return ended(inspection.explain(ExplainKey(key=key(path).hex(), **fields)))
@@ -240,7 +241,7 @@ def test_a_page_that_is_not_here_says_which_nodes_have_it_for_which_shards(asked
 @pytest.fixture
 def prompt(asked, monkeypatch):
     """``prompt(chains, space, shard)``: explains a prompt whose keys are those, by page size."""
-    status = SimpleNamespace(holders=None)
+    status = SimpleNamespace(others=None)
     inspection = Inspection(SimpleNamespace(pages=asked.table), status)
 
     async def ask(operation: Operation, _kind: object) -> object:

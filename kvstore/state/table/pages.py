@@ -29,7 +29,6 @@ from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import Slot, SlotTable
-from kvstore.state.tree.story import READ_FROM
 
 EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
@@ -255,15 +254,11 @@ class PageTable(Residents):
             statuses += [PageStatus.STORED] * node.count
         for first, action in stored_actions(put, stored):
             self.actions.append(action)
-            what = f"{READ_FROM}{peer}" if peer else "stored"
-            self.story.tell(what, first, put.shard, len(action.keys))
+            self.story.stored(first, put.shard, len(action.keys), peer)
         ready = statuses.count(PageStatus.STORED)
-        if peer:
-            self.counts["peer_fetched_pages"] += ready
-            self.counts["peer_fetched_bytes"] += ready * page_bytes
-        else:
-            self.counts["stored_pages"] += ready
-            self.counts["stored_bytes"] += ready * page_bytes
+        how = "peer_fetched" if peer else "stored"
+        self.counts[f"{how}_pages"] += ready
+        self.counts[f"{how}_bytes"] += ready * page_bytes
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)

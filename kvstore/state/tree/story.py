@@ -17,7 +17,7 @@ from kvstore.state.tree.node import PrefixNode
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
 """Most events in a note: the last ones of the page, or of all pages if none is known."""
-READ_FROM: Final = "read from "
+_READ_FROM: Final = "read from "
 """Begins the event of pages that a peer gave; its name follows."""
 _NS: Final = 1_000_000_000
 
@@ -69,6 +69,10 @@ class Story:
             key, depth = node.first, node.first_depth
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
 
+    def stored(self, node: PrefixNode, shard: int, pages: int, peer: str) -> None:
+        """Add that pages were stored; ``peer``: who gave them, empty = a client."""
+        self.tell(f"{_READ_FROM}{peer}" if peer else "stored", node, shard, pages)
+
     def tell_last(self, what: str, node: PrefixNode, shard: int, pages: int) -> None:
         """Add an event of the last ``pages`` pages of a node."""
         at, of, first = self._moment, node.space.number, node.count - pages
@@ -79,8 +83,8 @@ class Story:
     def source(self, node: PrefixNode) -> str:
         """The peer that the last page of a node was read from; empty if no event tells it."""
         for one in reversed(_of(node, self)):
-            if one.what.startswith(READ_FROM):
-                return one.what.removeprefix(READ_FROM)
+            if one.what.startswith(_READ_FROM):
+                return one.what.removeprefix(_READ_FROM)
         return ""
 
     def __iter__(self) -> Iterator[Event]:
