@@ -24,6 +24,10 @@ async def eventually(condition: Callable[[], object], what: str = "") -> None:
         pytest.fail(f"not within {WAIT_S} s: {what or condition}")
 
 
+# The first loop of a process makes a pipe that stays: no test leaves it behind.
+uvloop.new_event_loop().close()
+
+
 def in_loop(case: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """An async test as a plain one, in a loop of its own, of the kind that the daemon has."""
 
