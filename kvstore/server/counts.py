@@ -1,7 +1,5 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
-from typing import Any
-
 from kvstore.server.answers import Answer, WearCounts
 from kvstore.server.nodes import NodeIndex, SessionFault
 
@@ -296,11 +294,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     remote: RemoteCounts | None
-<<<<<<< HEAD
     cluster: ClusterCounts | None
-=======
-    cluster: dict[str, Any] | None
->>>>>>> h/daemon
     admin: AdminCounts
     self_check: SelfCheckCounts
 
