@@ -237,6 +237,25 @@ async def test_more_nodes_than_can_be_followed_are_named() -> None:
     assert len(index.present().report.workers) == 15
 
 
+def test_a_node_that_cannot_be_followed_is_counted_and_fills_no_log(caplog) -> None:
+    async def away() -> None:
+        async with nodes("a") as (a,):
+            a.refuse_with = wire.encode(wire.Failure(0, "invalid_argument", "cluster: 'c'"))
+            async with asking(a) as it:
+
+                def counted() -> dict[str, int]:
+                    known = it.index.present().worker("a")
+                    return known.faults if known is not None else {}
+
+                await eventually(lambda: counted().get("refused"))
+                await a.stop()
+                await eventually(lambda: counted().get("connection"))
+
+    caplog.set_level("WARNING", "kvstore.index.followers")
+    asyncio.run(away())
+    assert not [one for one in caplog.records if one.name == "kvstore.index.followers"]
+
+
 @in_loop
 async def test_who_refuses_to_be_followed_says_why() -> None:
     async with nodes("a") as (a,), asking(a) as it:
