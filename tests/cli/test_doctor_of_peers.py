@@ -151,18 +151,22 @@ def test_ports_that_nobody_answers_at_are_told():
 
 def test_a_running_node_is_asked_instead_and_not_greeted_in_its_own_name():
     greeted: list[Any] = []
-    row = {
-        "name": "a", "endpoint": "127.0.0.1:1", "state": "refused", "transport": "",
-        "current": False, "index_why": "",
+    session = {
+        "up": False, "endpoint": "127.0.0.1:1", "boot": "", "transport": "", "faults": {},
         "fault": {"cause": "refused", "why": "cluster: 'red'", "field": "cluster", "s_ago": 1.0},
     }  # fmt: skip
+    directory = {"peers": {}, "refused": [], "entries": 0, "entries_max": 1, "left_out": 0,
+                 "resident_bytes": 0, "restarts": 0}  # fmt: skip
+    cluster = {"name": "blue", "endpoint": "", "peers": {"a": session}, "directory": directory,
+               "service": {"sessions": [], "refused": {}}}  # fmt: skip
+    running = {"node": "b", "boot": "", "cluster": cluster, "remote": {"peers": {}}}
 
     def answers(hello: Any) -> list[Any]:
         greeted.append(hello)
         return [welcome(hello)]
 
     with answering(answers) as place:
-        found = checks({"cluster": {"nodes": [row]}}, nodes=(f"a={place}", "c=127.0.0.1:1"))
+        found = checks(running, nodes=(f"a={place}", "c=127.0.0.1:1"))
         assert (found["node a"].status, greeted) == ("fail", [])
         assert "cluster.name" in found["node a"].advice
         with socket.create_server(("127.0.0.1", 0)) as own:  # it runs, and does not tell
@@ -170,7 +174,7 @@ def test_a_running_node_is_asked_instead_and_not_greeted_in_its_own_name():
             found = checks(nodes=(f"a={place}",), listen=listen)
     assert greeted == []
     assert found["node a"].status == "ok"
-    assert next(iter(peer_checks(None, {"cluster": {"nodes": [row]}}))).status == "fail"
+    assert next(iter(peer_checks(None, running))).status == "fail"
     assert list(peer_checks(None, {"cluster": None})) == []
 
 
