@@ -15,6 +15,7 @@ from rich.console import Console
 from kvstore.cli import doctor, show, top
 from kvstore.cli.index import asked_index, index
 from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
+from kvstore.cli.nodes import nodes
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.config.machine import version_of
@@ -165,6 +166,12 @@ def _add_looks(verb: _Add) -> None:
     for name, summary, path, shown in (
         ("stats", "version, hit rate, memory, spaces, sessions", "/v1/stats", show.stats),
         ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
+        (
+            "nodes",
+            "the other nodes of the cluster, and what was read from them",
+            "/v1/nodes",
+            nodes,
+        ),
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every setting, its value and its source", "/v1/config", show.config),
         ("pins", "the pins of operators", "/v1/pins", show.pins),

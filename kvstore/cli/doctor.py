@@ -26,6 +26,7 @@ from rich.text import Text
 
 from kvstore import mover
 from kvstore.cli.engines import conductor_checks, name_check
+from kvstore.cli.peers import peer_checks
 from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
 from kvstore.config.sizes import rounded
@@ -83,6 +84,7 @@ def run(
         ssd = stats.get("ssd") if stats is not None else None
         places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
     checks = examine(places or [Path()], stats, wanted)
+    checks += peer_checks(wanted, stats)
     if conductor:
         checks += conductor_checks(conductor, token)
     if as_json:

@@ -338,6 +338,9 @@ def explanation(answer: Any, console: Console) -> None:
         console.print(f"  page {at['key']}", highlight=False)
         if at["space"]:
             console.print(f"  space {at['space']}", highlight=False)
+        for peer, shards in sorted(at.get("peers", {}).items()):
+            console.print(f"  node {cell(peer)} has it, shards {', '.join(map(str, shards))}",
+                          highlight=False)  # fmt: skip
         for one in at["differs"]:
             console.print(f"  {one['field']}: asked {one['asked']!r}, stored {one['there']!r}")
         left = {name: value for name, value in (at["left"] or {}).items() if value != ""}

@@ -21,7 +21,7 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.tunnel import SCHEME as PEER
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
 MEDIA: Final = ("CPU", "STORAGE")
@@ -93,6 +93,16 @@ class PeersDirectory:
                 prefix first. If nothing is known, nobody has one.
         """
         found(asked.number, self._holdings(asked))
+
+    def holders(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
+    ) -> dict[str, list[int]]:
+        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
+        found: dict[str, list[int]] = {}
+        for at, shard in enumerate(shards):
+            for one in self._holdings(Locate(0, identity, (shard,), key)):
+                found.setdefault(one.peer, []).append(at)
+        return found
 
     def stats(self) -> dict[str, object]:
         """What is known of each node, and of how many pages."""

@@ -1,10 +1,9 @@
 """Connections to other nodes: one a node, kept up, with a pure session on each."""
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Callable
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore import wire
@@ -18,18 +17,18 @@ from kvstore.cluster.session import (
     SlotsSettled,
     StartTransfer,
 )
+from kvstore.cluster.standing import Standing
 from kvstore.errors import ProtocolError, reason
-from kvstore.process.faults import Faults
 from kvstore.process.listeners import Tcp, parse_endpoint
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.transport.base import TransferEnd
-
-log = logging.getLogger(__name__)
 
 CONNECT_S: Final = 5.0
 """Limit of connecting, with the TLS handshake."""
 BACKOFF_S: Final = (0.1, 5.0)
 """The first and the longest pause between attempts to connect."""
+STEADY_S: Final = 5.0
+"""After a session that was up for so long, the pause is the first one again."""
 UNSENT_BYTES_MAX: Final = 16 << 20
 """More requests than this are not sent to a node that does not read them."""
 _READ_BYTES: Final = 64 << 10
@@ -45,9 +44,6 @@ class PeerLink:
         place: ``host:port`` of its peer service.
         tls: this node's certificate, and the authority of its peers; None = plain TCP.
         carry: carries out what the session decides about transfers and fetches.
-
-    Attributes:
-        faults: broken connections, by cause.
     """
 
     def __init__(
@@ -55,23 +51,24 @@ class PeerLink:
     ) -> None:
         endpoint = parse_endpoint("cluster.nodes", f"tcp://{place}")
         assert isinstance(endpoint, Tcp)
-        self.faults = Faults(log, f"the session with node {session.peer}")
         self._session = session
+        self._standing = Standing(session.peer, place)
         self._endpoint = endpoint
         self._tls = tls
         self._carry = carry
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._welcomed = False
+        #: When the session of this connection came up; 0 = it has not.
+        self._up_s = 0.0
 
     async def run(self) -> None:
         """Keep the connection up until cancelled."""
         pause_s, longest_s = BACKOFF_S
         try:
             while True:
-                self._welcomed = False
+                self._up_s = 0.0
                 await self._connect()
-                if self._welcomed:
+                if self._up_s and monotonic() - self._up_s >= STEADY_S:
                     pause_s = BACKOFF_S[0]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
@@ -98,11 +95,10 @@ class PeerLink:
         """Whether the other node has welcomed this one, running fetches, and faults by cause."""
         session = self._session
         return {
-            "up": session.up,
+            **self._standing.stats(),
             "boot": session.boot.hex(),
             "transport": session.transport,
             "fetches": session.fetches,
-            "faults": dict(self.faults.counts),
         }
 
     async def _connect(self) -> None:
@@ -114,8 +110,11 @@ class PeerLink:
                     host, self._endpoint.port, ssl=self._tls,
                     server_hostname=host if self._tls is not None else None,
                 )  # fmt: skip
+        except ssl.SSLError as error:
+            self._standing.failed("tls", reason(error))
+            return
         except (TimeoutError, OSError) as error:
-            self.faults.note("unreachable", reason(error))
+            self._standing.failed("unreachable", reason(error))
             return
         self._writer = writer
         self._session.opened(monotonic_ns())
@@ -123,9 +122,11 @@ class PeerLink:
         try:
             await self._read(reader)
         except ProtocolError as error:
-            self.faults.note(error.code, str(error))
+            self._standing.failed(error.code, str(error))
+        except ssl.SSLError as error:  # of TLS 1.3, which refuses certificates after connecting
+            self._standing.failed("tls", reason(error))
         except OSError as error:
-            self.faults.note("closed", reason(error))
+            self._standing.failed("closed", reason(error))
         finally:
             self._writer = None
             writer.transport.abort()
@@ -139,11 +140,13 @@ class PeerLink:
                 self._session.received(wire.decode_answer(body), monotonic_ns())
                 self._carry_out()
         if self._writer is not None:  # it was not closed here
-            self.faults.note("closed", "the other node closed the connection")
+            self._standing.failed("closed", "the other node closed the connection")
 
     def _carry_out(self) -> None:
         session = self._session
-        self._welcomed |= session.up
+        if session.up and not self._up_s:
+            self._up_s = monotonic()
+            self._standing.came(session.boot, session.transport)
         while session.effects:
             effects, session.effects = session.effects, []
             for effect in effects:
@@ -154,8 +157,8 @@ class PeerLink:
         match effect:
             case Send(message):
                 self._send(message)
-            case CloseLink(cause, why):
-                self.faults.note(cause, why)
+            case CloseLink(cause, why, field):
+                self._standing.failed(cause, why, field)
                 self._abort()
             case _:
                 self._carry(self, effect)
@@ -165,7 +168,7 @@ class PeerLink:
         if writer is None or writer.transport.is_closing():
             return
         if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
-            self.faults.note("deaf", "it does not read its requests")
+            self._standing.failed("deaf", "it does not read its requests")
             self._abort()
             return
         writer.write(wire.encode(message))

@@ -104,10 +104,12 @@ class CloseLink:
     Attributes:
         cause: ``refused``, ``protocol``, ``silent`` or ``spaces``.
         why: description for the log.
+        field: what differs between the two nodes, if that refuses the session.
     """
 
     cause: str
     why: str
+    field: str = ""
 
 
 Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
@@ -294,11 +296,11 @@ class PeerSession:
         wrong = [at for at, good in enumerate(end.good) if good == PageArrival.WRONG]
         for at in wrong:
             self._report(fetch, fetch.lent, at)
-        self._release(fetch)
+        right = len(end.good) - len(end.good.lstrip(bytes([PageArrival.RIGHT])))
+        self._release(fetch, read=end.settled and right == len(end.good))
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        right = len(end.good) - len(end.good.lstrip(bytes([PageArrival.RIGHT])))
         self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
 
     def transfer_settled(self, job: int) -> None:
@@ -311,7 +313,7 @@ class PeerSession:
 
     def _greeted(self, answer: wire.Answer) -> None:
         if isinstance(answer, wire.Failure):
-            self._close("refused", answer.message)
+            self._close("refused", answer.message, answer.field)
             return
         if not isinstance(answer, wire.PeerWelcome) or answer.id != self._hello:
             self._close("protocol", f"{type(answer).__name__} before PeerWelcome")
@@ -321,7 +323,7 @@ class PeerSession:
             if answer.node != self.peer:
                 raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
         except InvalidArgument as error:
-            self._close("refused", str(error))
+            self._close("refused", str(error), error.field)
             return
         offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
@@ -369,7 +371,7 @@ class PeerSession:
         late = self._late.pop(answer.id, 0)
         if late:
             if answer.digests:
-                self.effects.append(Send(wire.Release(late)))
+                self.effects.append(Send(wire.Release(late, read=False)))
             return
         fetch = self._leasing[answer.id]
         pages, rest = divmod(len(answer.digests), DIGEST_BYTES)
@@ -425,9 +427,9 @@ class PeerSession:
         key = fetch.job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
         self.effects.append(Send(wire.Corrupt(*place.numbers, key, generation, self.boot)))
 
-    def _release(self, fetch: _Fetch) -> None:
+    def _release(self, fetch: _Fetch, *, read: bool = False) -> None:
         if self._holds(fetch):
-            self.effects.append(Send(wire.Release(fetch.lease)))
+            self.effects.append(Send(wire.Release(fetch.lease, read)))
 
     def _holds(self, fetch: _Fetch) -> bool:
         """Whether the lease is one of the present connection."""
@@ -445,9 +447,9 @@ class PeerSession:
             digests = b""
         self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled)))
 
-    def _close(self, cause: str, why: str) -> None:
+    def _close(self, cause: str, why: str, field: str = "") -> None:
         """Give the connection up; its loss is told by :meth:`closed`."""
-        self.effects.append(CloseLink(cause, why))
+        self.effects.append(CloseLink(cause, why, field))
         self.closed()
 
     def _unreachable(self) -> PeerUnreachable:

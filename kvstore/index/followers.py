@@ -128,7 +128,10 @@ class Follower:
 
     def _broke(self, cause: str, what: str) -> None:
         self.why = f"{self.source.endpoint}: {what}"
-        self.faults.note(cause, self.why)
+        if self.source.peer is not None and cause in ("connection", "refused"):
+            self.faults.count(cause)  # the session with that node logs it, once
+        else:
+            self.faults.note(cause, self.why)
 
     def _is_current(self, *, now: bool) -> None:
         self.current = now

@@ -32,14 +32,18 @@ class Faults:
         self._whose = whose
         self._said: dict[str, tuple[float, int]] = {}  # cause → last line: time and count
 
+    def count(self, cause: str) -> None:
+        """Count one fault that somebody else logs."""
+        self.counts[cause] += 1
+
     def note(self, cause: str, what: str) -> None:
-        """Count one fault.
+        """Count one fault, and log it.
 
         Args:
             cause: one of a few fixed words, never foreign text.
             what: description for the log line.
         """
-        self.counts[cause] += 1
+        self.count(cause)
         now = time.monotonic()
         before, count = self._said.get(cause, (-SILENCE_S, 0))
         if now - before < SILENCE_S:

@@ -7,6 +7,7 @@ from msgspec import Struct
 from kvstore.page import Layout
 
 Value = int | float | bool | str | None
+Joined = Literal["off", "alone", "partly", "joined"]
 
 
 class Answer(Struct, frozen=True, kw_only=True, gc=False):
@@ -38,12 +39,14 @@ class Readiness(Answer, frozen=True):
 
     ``withheld_bytes``: memory that clients of the previous run still map. ``ssd``: ``off``,
     ``ready`` or ``degraded``. ``unwatched_processes``: engine processes whose exit the node cannot
-    detect.
+    detect. ``cluster``: ``off``, ``joined`` = it has sessions with all other nodes, ``partly`` =
+    with some, ``alone`` = with none; it serves its own pages in any case.
     """
 
     withheld_bytes: int
     ssd: str
     unwatched_processes: int
+    cluster: Joined
     status: Literal["ready"] = "ready"
 
 

@@ -6,6 +6,7 @@ whether another node can be reached or not.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
 from kvstore.server.peers import PeerService
@@ -135,6 +137,12 @@ class ClusterSide:
         self.service.close()
         self._loans.close()
         self._transport.close()
+
+    def holders(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
+    ) -> dict[str, list[int]]:
+        """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
+        return self._directory.holders(identity, shards, key)
 
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""

@@ -1,6 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
+from kvstore.server.nodes import NodeIndex, SessionFault
 
 
 class HostSizes(Answer, frozen=True):
@@ -111,11 +112,20 @@ class SsdCounts(Answer, frozen=True):
 
 
 class PeerCounts(Answer, frozen=True):
-    """Reads from one peer; ``bytes_per_s``: as measured last, 0 = it gave none yet."""
+    """Reads from one peer.
+
+    ``bytes_per_s``: as measured last, 0 = it gave none yet. ``retried_pages``: missing pages that
+    were then asked of another peer. ``failed_jobs``: reads that did not bring all pages.
+    ``unsettled_jobs``: reads that have ended and whose bytes may still arrive.
+    """
 
     bytes_per_s: int
     jobs: int
+    unsettled_jobs: int
     fetched_pages: int
+    fetched_bytes: int
+    missing_pages: int
+    retried_pages: int
     failed_jobs: int
 
 
@@ -134,6 +144,72 @@ class RemoteCounts(Answer, frozen=True):
     locating: int
     located_chains: int
     peers: dict[str, PeerCounts]
+
+
+class PeerSessionCounts(Answer, frozen=True):
+    """The session that reads another node; see :class:`kvstore.server.nodes.NodeRow`."""
+
+    up: bool
+    endpoint: str
+    fault: SessionFault | None
+    faults: dict[str, int]
+    boot: str
+    transport: str
+    fetches: int
+
+
+class PeerServiceCounts(Answer, frozen=True):
+    """The service for other nodes.
+
+    ``sessions``: nodes that have one. ``refused``: connections by cause. ``loans``: leases of other
+    nodes that are open, and counts.
+    """
+
+    sessions: list[str]
+    followers: int
+    accepted_connections: int
+    refused: dict[str, int]
+    loans: dict[str, int]
+
+
+class EventTunnelCounts(Answer, frozen=True):
+    """Other nodes that follow the events of this one, and connections that ended, by cause."""
+
+    following: list[str]
+    faults: dict[str, int]
+
+
+class FollowedPeer(Answer, frozen=True):
+    """What the index knows of another node; see :class:`kvstore.server.nodes.NodeRow`."""
+
+    current: bool
+    why: str
+    pages: dict[str, int]
+    lag_s: float
+    faults: dict[str, int]
+
+
+class PeerDirectoryCounts(NodeIndex, frozen=True):
+    """The index of other nodes' pages; ``refused``: nodes beyond the limit of nodes."""
+
+    peers: dict[str, FollowedPeer]
+    refused: list[str]
+
+
+class ClusterCounts(Answer, frozen=True):
+    """The side towards the other nodes of the cluster; ``GET /v1/nodes`` shows it by node.
+
+    ``transfers``: reads whose bytes may still arrive. ``transports``: counts of each.
+    """
+
+    name: str
+    endpoint: str
+    service: PeerServiceCounts
+    events: EventTunnelCounts
+    directory: PeerDirectoryCounts
+    peers: dict[str, PeerSessionCounts]
+    transfers: int
+    transports: dict[str, dict[str, int]]
 
 
 class EventCounts(Answer, frozen=True):
@@ -181,6 +257,7 @@ class NodeStats(Answer, frozen=True):
     bytes that engines hold. ``core``: ``compiled`` or ``pure``. ``loop_lag_s``: maximum of the last
     15 to 30 s. ``latencies``: ``lookup``, ``acquire``, ``put``, ``wait``, ``disk_load``,
     ``peer_fetch`` and ``loop_turn``. ``lookups``: for the first 32 models, all others as ``other``.
+    ``cluster``: None = this node is alone by its configuration.
     """
 
     node: str
@@ -217,6 +294,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     remote: RemoteCounts | None
+    cluster: ClusterCounts | None
     admin: AdminCounts
     self_check: SelfCheckCounts
 

@@ -162,7 +162,7 @@ class Daemon:
         questions = FollowerQuestions(self.desk, self.publication)
         self._undo.callback(questions.close)
         cluster = join(self.config, self.desk, self.memory, self.publication, self._undo)
-        self.status.add(lambda: {"cluster": cluster and cluster.stats()})
+        self.status.join(cluster)
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()
@@ -175,7 +175,7 @@ class Daemon:
             self._say_ready(http)
             await stop.wait()
             self._watch.look(monotonic_ns())
-            event(log, logging.INFO, "stopping", why=self._why, engines=len(self.node.sessions))
+            event(log, logging.INFO, "stopping", why=self._why, engines=self._watch.engines)
             self._manager.stopping(self._status())
             if not self._failed:
                 await self._write_out()

@@ -4,6 +4,7 @@ Each is work in turns. Rows are produced a few at a time; pages that leave meanw
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from time import monotonic, monotonic_ns
 from typing import Any, Final
@@ -30,6 +31,9 @@ STRETCH_SHARDS: Final = 1000
 """Maximum shards of the spaces in one answer, but at least one space."""
 _SHELVES_MAX: Final = 64
 """Maximum shelves searched for one answer; the next answer continues."""
+_SPACES_MAX: Final = 64
+_SHARDS_MAX: Final = 64
+"""Spaces, and shards of each, for which other nodes are looked up for one explanation."""
 _STEP_ROWS: Final = 16
 _CHILDREN_MAX: Final = 100
 _TOKENS_MAX: Final = 65_536
@@ -58,6 +62,7 @@ class Inspection:
             operations.ShowReadiness: self.readiness,
             operations.ShowStats: lambda _: _at_once(status.stats),
             operations.ShowEvents: lambda _: _at_once(status.event_source),
+            operations.ListNodes: lambda _: _at_once(status.nodes),
             operations.ListTiers: lambda _: _at_once(lambda: {"tiers": status.tiers()}),
             operations.ShowPolicy: lambda _: _at_once(status.policy),
             operations.ListSpaces: self.spaces,
@@ -83,7 +88,10 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
-        return answers.Readiness(withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched)
+        return answers.Readiness(
+            withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
+            cluster=self._status.nodes()["joined"],
+        )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
         """List spaces."""
@@ -249,8 +257,18 @@ class Inspection:
     def explain(self, asked: operations.ExplainKey) -> Work[Explanation]:
         """Explain why a key is a hit or a miss."""
         space = space_of(self._table.spaces, asked.space) if asked.space is not None else None
-        explainer = Explainer(self._table, monotonic_ns())
-        return (yield from explainer.steps(key_of(asked.key), space, asked.shard))
+        explainer, key = Explainer(self._table, monotonic_ns()), key_of(asked.key)
+        found = yield from explainer.steps(key, space, asked.shard)
+        if found.verdict in ("hit", "pending") or self._status.others is None:
+            return found
+        spaces = [space] if space is not None else list(self._table.spaces)[:_SPACES_MAX]
+        for one in spaces:
+            yield None
+            peers = self._holders(one, key, asked.shard)
+            if peers:
+                text = f"{found.text}; {_had_by(peers)}"
+                return replace(found, text=text, space=one.label, peers=peers)
+        return found
 
     def compare(self, asked: operations.Compare) -> Work[Explanation]:
         """Compare the spaces of two pages with the same key."""
@@ -261,6 +279,17 @@ class Inspection:
         return explainer.other(space, other, key_of(asked.key))
 
     # ---- internal ---------------------------------------------------------------------------
+
+    def _holders(
+        self, space: PrefixTree, key: PrefixKey, shard: int | None
+    ) -> dict[str, list[int]]:
+        """Which other nodes have a page, and for which shards of those that are asked for."""
+        assert self._status.others is not None
+        numbers = range(len(space.shards)) if shard is None else [shard]
+        asked = [number for number in numbers if number < len(space.shards)][:_SHARDS_MAX]
+        specs = [space.shards[number].spec for number in asked]
+        found = self._status.others.holders(space.identity, specs, key)
+        return {peer: [asked[at] for at in held] for peer, held in found.items()}
 
     def _stored(self, space: PrefixTree, text: str, field: str) -> PrefixKey:
         """The key in a request, if the space has it."""
@@ -294,6 +323,12 @@ class Inspection:
                 for one in space.shards
             ],
         )  # fmt: skip
+
+
+def _had_by(peers: dict[str, list[int]]) -> str:
+    """Which nodes have a page, in words."""
+    names = sorted(peers)
+    return f"node {names[0]} has it" if len(names) == 1 else f"nodes {', '.join(names)} have it"
 
 
 def _ids(tokens: bytes) -> list[int] | None:

@@ -81,6 +81,7 @@ class Loan:
         ended: it is released, or will be after the running checks and transfers.
         transfers: transports through which it is still read, although it has ended.
         checked: positions of pages that were reported.
+        read: its reader has got all the pages, as it says.
     """
 
     pages: LentPages
@@ -91,6 +92,7 @@ class Loan:
     transfers: int = 0
     checks: set[Future[bool]] = field(default_factory=set)
     checked: set[int] = field(default_factory=set)
+    read: bool = False
 
 
 class Loans:

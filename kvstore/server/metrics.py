@@ -18,7 +18,8 @@ from prometheus_client.core import (
 )
 
 from kvstore.server.event_series import event_series
-from kvstore.server.peer_series import peer_series
+from kvstore.server.nodes import node_list
+from kvstore.server.peer_series import node_series, peer_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -137,6 +138,8 @@ class _Snapshot:
             yield from _wear(ssd["wear"])
         if remote := stats["remote"]:
             yield from peer_series(remote)
+        if stats["cluster"]:
+            yield from node_series(node_list(stats))
         if events := stats["events"]:
             yield from event_series(events)
 

@@ -109,6 +109,10 @@ class ShowEvents(Operation, frozen=True):
     """Show where the node publishes its KV events, and whether followers need a token."""
 
 
+class ListNodes(Operation, frozen=True):
+    """List the other nodes of the cluster: sessions, what they have, what was read from them."""
+
+
 class ListTiers(Operation, frozen=True):
     """List the tiers with sizes and state."""
 

@@ -1,14 +1,54 @@
-"""The series of reads from other nodes, for Prometheus."""
+"""The series of other nodes and of reads from them, for Prometheus."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from kvstore.config.cluster import NODES_MAX
+
+PEERS_MAX: Final = NODES_MAX - 1
+"""Other nodes that have series of their own."""
+
+_GAUGES: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]]] = {
+    "up": (
+        "1 = this node has a session with the peer; it can read its pages.",
+        lambda peer: peer["state"] == "up",
+    ),
+    "refused": (
+        "1 = the peer or this node refuses the session, because they differ.",
+        lambda peer: peer["state"] == "refused",
+    ),
+    "index_current": (
+        "1 = the index knows which pages the peer has; else it is taken to have none.",
+        lambda peer: peer["current"],
+    ),
+    "index_lag_seconds": (
+        "Seconds from the publication of the peer's newest events to their application here.",
+        lambda peer: peer["lag_s"] or 0.0,
+    ),
+    "running_reads": ("Reads from the peer under way.", lambda peer: peer["reads"]),
+    "unsettled": (
+        "Reads from the peer that have ended and whose bytes may still arrive.",
+        lambda peer: peer["unsettled_reads"],
+    ),
+    "bytes_per_second": (
+        "How fast the peer gives pages, as measured last; 0 = it gave none yet.",
+        lambda peer: peer["bytes_per_s"],
+    ),
+}
+_COUNTERS: Final = {
+    "failed_reads": ("failed_reads", "Reads from the peer that did not bring all pages."),
+    "read_bytes": ("fetched_bytes", "Bytes of pages that were read from the peer and verified."),
+}
+_OUTCOMES: Final = {
+    "read": "fetched_pages", "missing": "missing_pages", "retried": "retried_pages",
+}  # fmt: skip
+
 
 def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
-    """Reads from peers that are under way, and how fast each peer gives pages."""
+    """Reads from all peers together."""
     size = GaugeMetricFamily(
         "kvstore_peer_bytes",
         "Slot bytes of reads from peers: in flight, and the most that may be.",
@@ -25,16 +65,65 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
         "Reads from peers that have ended and whose bytes may still arrive.",
         value=remote["unsettled_jobs"],
     )
-    rate = GaugeMetricFamily(
-        "kvstore_peer_bytes_per_second",
-        "How fast a peer gives pages, as measured last; 0 = it gave none yet.",
-        labels=["peer"],
+
+
+def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
+    """Each peer, and the index of their pages: of a :class:`kvstore.server.nodes.NodeList`."""
+    peers = cluster["nodes"][:PEERS_MAX]
+    for name, (help_text, value) in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvstore_peer_{name}", help_text, labels=["peer"])
+        for peer in peers:
+            gauge.add_metric([peer["name"]], float(value(peer)))
+        yield gauge
+    for name, (field, help_text) in _COUNTERS.items():
+        counter = CounterMetricFamily(f"kvstore_peer_{name}", help_text, labels=["peer"])
+        for peer in peers:
+            counter.add_metric([peer["name"]], peer[field])
+        yield counter
+    pages = CounterMetricFamily(
+        "kvstore_peer_pages",
+        "Pages of one shard that were asked of the peer: read from it, missing there, and of these"
+        " retried at another peer.",
+        labels=["peer", "outcome"],
     )
-    failed = CounterMetricFamily(
-        "kvstore_peer_failed_reads", "Reads that did not bring all pages.", labels=["peer"]
+    faults = CounterMetricFamily(
+        "kvstore_peer_faults",
+        "Sessions with the peer that broke or could not begin, by cause.",
+        labels=["peer", "cause"],
     )
-    for name, peer in remote["peers"].items():
-        rate.add_metric([name], peer["bytes_per_s"])
-        failed.add_metric([name], peer["failed_jobs"])
-    yield rate
-    yield failed
+    known = GaugeMetricFamily(
+        "kvstore_peer_index_pages",
+        "Pages of one shard that the index knows the peer to have, by medium.",
+        labels=["peer", "medium"],
+    )
+    for peer in peers:
+        for outcome, field in _OUTCOMES.items():
+            pages.add_metric([peer["name"], outcome], peer[field])
+        for cause, count in sorted(({"unreachable": 0} | peer["faults"]).items()):
+            faults.add_metric([peer["name"], cause], count)
+        for medium, count in sorted(({"CPU": 0} | peer["indexed_pages"]).items()):
+            known.add_metric([peer["name"], medium], count)
+    yield from (pages, faults, known)
+    refused = CounterMetricFamily(
+        "kvstore_cluster_refused",
+        "Connections of other nodes that this one refused, by cause.",
+        labels=["cause"],
+    )
+    for cause, count in sorted(({"cluster": 0} | cluster["not_admitted"]).items()):
+        refused.add_metric([cause], count)
+    yield refused
+    yield from _index(cluster["index"])
+
+
+def _index(index: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, of, help_text in (
+        ("entries", "entries", "Entries of the index of peers' pages."),
+        ("entries_max", "entries_max", "The most entries of that index, cluster.index_pages_max."),
+        ("resident_bytes", "resident_bytes", "Resident memory of the index's process."),
+    ):
+        yield GaugeMetricFamily(f"kvstore_cluster_index_{name}", help_text, value=index[of])
+    for name, of, help_text in (
+        ("left_out_pages", "left_out", "Pages of peers that found no room in the index."),
+        ("restarts", "restarts", "Restarts of the process of the index of peers' pages."),
+    ):
+        yield CounterMetricFamily(f"kvstore_cluster_index_{name}", help_text, value=index[of])

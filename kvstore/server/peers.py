@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.standing import Refusals
 from kvstore.config.addresses import is_wildcard, read_address
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
@@ -72,6 +73,7 @@ class PeerService:
         counts = desk.node.pages.counts
         self._frames = FrameConnections(counts, self._receive, self._lost)
         self._handshakes = Handshakes()
+        self._refusals = Refusals()
         self._serials = count(1)
         self._served: dict[int, ServedPeer] = {}
         self._followers: set[asyncio.Task[None]] = set()
@@ -129,6 +131,7 @@ class PeerService:
                 request = wire.decode_request(body)
                 if not isinstance(request, wire.PeerHello | wire.FollowEvents):
                     raise ProtocolError(f"{type(request).__name__} before PeerHello")
+                opening.name = request.node
                 self._admit(request)
         except TimeoutError:
             self._turn_away(opening, ProtocolError("no message in time, or its place was needed"))
@@ -141,6 +144,8 @@ class PeerService:
             raise
         transport = opening.transport
         assert transport is not None
+        if transport.is_closing():
+            return
         transport.resume_reading()
         if isinstance(request, wire.FollowEvents):
             self._follow(transport, request, rest)
@@ -158,17 +163,25 @@ class PeerService:
                 raise ProtocolError(f"{FOLLOWERS_MAX} connections follow events already")
         elif len(self._served) >= SESSIONS_MAX:
             raise ProtocolError(f"{SESSIONS_MAX} nodes have sessions already")
+        else:
+            self._refusals.admitted(request.node)
 
     def _turn_away(self, opening: "_Opening", error: Exception) -> None:
         cause = error.code if isinstance(error, KVStoreError) else "connection"
         field = getattr(error, "field", "")
-        self.faults.note(field or cause, reason(error))
-        if opening.transport is not None and isinstance(error, KVStoreError):
-            said = printable(str(error))
-            opening.transport.write(wire.encode(wire.Failure(1, error.code, said, field)))
-            opening.transport.close()
+        if field and opening.name:
+            self.faults.count(field)
+            self._refusals.refused(opening.name, field, reason(error))
         else:
+            self.faults.note(field or cause, reason(error))
+        transport = opening.transport
+        # uvloop refuses data for a connection that the other side has closed.
+        if transport is None or transport.is_closing() or not isinstance(error, KVStoreError):
             opening.abort()
+        else:
+            said = printable(str(error))
+            transport.write(wire.encode(wire.Failure(1, error.code, said, field)))
+            transport.close()
 
     # ---- sessions ---------------------------------------------------------------------------
 
@@ -251,11 +264,13 @@ class _Opening(asyncio.Protocol):
     Attributes:
         first: the first frame's body, and the bytes after it.
         transport: None until the connection, and its TLS, exist.
+        name: the name that the other node gives itself; empty before its first message.
     """
 
     def __init__(self) -> None:
         self.first: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
+        self.name = ""
         self._frame = FirstFrame()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -269,7 +284,7 @@ class _Opening(asyncio.Protocol):
         try:
             found = self._frame.add(data)
         except ProtocolError as error:
-            self.first.set_exception(error)
+            self._refuse(error)
             return
         if found is not None:
             assert self.transport is not None
@@ -279,7 +294,11 @@ class _Opening(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The peer has closed it."""
         if not self.first.done():
-            self.first.set_exception(ProtocolError("closed before its first message was complete"))
+            self._refuse(ProtocolError("closed before its first message was complete"))
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self.first.set_exception(error)
+        self.first.exception()  # or the loop reports it if nobody waits any more
 
     def abort(self) -> None:
         """Close it at once."""

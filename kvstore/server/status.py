@@ -1,19 +1,35 @@
 """The status of a node: readiness, counters, tiers, policies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvstore import mover
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
+from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
 
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
+
+
+class OtherNodes(Protocol):
+    """The side towards the other nodes of the cluster."""
+
+    def stats(self) -> dict[str, Any]:
+        """A :class:`kvstore.server.counts.ClusterCounts`, as plain values."""
+        ...
+
+    def holders(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
+    ) -> dict[str, list[int]]:
+        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
+        ...
 
 
 class NodeStatus:
@@ -25,6 +41,9 @@ class NodeStatus:
         configured_policy: the configured eviction policy.
         started_s: time of the start, monotonic seconds.
         publication: the node's events.
+
+    Attributes:
+        others: the other nodes of the cluster; None = the node is alone.
     """
 
     def __init__(
@@ -37,12 +56,18 @@ class NodeStatus:
         self._configured_policy = configured_policy
         self._started_s = started_s
         self._publication = publication
+        self.others: OtherNodes | None = None
         self._version = version_of()
         self._sources: list[Callable[[], Mapping[str, object]]] = []
 
     def add(self, source: Callable[[], Mapping[str, object]]) -> None:
         """Add the counters of another part of the daemon to :meth:`stats`."""
         self._sources.append(source)
+
+    def join(self, others: OtherNodes | None) -> None:
+        """Show the other nodes too, if there are any."""
+        self.others = others
+        self.add(lambda: {"cluster": others and others.stats()})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""
@@ -68,6 +93,10 @@ class NodeStatus:
         for source in self._sources:
             stats |= source()
         return stats
+
+    def nodes(self) -> dict[str, Any]:
+        """The nodes of the cluster: a :class:`kvstore.server.nodes.NodeList`, as plain values."""
+        return node_list(self.stats())
 
     def event_source(self) -> answers.EventSource:
         """Where the node publishes its events."""

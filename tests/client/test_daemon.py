@@ -206,7 +206,8 @@ def test_a_refusal_reaches_the_caller_with_its_field(daemon):
 
 def test_health_readiness_metrics_and_statistics_are_served(daemon):
     assert daemon.ask("/healthz") == {"status": "ok"}
-    ready = {"status": "ready", "withheld_bytes": 0, "ssd": "off", "unwatched_processes": 0}
+    ready = {"status": "ready", "withheld_bytes": 0, "ssd": "off", "unwatched_processes": 0,
+             "cluster": "off"}  # fmt: skip
     assert daemon.ask("/readyz") == ready
     with daemon.connect(name="measured") as store:
         space = open_space(store)

@@ -96,6 +96,20 @@ async def test_an_index_process_follows_two_nodes_over_tls_and_tells_what_each_h
 
 
 @in_loop
+async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
+    two = (shard(0), shard(1))
+    async with nodes("a", "b") as (a, b):
+        a.store(KEYS[:4], *two)
+        b.store(KEYS[:2], two[1])
+        async with asking(a, b) as it:
+            await eventually(lambda: it.holds((two[1],)) == {"a": 4, "b": 2})
+            await eventually(lambda: it.holds((two[0],)) == {"a": 4})
+            asked = [it.directory.holders(SPACE, two, KEYS[at]) for at in (1, 3, 9)]
+
+            assert asked == [{"a": [0, 1], "b": [1]}, {"a": [0, 1]}, {}]
+
+
+@in_loop
 async def test_pages_that_a_snapshot_lists_leave_with_their_removal() -> None:
     async with nodes("a") as (a,):
         a.store(KEYS, *ONE)
@@ -221,6 +235,25 @@ async def test_more_nodes_than_can_be_followed_are_named() -> None:
     assert directory.refused == ["n16"]
     assert directory.stats()["refused"] == ["n16"]
     assert len(index.present().report.workers) == 15
+
+
+def test_a_node_that_cannot_be_followed_is_counted_and_fills_no_log(caplog) -> None:
+    async def away() -> None:
+        async with nodes("a") as (a,):
+            a.refuse_with = wire.encode(wire.Failure(0, "invalid_argument", "cluster: 'c'"))
+            async with asking(a) as it:
+
+                def counted() -> dict[str, int]:
+                    known = it.index.present().worker("a")
+                    return known.faults if known is not None else {}
+
+                await eventually(lambda: counted().get("refused"))
+                await a.stop()
+                await eventually(lambda: counted().get("connection"))
+
+    caplog.set_level("WARNING", "kvstore.index.followers")
+    asyncio.run(away())
+    assert not [one for one in caplog.records if one.name == "kvstore.index.followers"]
 
 
 @in_loop

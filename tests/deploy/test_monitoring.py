@@ -63,10 +63,12 @@ def series_of(text: str) -> dict[str, Series]:
 
 @pytest.fixture(scope="module")
 def node_series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Series]]:
-    """Of a node with both tiers, after a little traffic."""
+    """Of a node with both tiers and a peer that is not there, after a little traffic."""
     folder = tmp_path_factory.mktemp("node")
     settings = {"ssd__directories": folder / "ssd", "ssd__capacity_bytes": "64MiB",
-                "ssd__segment_bytes": "16MiB"}  # fmt: skip
+                "ssd__segment_bytes": "16MiB", "cluster__name": "blue",
+                "cluster__listen": "127.0.0.1:0", "cluster__transfer_listen": "127.0.0.1:0",
+                "cluster__nodes": '["other=127.0.0.1:1"]'}  # fmt: skip
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = Process(arguments(folder / "kv.sock", **settings), environ, folder / "daemon")
     try:

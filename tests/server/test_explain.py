@@ -9,7 +9,7 @@ import pytest
 from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, ShardSpec
 from kvstore.server.admin import prompts
 from kvstore.server.inspect import Inspection
-from kvstore.server.operations import Operation
+from kvstore.server.operations import ExplainKey, Operation
 from kvstore.state.ask.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.tree.node import PrefixNode, Retention
@@ -186,10 +186,63 @@ def test_without_a_space_the_best_answer_of_all_is_given(asked):
     assert ended(explainer.steps(key("q"), None)).verdict == "never_stored"
 
 
+# Pages of other nodes
+
+
+def test_a_page_that_a_peer_gave_says_which_one(asked):
+    asked.world.store(asked.process, asked.space, "a")
+    for path, start, peer in (("abc", 1, "p"), ("abcd", 3, "q")):
+        number, _, put = asked.world.begin(asked.process, asked.space, path, start=start)
+        digests = bytes(16 * len(put.slots))
+        asked.table.commit_put(asked.process, number, digests, peer=peer)
+
+    assert asked.why("a").read_from == ""
+    found = asked.why("abc")
+    assert (found.verdict, found.read_from) == ("hit", "p")
+    assert found.text == "READY in host, read from node p"
+    assert asked.why("ab").read_from == "p"
+    assert asked.why("abcd").read_from == "q"
+
+
+def test_a_page_that_is_not_here_says_which_nodes_have_it_for_which_shards(asked):
+    asked.world.store(asked.process, asked.space, "a")
+    questions: list[tuple[object, ...]] = []
+
+    def holders(identity, shards, page):
+        questions.append((identity, tuple(shards), page))
+        held = [("p", FULL), ("p", FULL_2), ("q", FULL_2)] if page == key("ab") else []
+        found: dict[str, list[int]] = {}
+        for peer, shard in held:
+            if shard in shards:
+                found.setdefault(peer, []).append(shards.index(shard))
+        return found
+
+    status = SimpleNamespace(others=SimpleNamespace(holders=holders))
+    inspection = Inspection(SimpleNamespace(pages=asked.table), status)
+
+    def why(path: str, **fields: object) -> Explanation:
+        return ended(inspection.explain(ExplainKey(key=key(path).hex(), **fields)))
+
+    label = asked.space.label
+    found = why("ab")
+    assert (found.verdict, found.space) == ("never_stored", label)
+    assert found.peers == {"p": [0, 1], "q": [1]}
+    assert found.text.endswith("; nodes p, q have it")
+    assert questions == [(asked.space.identity, (FULL, FULL_2), key("ab"))]
+    assert why("ab", space=label, shard=1).peers == {"p": [1], "q": [1]}
+    assert questions[-1][1] == (FULL_2,), "only one shard was asked for"
+    assert why("ab", space=label, shard=9).peers == {}
+    assert why("x").peers == {}
+    before = len(questions)
+    assert why("a").verdict == "hit"
+    assert len(questions) == before, "who has the page here asks nobody"
+
+
 @pytest.fixture
 def prompt(asked, monkeypatch):
     """``prompt(chains, space, shard)``: explains a prompt whose keys are those, by page size."""
-    inspection = Inspection(SimpleNamespace(pages=asked.table), SimpleNamespace())
+    status = SimpleNamespace(others=None)
+    inspection = Inspection(SimpleNamespace(pages=asked.table), status)
 
     async def ask(operation: Operation, _kind: object) -> object:
         return ended(inspection.handlers[type(operation)](operation))

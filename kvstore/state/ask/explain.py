@@ -83,6 +83,9 @@ class Explanation:
         left: what is remembered of its leaving, ages in seconds.
         hit_pages: of a token list: how many leading pages are a hit; None for a single key.
         asked_pages: of a token list: how many full pages it has.
+        peers: of a page that is not here: node that has it, as far as the index knows → numbers of
+            the shards that it has.
+        read_from: the node from which it was read last; empty = none, or it is not remembered.
     """
 
     verdict: str
@@ -95,6 +98,8 @@ class Explanation:
     left: Departure | None = None
     hit_pages: int | None = None
     asked_pages: int | None = None
+    peers: dict[str, list[int]] = field(default_factory=dict)
+    read_from: str = ""
 
 
 class Explainer:
@@ -171,7 +176,9 @@ class Explainer:
         if mask:
             tiers = sorted({tier for one in _bits(mask) for tier in shards[str(one)]})
             text = f"READY in {', '.join(tiers)}"
-            return Explanation("hit", text, key, label, shards)
+            source = self._pages.story.source(node) if node.replica else ""
+            text += f", read from node {source}" if source else ""
+            return Explanation("hit", text, key, label, shards, read_from=source)
         if node.present & ~node.ready and (shard is None or node.present >> shard & 1):
             text = "being written now: a lookup that waits will get it"
             return Explanation("pending", text, key, label, shards)

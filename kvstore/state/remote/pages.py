@@ -19,6 +19,7 @@ again, and what is still missing is asked of the holders that are left.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -43,7 +44,7 @@ PART_BYTES_MIN = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
-class IncomingPages:
+class Arrival:
     """Pages of one job.
 
     Attributes:
@@ -93,9 +94,9 @@ class RemotePages:
         self._number = count(1)
         #: Every put of a fetch is of this session: its quota bounds the bytes in flight.
         self._session = Session(b"", "peers", limits.in_flight_bytes_max)
-        self._arrivals: dict[int, IncomingPages] = {}
+        self._arrivals: dict[int, Arrival] = {}
         #: (number of a space, shard) → key → the job that brings the page.
-        self._by_key: dict[tuple[int, int], dict[PrefixKey, IncomingPages]] = {}
+        self._by_key: dict[tuple[int, int], dict[PrefixKey, Arrival]] = {}
 
     # ---- what peers have --------------------------------------------------------------------
 
@@ -235,7 +236,11 @@ class RemotePages:
 
     def stats(self) -> dict[str, Any]:
         """What is under way and what was measured, as plain values."""
-        lost = sum(one.lost for one in self._arrivals.values())
+        of_peers = Counter(one.peer for one in self._arrivals.values() if one.lost)
+        peers = self._rates.stats()
+        for name, peer in peers.items():
+            peer["unsettled_jobs"] = of_peers[name]
+        lost = of_peers.total()
         return {
             "jobs": len(self._arrivals) - lost,
             "unsettled_jobs": lost,
@@ -243,7 +248,7 @@ class RemotePages:
             "in_flight_bytes_max": self.limits.in_flight_bytes_max,
             "locating": self.chains.asking,
             "located_chains": len(self.chains),
-            "peers": self._rates.stats(),
+            "peers": peers,
         }
 
     def check(self) -> None:
@@ -288,7 +293,7 @@ class RemotePages:
         self._wait(fetch, arrival)
         return True
 
-    def _wait(self, fetch: Fetch, arrival: IncomingPages) -> None:
+    def _wait(self, fetch: Fetch, arrival: Arrival) -> None:
         if fetch not in arrival.waiters:
             arrival.waiters.append(fetch)
             fetch.outstanding += 1
@@ -356,7 +361,7 @@ class RemotePages:
                     self._wait(fetch, other)  # its end leaves room
                     break
             return 0
-        arrival = IncomingPages(
+        arrival = Arrival(
             number, number, process, peer, chain, shard, at, fetch.peers_until_ns
         )  # fmt: skip
         known = self._by_key.setdefault((space.number, shard), {})
@@ -365,7 +370,7 @@ class RemotePages:
         self._submit(arrival)
         return len(put.slots)
 
-    def _submit(self, arrival: IncomingPages) -> None:
+    def _submit(self, arrival: Arrival) -> None:
         chain, put = arrival.chain, arrival.pages
         self._arrivals[arrival.job] = arrival
         self._rates.began(arrival.peer, self._table.now_ns)
@@ -378,7 +383,7 @@ class RemotePages:
             )
         )  # fmt: skip
 
-    def _count_end(self, arrival: IncomingPages, came: int) -> None:
+    def _count_end(self, arrival: Arrival, came: int) -> None:
         """Learn from the end of a job that brought its first ``came`` pages."""
         put, chain = arrival.pages, arrival.chain
         missing = len(put.slots) - came
@@ -388,7 +393,7 @@ class RemotePages:
         if missing:
             chain.lacks(arrival.peer, arrival.at + came)
 
-    def _store(self, arrival: IncomingPages, came: int, digests: bytes) -> None:
+    def _store(self, arrival: Arrival, came: int, digests: bytes) -> None:
         """The first pages of a job are READY, and stay for those who wait."""
         put, process = arrival.pages, arrival.process
         self._not_coming(arrival, put.keys[:came])
@@ -396,7 +401,7 @@ class RemotePages:
         if came < len(put.slots):
             part = next(self._number)
             process.puts[part] = put.part(came)
-        statuses = self._table.commit_put(process, part, digests, replica=True)
+        statuses = self._table.commit_put(process, part, digests, peer=arrival.peer)
         stored = [
             slot
             for slot, status in zip(slots, statuses, strict=True)
@@ -407,7 +412,7 @@ class RemotePages:
                 self._table.fetches.keep(fetch, stored)
         arrival.at += came
 
-    def _try_another(self, arrival: IncomingPages) -> bool:
+    def _try_another(self, arrival: Arrival) -> bool:
         """Ask another holder for the rest of a job; whether there is one, and time."""
         put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
         holders = self._holders(chain, arrival.at, put.space.shards[put.shard].window_pages)
@@ -420,19 +425,20 @@ class RemotePages:
             return False
         del self._arrivals[arrival.job]
         arrival.job = next(self._number)
+        self._rates.retried(arrival.peer, len(put.slots))
         arrival.peer = max(able, key=self._rates.of)
         self._table.counts["peer_retried_pages"] += len(put.slots)
         self._submit(arrival)
         return True
 
-    def _abandon(self, arrival: IncomingPages) -> None:
+    def _abandon(self, arrival: Arrival) -> None:
         """A job is over, and nothing writes any more: what did not come is aborted."""
         if arrival.put in arrival.process.puts:
             self._not_coming(arrival, arrival.pages.keys)
         self._settle(arrival)
         self._release(arrival)
 
-    def _lose(self, arrival: IncomingPages) -> None:
+    def _lose(self, arrival: Arrival) -> None:
         """Nobody waits for a job any more, but it may still write."""
         self._not_coming(arrival, arrival.pages.keys)
         self._table.counts["peer_unsettled_jobs"] += 1
@@ -440,15 +446,15 @@ class RemotePages:
         self._table.lose(arrival.process)
         self._release(arrival)
 
-    def _settle(self, arrival: IncomingPages) -> None:
+    def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.job]
         self._table.end(arrival.process, sys.maxsize)
 
-    def _release(self, arrival: IncomingPages) -> None:
+    def _release(self, arrival: Arrival) -> None:
         waiters, arrival.waiters = arrival.waiters, []
         self._table.fetches.came(waiters)
 
-    def _not_coming(self, arrival: IncomingPages, keys: Iterable[PrefixKey]) -> None:
+    def _not_coming(self, arrival: Arrival, keys: Iterable[PrefixKey]) -> None:
         """Nobody may wait for these pages any more."""
         of = arrival.chain.space.number, arrival.shard
         known = self._by_key.get(of, {})

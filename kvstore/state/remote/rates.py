@@ -9,7 +9,7 @@ START_S: Final = 0.005
 """What a fetch takes beside the bytes: a few messages to and fro."""
 SAMPLE_NS: Final = 50_000_000
 """Of a peer that is never idle the rate is taken so often."""
-AWAY_NS: Final = 1_000_000_000
+AWAY_NS = 1_000_000_000
 """A peer that gave nothing is not asked for so long."""
 PEERS_MAX: Final = 64
 _OLD_SHARE: Final = 0.5
@@ -27,6 +27,9 @@ class PeerRate:
         size_bytes: what came since then.
         away_until_ns: it gave nothing, and is not asked before.
         pages: that came, altogether.
+        bytes: of these pages.
+        missing_pages: that were asked for and did not come.
+        retried_pages: of these, pages that were then asked of another peer.
         failed_jobs: that brought less than was asked for.
     """
 
@@ -36,6 +39,9 @@ class PeerRate:
     size_bytes: int = 0
     away_until_ns: int = 0
     pages: int = 0
+    bytes: int = 0
+    missing_pages: int = 0
+    retried_pages: int = 0
     failed_jobs: int = 0
 
 
@@ -62,6 +68,8 @@ class PeerRates:
         known = self._peers[peer]
         known.jobs -= 1
         known.pages += pages
+        known.bytes += pages * page_bytes
+        known.missing_pages += missing
         known.size_bytes += pages * page_bytes
         known.failed_jobs += missing > 0
         if missing and not pages:
@@ -72,6 +80,12 @@ class PeerRates:
             old = known.bytes_per_s or rate
             known.bytes_per_s = _OLD_SHARE * old + (1 - _OLD_SHARE) * rate
             known.since_ns, known.size_bytes = now_ns, 0
+
+    def retried(self, peer: str, pages: int) -> None:
+        """Pages that a peer did not give are asked of another one."""
+        known = self._peers.get(peer)
+        if known is not None:
+            known.retried_pages += pages
 
     def of(self, peer: str) -> float:
         """Bytes per second to expect."""
@@ -90,6 +104,9 @@ class PeerRates:
                 "bytes_per_s": round(one.bytes_per_s),
                 "jobs": one.jobs,
                 "fetched_pages": one.pages,
+                "fetched_bytes": one.bytes,
+                "missing_pages": one.missing_pages,
+                "retried_pages": one.retried_pages,
                 "failed_jobs": one.failed_jobs,
             }
             for name, one in self._peers.items()

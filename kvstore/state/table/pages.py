@@ -109,8 +109,11 @@ class PageTable(Residents):
                 self.disk.used(last, shard)
         return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
 
-    def release(self, process: Process, lease_id: int) -> None:
-        """The reader is done; unknown leases are ignored (the answer to them may be late)."""
+    def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
+        """The reader is done; unknown leases are ignored (the answer to them may be late).
+
+        ``read``: it has read the pages: those to be read once leave.
+        """
         lease = process.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -122,7 +125,7 @@ class PageTable(Residents):
         else:
             self.slots.unpin(lease.slots)
         for node in held:
-            if node.read_once and is_live(node):
+            if read and node.read_once and is_live(node):
                 for shard, slot in node.slots.items():
                     if node.read_once >> shard & 1 and slot in lease.slots:
                         self.drop(node, shard, "read_once")
@@ -208,11 +211,11 @@ class PageTable(Residents):
 
     def commit_put(
         self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY, *,
-        replica: bool = False,
+        peer: str = "",
     ) -> list[PageStatus]:  # fmt: skip
         """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
 
-        ``replica``: they were read from a peer, which has them still.
+        ``peer``: they were read from this peer, which has them still; empty = a client put them.
 
         Raises:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
@@ -224,7 +227,7 @@ class PageTable(Residents):
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
-        (self.meter.peer_fetch if replica else self.meter.put).observe(self.now_ns - put.since_ns)
+        (self.meter.peer_fetch if peer else self.meter.put).observe(self.now_ns - put.since_ns)
         process.charge(-put.size_bytes)
         self.tick += 1
         apart = keep != ORDINARY
@@ -237,6 +240,8 @@ class PageTable(Residents):
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
                 continue
+            # Of a fetch only the first pages of a run may have come.
+            node = put.space.exact(node, 0, min(node.count, pages - at))
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
@@ -249,16 +254,13 @@ class PageTable(Residents):
             statuses += [PageStatus.STORED] * node.count
         for first, action in stored_actions(put, stored):
             self.actions.append(action)
-            self.story.tell("stored", first, put.shard, len(action.keys))
+            self.story.stored(first, put.shard, len(action.keys), peer)
         ready = statuses.count(PageStatus.STORED)
-        if replica:
-            self.counts["peer_fetched_pages"] += ready
-            self.counts["peer_fetched_bytes"] += ready * page_bytes
-        else:
-            self.counts["stored_pages"] += ready
-            self.counts["stored_bytes"] += ready * page_bytes
-        if replica or self.eviction.has_replicas:
-            self.eviction.mark_replicas(stored, put.shard, copied=replica)
+        how = "peer_fetched" if peer else "stored"
+        self.counts[f"{how}_pages"] += ready
+        self.counts[f"{how}_bytes"] += ready * page_bytes
+        if peer or self.eviction.has_replicas:
+            self.eviction.mark_replicas(stored, put.shard, copied=bool(peer))
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
@@ -374,7 +376,7 @@ class PageTable(Residents):
         while process.leases and freed < pages_max:
             lease_id, lease = next(iter(process.leases.items()))
             freed += 1 + len(lease.slots)
-            self.release(process, lease_id)
+            self.release(process, lease_id, read=not process.peer.remote)
         while process.puts and freed < pages_max:
             put_id, put = next(iter(process.puts.items()))
             freed += 1 + len(put.slots)
@@ -402,7 +404,7 @@ class PageTable(Residents):
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
         if process.peer.remote:  # it checks digests, and touches no memory of this node
-            self.release(process, lease_id)
+            self.release(process, lease_id, read=False)
             return
         lease.expired = True
         held = nodes_of(self._owners, lease.slots)

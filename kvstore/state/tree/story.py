@@ -17,6 +17,8 @@ from kvstore.state.tree.node import PrefixNode
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
 """Most events in a note: the last ones of the page, or of all pages if none is known."""
+_READ_FROM: Final = "read from "
+"""Begins the event of pages that a peer gave; its name follows."""
 _NS: Final = 1_000_000_000
 
 
@@ -72,12 +74,23 @@ class Story:
         at = self._moment
         self._events.append((at.now_ns, at.tick, what, space, key, 0, shard, 1))
 
+    def stored(self, node: PrefixNode, shard: int, pages: int, peer: str) -> None:
+        """Add that pages were stored; ``peer``: who gave them, empty = a client."""
+        self.tell(f"{_READ_FROM}{peer}" if peer else "stored", node, shard, pages)
+
     def tell_last(self, what: str, node: PrefixNode, shard: int, pages: int) -> None:
         """Add an event of the last ``pages`` pages of a node."""
         at, of, first = self._moment, node.space.number, node.count - pages
         key = PrefixKey(node.keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
         depth = node.first_depth + first
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
+
+    def source(self, node: PrefixNode) -> str:
+        """The peer that the last page of a node was read from; empty if no event tells it."""
+        for one in reversed(_of(node, self)):
+            if one.what.startswith(_READ_FROM):
+                return one.what.removeprefix(_READ_FROM)
+        return ""
 
     def __iter__(self) -> Iterator[Event]:
         return map(Event._make, self._events)

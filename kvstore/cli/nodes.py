@@ -1,0 +1,90 @@
+"""Shows the nodes of a cluster, as one of them sees the others."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from rich.console import Console
+
+from kvstore.cli.show import seconds, table
+from kvstore.config.sizes import rounded
+
+_JOINED: Final = {
+    "joined": "it has sessions with all other nodes",
+    "partly": "some other nodes have no session with it",
+    "alone": "no other node has a session with it; it serves its own pages",
+}
+
+
+def nodes(answer: Any, console: Console) -> None:
+    """This node, the index of others' pages, and a row for each other node."""
+    if not answer["cluster"]:
+        console.print(
+            f"node {answer['node']} is alone: cluster.name is empty", style="italic",
+            highlight=False,
+        )  # fmt: skip
+        return
+    console.print(
+        f"node {answer['node']} of cluster {answer['cluster']} at {answer['endpoint']}, boot"
+        f" {answer['boot']}: {_JOINED[answer['joined']]}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if (index := answer["index"]) is not None:
+        console.print(
+            f"index: {index['entries']:,} of {index['entries_max']:,} pages,"
+            f" {index['left_out']:,} left out; {rounded(index['resident_bytes'])} resident;"
+            f" {index['restarts']} restarts",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for what, left in (
+        ("not followed, too many nodes", ", ".join(answer["not_followed"])),
+        ("not admitted", _counts(answer["not_admitted"])),
+    ):
+        if left:
+            console.print(f"{what}: {left}", highlight=False, soft_wrap=True)
+    columns = ("node", "session", "its pages", "index", "reads", "pages read", "speed")
+    rows = [_row(one) for one in answer["nodes"]]
+    if rows:
+        table(console, "other nodes", columns, rows)
+    else:
+        console.print("cluster.nodes names no other node", style="italic", highlight=False)
+    for line in _troubles(answer["nodes"]):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _row(node: Any) -> list[object]:
+    pages = ", ".join(
+        f"{count:,} {medium}" for medium, count in sorted(node["indexed_pages"].items())
+    )
+    index = "not current"
+    if node["current"]:
+        index = f"current, lag {seconds(node['lag_s'])}"
+    session = node["state"]
+    if session == "up":
+        session += f", {node['transport'] or 'no transport'}"
+    reads = str(node["reads"])
+    if node["unsettled_reads"]:
+        reads += f", {node['unsettled_reads']} unsettled"
+    read = f"{node['fetched_pages']:,}, {rounded(node['fetched_bytes'])}"
+    for name, words in (("missing_pages", "missing"), ("retried_pages", "retried")):
+        if node[name]:
+            read += f", {node[name]:,} {words}"
+    speed = f"{rounded(node['bytes_per_s'])}/s" if node["bytes_per_s"] else ""
+    return [f"{node['name']} ({node['endpoint']})", session, pages or "none", index, reads, read,
+            speed]  # fmt: skip
+
+
+def _troubles(nodes: list[Any]) -> Iterator[str]:
+    """The last fault of each session, and why pages of a node do not count."""
+    for node in nodes:
+        if (fault := node["fault"]) is not None:
+            field = f" ({fault['field']})" if fault["field"] else ""
+            yield (
+                f"{node['name']}: {fault['cause']}{field} {seconds(fault['s_ago'])} ago:"
+                f" {fault['why']}; faults: {_counts(node['faults'])}"
+            )
+        if not node["current"]:
+            yield f"{node['name']}: its pages do not count: {node['index_why']}"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))

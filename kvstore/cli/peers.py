@@ -1,0 +1,272 @@
+"""Checks of ``kvstore doctor``: can this node and the others of its cluster use each other?"""
+
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, Final
+
+from kvstore import wire
+from kvstore.cluster.greeting import LocalNode, check_protocol
+from kvstore.cluster.records import SCHEME
+from kvstore.cluster.tls import client_context, server_context
+from kvstore.config import ServerConfig
+from kvstore.config.addresses import Address, is_loopback, read_address
+from kvstore.config.cluster import NODES_MAX, ClusterConfig
+from kvstore.config.machine import Check
+from kvstore.errors import ConfigError, InvalidArgument, ProtocolError, reason
+from kvstore.server.nodes import node_list
+
+_TIMEOUT_S: Final = 3.0
+"""Of each connection."""
+_REJECTED_S: Final = 0.3
+"""A node that rejects a certificate says so in this time after the handshake."""
+_EXPIRES_S: Final = 30 * 86_400
+"""A certificate that ends sooner is warned of."""
+_WILDCARDS: Final = ("0.0.0.0", "::")
+_RENEW: Final = "make a new one (docs/cluster.md#certificates) and restart the node"
+
+
+def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) -> Iterator[Check]:
+    """Check the section ``cluster``; nothing if the node is alone by it.
+
+    Args:
+        config: of the node; None = only what the running node knows is told.
+        stats: statistics of the node, if it runs; None = no node answers.
+    """
+    told = {}
+    if stats is not None and stats.get("cluster"):  # an older node does not have it
+        told = {one["name"]: one for one in node_list(stats)["nodes"]}
+    if config is None:
+        yield from (_seen(name, row) for name, row in told.items())
+        return
+    cluster = config.cluster
+    if not cluster.name:
+        return
+    try:
+        client, server = client_context(cluster), server_context(cluster)
+    except ConfigError as error:
+        yield Check("certificates", "fail", str(error), "correct the files; a node refuses them")
+        return
+    if client is not None and server is not None:
+        yield _certificates(client, server, config.node.name)
+    yield from _listeners(cluster)
+    others = cluster.others(config.node.name)
+    if len(others) >= NODES_MAX:
+        yield Check("cluster", "fail", f"{len(others) + 1} nodes", f"at most {NODES_MAX} work")
+    if not others:
+        advice = "name the other nodes in cluster.nodes; until then this one is alone"
+        yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
+    runs = stats is not None or _is_open(read_address(cluster.listen))
+    for name, place in others.items():
+        if name in told:
+            yield _seen(name, told[name])
+        else:
+            yield _node(name, place, client, None if runs else _hello(config))
+
+
+# ---- this node ------------------------------------------------------------------------------
+
+
+def _certificates(client: ssl.SSLContext, server: ssl.SSLContext, node: str) -> Check:
+    """Check this node's certificate as the other nodes do: in a handshake with itself."""
+    try:
+        found = _own_certificate(client, server)
+    except ssl.SSLError as error:
+        why = getattr(error, "verify_message", "") or reason(error)
+        advice = f"the other nodes refuse it: {_RENEW}"
+        return Check("certificates", "fail", f"cluster.certificate: {why}", advice)
+    ends_s = min(
+        ssl.cert_time_to_seconds(str(one["notAfter"])) for one in (found, *client.get_ca_certs())
+    )
+    names = sorted(_names(found))
+    what = f"signed by the authority; its names: {', '.join(names) or 'none'}"
+    if node not in names:
+        what += f" (not {node}; names are not compared)"
+    left_s = ends_s - datetime.now(UTC).timestamp()
+    what += f"; {int(left_s // 86_400)} days left"
+    if left_s < _EXPIRES_S:
+        return Check("certificates", "warn", what, f"it or the authority's ends soon: {_RENEW}")
+    return Check("certificates", "ok", what)
+
+
+def _own_certificate(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
+    """This node's certificate, verified.
+
+    Raises:
+        ssl.SSLError: the authority did not sign it, or it is not valid now.
+    """
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(back, there)
+    theirs = server.wrap_bio(there, back, server_side=True)
+    waiting = [ours, theirs]
+    while waiting:
+        one = waiting.pop(0)
+        try:
+            one.do_handshake()
+        except ssl.SSLWantReadError:
+            waiting.append(one)
+    return dict(ours.getpeercert() or {})
+
+
+def _names(certificate: Mapping[str, Any]) -> set[str]:
+    """The names of a certificate: common name, DNS names and addresses."""
+    subject = (pair for part in certificate.get("subject", ()) for pair in part)
+    found = {value for name, value in subject if name == "commonName"}
+    return found | {value for _, value in certificate.get("subjectAltName", ())}
+
+
+def _listeners(cluster: ClusterConfig) -> Iterator[Check]:
+    """Check what the listening addresses mean for who may connect."""
+    away = any(not is_loopback(one.host) for one in cluster.others("").values())
+    for field in ("listen", "transfer_listen"):
+        text = getattr(cluster, field)
+        host = read_address(text).host
+        name = f"cluster.{field}"
+        if host in _WILDCARDS:
+            advice = (
+                "let a firewall open the port to the other nodes only, or name the address of"
+                " their network"
+            )
+            yield Check(name, "warn", f"{text}: every network of this machine", advice)
+        elif is_loopback(host) and away:
+            advice = "set an address that the other nodes reach, and certificates"
+            yield Check(name, "warn", f"{text}: this machine only, but others are beyond", advice)
+        else:
+            yield Check(name, "ok", text)
+
+
+def _is_open(place: Address) -> bool:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
+    if not place.port:
+        return False
+    try:
+        socket.create_connection((host, place.port), _TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+# ---- other nodes ----------------------------------------------------------------------------
+
+
+def _hello(config: ServerConfig) -> wire.PeerHello:
+    """The greeting of this node. It must not run: a greeting ends its session."""
+    return LocalNode(config.cluster.name, config.node.name, bytes(16), SCHEME).hello(1)
+
+
+def _seen(name: str, row: Mapping[str, Any]) -> Check:
+    """What the running node knows of another one."""
+    if row["state"] == "up":
+        found = f"{row['endpoint']}: a session, pages over {row['transport'] or 'no transport'}"
+        if not row["current"]:
+            advice = "its pages are misses until the index has read its events"
+            return Check(f"node {name}", "warn", f"{found}; {row['index_why']}", advice)
+        return Check(f"node {name}", "ok", found)
+    fault = row["fault"]
+    if fault is None:
+        return Check(f"node {name}", "warn", f"{row['endpoint']}: no session yet", "ask again")
+    if fault["field"]:
+        return _differs(name, fault["field"], fault["why"])
+    found = f"{row['endpoint']}: {fault['cause']}: {fault['why']}"
+    return Check(f"node {name}", "warn", found, _ADVICE.get(fault["cause"], _ADVICE["closed"]))
+
+
+def _node(
+    name: str, place: Address, tls: ssl.SSLContext | None, hello: wire.PeerHello | None
+) -> Check:
+    """Connect to another node; greet it if a greeting is given."""
+    try:
+        with closing(_connection(place, tls)) as connection:
+            answer = _answer(connection, hello)
+    except ssl.SSLError as error:
+        return Check(f"node {name}", "warn", f"{place}: {reason(error)}", _ADVICE["tls"])
+    except (OSError, ProtocolError) as error:
+        advice = _ADVICE["unreachable" if isinstance(error, OSError) else "protocol"]
+        return Check(f"node {name}", "warn", f"{place}: {reason(error)}", advice)
+    if answer is None:
+        return Check(f"node {name}", "ok", f"{place}: reachable; see kvstore nodes for more")
+    return _greeted(name, place, answer)
+
+
+def _greeted(name: str, place: Address, answer: wire.PeerWelcome | wire.Failure) -> Check:
+    """What the answer to a greeting says."""
+    if isinstance(answer, wire.Failure):
+        return _differs(name, answer.field, answer.message)
+    try:
+        check_protocol(answer.major, answer.minor)
+        if answer.node != name:
+            raise InvalidArgument("node", f"{answer.node!r} answers there, not {name!r}")
+    except InvalidArgument as error:
+        return _differs(name, error.field, str(error))
+    for transport, endpoint in answer.transports.items():
+        at = read_address(f"{place.host}{endpoint}" if endpoint.startswith(":") else endpoint)
+        if not _is_open(at):
+            found = f"{place}: welcome, but {transport} at {at} does not answer"
+            return Check(f"node {name}", "warn", found, _ADVICE["unreachable"])
+    found = f"{place}: welcome, protocol {answer.major}.{answer.minor}"
+    return Check(f"node {name}", "ok", f"{found}, {', '.join(answer.transports)}")
+
+
+def _connection(place: Address, tls: ssl.SSLContext | None) -> socket.socket:
+    raw = socket.create_connection(place, _TIMEOUT_S)
+    if tls is None:
+        return raw
+    try:
+        return tls.wrap_socket(raw)
+    except BaseException:
+        raw.close()
+        raise
+
+
+def _answer(
+    connection: socket.socket, hello: wire.PeerHello | None
+) -> wire.PeerWelcome | wire.Failure | None:
+    """The answer to a greeting; None = nothing was asked.
+
+    Raises:
+        OSError: the connection broke, or nothing came in time.
+        ProtocolError: what answers is not a node.
+    """
+    if hello is None:
+        connection.settimeout(_REJECTED_S)
+        try:
+            if not connection.recv(1):
+                raise ConnectionResetError("the other node closed the connection")
+        except TimeoutError:
+            pass  # it waits for a greeting
+        return None
+    connection.sendall(wire.encode(hello))
+    frames, until_s = wire.FrameReader(), monotonic() + _TIMEOUT_S
+    while monotonic() < until_s:
+        data = connection.recv(4096)
+        if not data:
+            raise ConnectionResetError("the other node closed the connection")
+        for body in frames.feed(data):
+            answer = wire.decode_answer(body)
+            if not isinstance(answer, wire.PeerWelcome | wire.Failure):
+                raise ProtocolError(f"{type(answer).__name__} answers PeerHello")
+            return answer
+    raise TimeoutError("no answer to PeerHello")
+
+
+def _differs(name: str, field: str, why: str) -> Check:
+    advice = {
+        "cluster": "give both the same cluster.name",
+        "node": "cluster.nodes of both must have the node.name of the other",
+        "protocol": "update the older one of the two",
+        "scheme": "update the older one: they compute keys or digests differently",
+    }.get(field, "see the log of that node")
+    return Check(f"node {name}", "fail", f"refused: {why}", advice)
+
+
+_ADVICE: Final = {
+    "unreachable": "does it run, and does a firewall let its cluster.listen and"
+    " cluster.transfer_listen through?",
+    "silent": "it is stopped or overloaded, or the network loses packets",
+    "tls": "its certificate and this one must be of the same authority and not expired",
+    "protocol": "the address in cluster.nodes must be its cluster.listen",
+    "closed": "see the log of that node",
+}

@@ -1,0 +1,125 @@
+"""Whether the session with one other node is up, and the log lines that say when that changes."""
+
+import logging
+from collections import Counter
+from time import monotonic
+from typing import Any, Final
+
+from kvstore.process.faults import printable
+from kvstore.process.logs import event
+
+log = logging.getLogger(__name__)
+
+REFUSED: Final = "refused"
+"""Cause of a session that one of the two nodes does not want."""
+SAID_MAX: Final = 64
+"""Refusals that are remembered, so that they are not logged again."""
+NAME_MAX: Final = 64
+FIELDS: Final = frozenset({"cluster", "node", "protocol", "scheme"})
+"""What a refusal may name; other names are text of the other node."""
+
+
+class Standing:
+    """The session with one other node, as an operator sees it.
+
+    It logs one line when the session comes up, one when it is down, and one for each field that
+    refuses it; none of them again before the session was up.
+
+    Attributes:
+        up: the other node has welcomed this one.
+        faults: broken sessions and attempts, by cause.
+    """
+
+    def __init__(self, peer: str, place: str) -> None:
+        """Not up yet.
+
+        Args:
+            peer: name of the other node.
+            place: ``host:port`` of its peer service.
+        """
+        self.up = False
+        self.faults: Counter[str] = Counter()
+        self._peer = peer
+        self._place = place
+        self._cause = self._why = self._field = ""
+        self._failed_s = 0.0
+        self._said: set[str] = set()
+
+    def came(self, boot: bytes, transport: str) -> None:
+        """The session is up.
+
+        Args:
+            boot: boot id of the other node.
+            transport: by which its pages are read; empty = none that both have.
+        """
+        if self.up:
+            return
+        self.up = True
+        self._said.clear()
+        event(log, logging.INFO, "node up", peer=self._peer, at=self._place, boot=boot.hex(),
+              transport=transport or "none in common")  # fmt: skip
+
+    def failed(self, cause: str, why: str, field: str = "") -> None:
+        """The session has ended, or could not begin.
+
+        Args:
+            cause: one of a few fixed words.
+            why: description, possibly text of the other node.
+            field: what differs between the two nodes, if that refuses the session.
+        """
+        self.up = False
+        self.faults[cause] += 1
+        self._cause, self._why = cause, printable(why)
+        self._field = field if field in FIELDS else ""
+        self._failed_s = monotonic()
+        refused = cause == REFUSED
+        news = f"{REFUSED} {self._field}" if refused else "down"
+        if news in self._said:
+            return
+        self._said.add(news)
+        fields = {"field": self._field} if refused else {"cause": cause}
+        event(log, logging.WARNING, "node refused" if refused else "node down", peer=self._peer,
+              at=self._place, **fields, why=self._why)  # fmt: skip
+
+    def stats(self) -> dict[str, Any]:
+        """``fault``: the last one, also when the session is up again; None = there was none."""
+        fault = None
+        if self._cause:
+            fault = {
+                "cause": self._cause, "why": self._why, "field": self._field,
+                "s_ago": monotonic() - self._failed_s,
+            }  # fmt: skip
+        return {
+            "up": self.up, "endpoint": self._place, "fault": fault, "faults": dict(self.faults)
+        }  # fmt: skip
+
+
+class Refusals:
+    """Other nodes that are refused here; logs each once for each field, until it is admitted."""
+
+    def __init__(self) -> None:
+        """Nobody was refused yet."""
+        #: In the order of their lines; the first ones are forgotten beyond :data:`SAID_MAX`.
+        self._said: dict[tuple[str, str], None] = {}
+
+    def refused(self, node: str, field: str, why: str) -> None:
+        """A node is refused.
+
+        Args:
+            node: the name that it gives itself.
+            field: what differs.
+            why: description, possibly text of the other node.
+        """
+        node = printable(node)[:NAME_MAX]
+        if (node, field) in self._said:
+            return
+        if len(self._said) >= SAID_MAX:
+            del self._said[next(iter(self._said))]
+        self._said[node, field] = None
+        event(log, logging.WARNING, "node not admitted", peer=node, field=field,
+              why=printable(why))  # fmt: skip
+
+    def admitted(self, node: str) -> None:
+        """A node is admitted: its next refusal is news."""
+        for key in [key for key in self._said if key[0] == node]:
+            del self._said[key]

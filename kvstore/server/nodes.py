@@ -1,0 +1,165 @@
+"""What a node knows of the nodes of its cluster, as an answer of the admin API.
+
+Everything is taken from the counts of the parts: sessions with other nodes, reads from them, the
+index of their pages, and the service for them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from kvstore.server.answers import Answer, Joined
+
+NO_INDEX: Final = "the index does not follow it"
+
+
+class SessionFault(Answer, frozen=True):
+    """How the session with another node ended, or why it could not begin.
+
+    ``field``: what differs between the two nodes, if that refuses the session: ``cluster``,
+    ``node``, ``protocol`` or ``scheme``.
+    """
+
+    cause: str
+    why: str
+    field: str
+    s_ago: float
+
+
+class NodeRow(Answer, frozen=True):
+    """Another node, as this one sees it.
+
+    ``state``: ``up`` = it has welcomed this node, ``refused`` = one of the two does not want the
+    session. ``boot``: empty before the first welcome. ``transport``: by which its pages are read;
+    empty = none that both have. ``fault``: the last one, also when the session is up again.
+    ``faults``: counts by cause. ``reads_here``: it has a session to read from this node.
+
+    The index: ``indexed_pages``: pages that it knows the node to have, by medium. ``current``: its
+    pages count; if not, ``index_why`` says why. ``lag_s``: from the publication of
+    the newest events to their application; None = the index does not follow it.
+
+    Reads since the start: ``reads`` under way, ``unsettled_reads`` that have ended and whose bytes
+    may still arrive. ``retried_pages``: missing pages that were then asked of another node.
+    ``bytes_per_s``: as measured last; 0 = it gave none yet.
+    """
+
+    name: str
+    endpoint: str
+    boot: str
+    state: Literal["up", "down", "refused"]
+    transport: str
+    fault: SessionFault | None
+    faults: dict[str, int]
+    reads_here: bool
+    indexed_pages: dict[str, int]
+    current: bool
+    index_why: str
+    lag_s: float | None
+    reads: int
+    unsettled_reads: int
+    fetched_pages: int
+    fetched_bytes: int
+    missing_pages: int
+    retried_pages: int
+    failed_reads: int
+    bytes_per_s: int
+
+
+class NodeIndex(Answer, frozen=True):
+    """The index of other nodes' pages.
+
+    ``left_out``: pages that found no room in it. ``restarts``: of its process.
+    """
+
+    entries: int
+    entries_max: int
+    left_out: int
+    resident_bytes: int
+    restarts: int
+
+
+class NodeList(Answer, frozen=True):
+    """The nodes of the cluster.
+
+    ``cluster``: its name; empty = this node is alone by its configuration. ``node``, ``boot``,
+    ``endpoint``: this node. ``joined``: ``off``, ``alone`` = no session with any other node,
+    ``partly`` = with some, ``joined`` = with all. ``not_followed``: nodes beyond the limit of
+    nodes. ``not_admitted``: connections of other nodes that were refused, by cause.
+    """
+
+    cluster: str
+    node: str
+    boot: str
+    endpoint: str
+    joined: Joined
+    nodes: list[NodeRow]
+    index: NodeIndex | None
+    not_followed: list[str]
+    not_admitted: dict[str, int]
+
+
+def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The :class:`NodeList` of a node, as plain values.
+
+    Args:
+        stats: its counters, a :class:`kvstore.server.counts.NodeStats` as plain values.
+    """
+    node, boot, cluster = stats["node"], stats["boot"], stats["cluster"]
+    if not cluster:
+        return {
+            "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off", "nodes": [],
+            "index": None, "not_followed": [], "not_admitted": {},
+        }  # fmt: skip
+    reads = stats["remote"]["peers"]
+    directory, service = cluster["directory"], cluster["service"]
+    known = directory["peers"]
+    rows = [
+        _row(name, session, reads.get(name, {}), known.get(name, {}), name in service["sessions"])
+        for name, session in sorted(cluster["peers"].items())
+    ]
+    return {
+        "cluster": cluster["name"],
+        "node": node,
+        "boot": boot,
+        "endpoint": cluster["endpoint"],
+        "joined": _joined(sum(row["state"] == "up" for row in rows), len(rows)),
+        "nodes": rows,
+        "index": {name: directory[name] for name in NodeIndex.__struct_fields__},
+        "not_followed": directory["refused"],
+        "not_admitted": service["refused"],
+    }
+
+
+def _joined(up: int, others: int) -> Joined:
+    if not up:
+        return "alone"
+    return "joined" if up == others else "partly"
+
+
+def _row(
+    name: str, session: Mapping[str, Any], read: Mapping[str, Any], known: Mapping[str, Any],
+    reads_here: bool,  # noqa: FBT001
+) -> dict[str, Any]:  # fmt: skip
+    fault = session["fault"]
+    refused = fault is not None and fault["cause"] == "refused"
+    return {
+        "name": name,
+        "endpoint": session["endpoint"],
+        "boot": session["boot"],
+        "state": "up" if session["up"] else "refused" if refused else "down",
+        "transport": session["transport"] if session["up"] else "",
+        "fault": fault,
+        "faults": session["faults"],
+        "reads_here": reads_here,
+        "indexed_pages": known.get("pages", {}),
+        "current": known.get("current", False),
+        "index_why": known.get("why", NO_INDEX),
+        "lag_s": known.get("lag_s"),
+        "reads": read.get("jobs", 0),
+        "unsettled_reads": read.get("unsettled_jobs", 0),
+        "fetched_pages": read.get("fetched_pages", 0),
+        "fetched_bytes": read.get("fetched_bytes", 0),
+        "missing_pages": read.get("missing_pages", 0),
+        "retried_pages": read.get("retried_pages", 0),
+        "failed_reads": read.get("failed_jobs", 0),
+        "bytes_per_s": read.get("bytes_per_s", 0),
+    }

@@ -1,0 +1,261 @@
+"""Goal: ``doctor`` finds what keeps two nodes apart before they start, and says what to do."""
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore import wire
+from kvstore.cli import peers
+from kvstore.cli.peers import peer_checks
+from kvstore.cluster.records import SCHEME
+from kvstore.config import NodeConfig, ServerConfig
+from kvstore.config.cluster import ClusterConfig
+from kvstore.config.machine import Check
+from kvstore.process.tls import CertificateFiles
+
+CERTIFICATES = Path(__file__).parents[1] / "cluster" / "certificates"
+FILES = {
+    "certificate": str(CERTIFICATES / "node.pem"), "key": str(CERTIFICATES / "node.key"),
+    "authority": str(CERTIFICATES / "authority.pem"),
+}  # fmt: skip
+STRANGER = CertificateFiles(
+    str(CERTIFICATES / "stranger.pem"), str(CERTIFICATES / "stranger.key"),
+    str(CERTIFICATES / "other.pem"),
+)  # fmt: skip
+Answers = Callable[[Any], list[wire.Answer | bytes]]
+
+
+def checks(stats: dict[str, Any] | None = None, **cluster: Any) -> dict[str, Check]:
+    settings = {"name": "blue", "listen": f"127.0.0.1:{unused_port()}"} | cluster
+    config = ServerConfig(node=NodeConfig(name="b"), cluster=ClusterConfig(**settings))
+    found = list(peer_checks(config, stats))
+    assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
+    return {one.name: one for one in found}
+
+
+def unused_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def welcome(hello: Any, node: str = "a", minor: int = wire.PROTOCOL_MINOR, at: str = "") -> Any:
+    transports = {"tcp": at} if at else {}
+    return wire.PeerWelcome(hello.id, wire.PROTOCOL_MAJOR, minor, node, b"a" * 16, transports)
+
+
+@contextmanager
+def answering(answers: Answers, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """What answers a greeting in the place of a node; yields where."""
+    loop, ready, places = asyncio.new_event_loop(), threading.Event(), list[str]()
+    stop = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            size = wire.frame_length(await reader.readexactly(4))
+            request = wire.decode_request(await reader.readexactly(size))
+            for one in answers(request):
+                writer.write(one if isinstance(one, bytes) else wire.encode(one))
+            await writer.drain()
+        except (OSError, EOFError):
+            pass
+        finally:
+            writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
+        places.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        ready.set()
+        await stop.wait()
+        server.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield places[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def test_a_node_that_is_alone_has_nothing_to_check():
+    assert list(peer_checks(ServerConfig(), None)) == []
+
+
+def test_a_node_that_welcomes_this_one_is_ok_with_its_version():
+    with answering(lambda hello: [welcome(hello)]) as place:
+        one = checks(nodes=(f"a={place}",))["node a"]
+
+    assert one.status == "ok"
+    assert f"protocol {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}" in one.found
+
+
+def test_the_greeting_is_that_of_the_configured_node():
+    heard: list[Any] = []
+
+    def answers(hello: Any) -> list[Any]:
+        heard.append(hello)
+        return [welcome(hello)]
+
+    with answering(answers) as place:
+        checks(nodes=(f"a={place}",))
+
+    ((hello),) = heard
+    assert (hello.cluster, hello.node, hello.scheme) == ("blue", "b", SCHEME)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"),
+    [
+        (lambda hello: wire.Failure(hello.id, "invalid_argument", "scheme: x", "scheme"), "fail",
+         "scheme: x"),
+        (lambda hello: wire.Failure(hello.id, "invalid_argument", "cluster: x", "cluster"),
+         "fail", "cluster: x"),
+        (lambda hello: welcome(hello, minor=4), "fail", "protocol: 1.4"),
+        (lambda hello: welcome(hello, node="c"), "fail", "'c' answers there"),
+        (lambda hello: b"HTTP/1.1 400 Bad Request\r\n\r\n", "warn", "over the limit"),
+        (lambda hello: wire.Pong(hello.id), "warn", "Pong answers"),
+    ],
+    ids=["scheme", "cluster", "protocol", "another name", "no node", "another answer"],
+)  # fmt: skip
+def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, status, says):
+    with answering(lambda hello: [answer(hello)]) as place:
+        one = checks(nodes=(f"a={place}",))["node a"]
+
+    assert one.status == status
+    assert says in one.found
+
+
+def test_ports_that_nobody_answers_at_are_told():
+    gone = f"127.0.0.1:{unused_port()}"
+    with answering(lambda hello: [welcome(hello, at=gone)]) as place:
+        found = checks(nodes=(f"a={place}", f"c=127.0.0.1:{unused_port()}"))
+
+    assert found["node a"].status == "warn"
+    assert f"tcp at {gone} does not answer" in found["node a"].found
+    assert found["node c"].status == "warn"
+    assert "firewall" in found["node c"].advice
+
+
+def test_a_running_node_is_asked_instead_and_not_greeted_in_its_own_name():
+    greeted: list[Any] = []
+    session = {
+        "up": False, "endpoint": "127.0.0.1:1", "boot": "", "transport": "", "faults": {},
+        "fault": {"cause": "refused", "why": "cluster: 'red'", "field": "cluster", "s_ago": 1.0},
+    }  # fmt: skip
+    directory = {"peers": {}, "refused": [], "entries": 0, "entries_max": 1, "left_out": 0,
+                 "resident_bytes": 0, "restarts": 0}  # fmt: skip
+    cluster = {"name": "blue", "endpoint": "", "peers": {"a": session}, "directory": directory,
+               "service": {"sessions": [], "refused": {}}}  # fmt: skip
+    running = {"node": "b", "boot": "", "cluster": cluster, "remote": {"peers": {}}}
+
+    def answers(hello: Any) -> list[Any]:
+        greeted.append(hello)
+        return [welcome(hello)]
+
+    with answering(answers) as place:
+        found = checks(running, nodes=(f"a={place}", "c=127.0.0.1:1"))
+        assert (found["node a"].status, greeted) == ("fail", [])
+        assert "cluster.name" in found["node a"].advice
+        with socket.create_server(("127.0.0.1", 0)) as own:  # it runs, and does not tell
+            listen = f"127.0.0.1:{own.getsockname()[1]}"
+            found = checks(nodes=(f"a={place}",), listen=listen)
+    assert greeted == []
+    assert found["node a"].status == "ok"
+    assert next(iter(peer_checks(None, running))).status == "fail"
+    assert list(peer_checks(None, {"cluster": None})) == []
+
+
+def test_certificates_are_checked_as_other_nodes_check_them():
+    found = checks(**FILES)["certificates"]
+
+    assert found.status == "ok"
+    assert "names are not compared" in found.found
+    assert "days left" in found.found
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"key": "/no/such/file"}, "cluster.key: /no/such/file"),
+        ({"key": str(CERTIFICATES / "stranger.key")}, "cluster.certificate"),
+        ({"authority": str(CERTIFICATES / "other.pem")}, "cluster.certificate: "),
+    ],
+    ids=["no file", "another key", "another authority"],
+)
+def test_certificates_that_no_node_accepts_fail(changed, says):
+    found = checks(**FILES | changed)["certificates"]
+
+    assert found.status == "fail"
+    assert says in found.found
+
+
+@pytest.mark.parametrize(("days", "status"), [(-1, "fail"), (10, "warn"), (90, "ok")])
+def test_a_certificate_that_has_ended_fails_and_one_that_ends_soon_is_warned_of(
+    tmp_path, days, status
+):
+    files = signed(tmp_path, "b", days)
+
+    found = checks(**msgspec.structs.asdict(files))["certificates"]
+
+    assert found.status == status
+    if status != "fail":
+        assert "its names: b" in found.found
+        assert "not compared" not in found.found
+
+
+def test_a_node_with_certificates_of_another_authority_is_told():
+    def never(_: Any) -> list[Any]:
+        raise AssertionError
+
+    with answering(never, STRANGER.accepting()) as place:
+        found = checks(nodes=(f"a={place}",), **FILES)["node a"]
+
+    assert found.status == "warn"
+    assert "same authority" in found.advice
+
+
+def test_what_a_listening_address_means_is_told():
+    tls = {"nodes": (), **FILES}
+    for text in ("0.0.0.0:7400", "[::]:7400"):
+        one = checks(listen=text, **tls)["cluster.listen"]
+        assert (one.status, "firewall" in one.advice) == ("warn", True)
+    assert checks(transfer_listen="10.0.0.2:7401", **tls)["cluster.transfer_listen"].status == "ok"
+    one = checks(nodes=("a=127.0.0.1:1",))["cluster.listen"]
+    assert one.status == "ok", "all nodes are on this machine"
+    assert checks()["cluster"].status == "warn", "no other node is named"
+
+
+def test_a_node_that_only_this_machine_reaches_is_warned_of_if_others_are_beyond(monkeypatch):
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.01)
+    one = checks(nodes=("a=192.0.2.1:7400",))["cluster.listen"]
+
+    assert one.status == "warn"
+    assert "this machine only" in one.found
+
+
+def signed(folder: Path, name: str, days: int) -> CertificateFiles:
+    """Files of a new authority, and of a node that it has signed for so many days."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *new, "-days", "365", "-subj", "/CN=authority", "-keyout", "ca.key",
+            "-out", "ca.pem")  # fmt: skip
+    openssl("req", *new, "-subj", f"/CN={name}", "-keyout", "node.key", "-out", "node.csr")
+    openssl("x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-CAcreateserial", "-days", str(days), "-out", "node.pem")  # fmt: skip
+    return CertificateFiles(*(str(folder / one) for one in ("node.pem", "node.key", "ca.pem")))

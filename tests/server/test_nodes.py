@@ -1,0 +1,99 @@
+"""Goal: one list says of each other node whether it is there, what it has and what it gave."""
+
+from io import StringIO
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvstore.cli.nodes import nodes as printed
+from kvstore.server.nodes import NodeList, node_list
+from kvstore.server.peer_series import PEERS_MAX, node_series
+
+FAULT = {"cause": "refused", "why": "cluster: 'red'", "field": "cluster", "s_ago": 2.5}
+DOWN = {"up": False, "endpoint": "10.0.0.3:7400", "fault": FAULT, "faults": {"refused": 3},
+        "boot": "", "transport": "", "fetches": 0}  # fmt: skip
+UP = {"up": True, "endpoint": "10.0.0.2:7400", "fault": None, "faults": {}, "boot": "0b" * 16,
+      "transport": "tcp", "fetches": 1}  # fmt: skip
+READ = {"bytes_per_s": 5 << 20, "jobs": 1, "unsettled_jobs": 2, "fetched_pages": 7,
+        "fetched_bytes": 7 << 20, "missing_pages": 3, "retried_pages": 1,
+        "failed_jobs": 2}  # fmt: skip
+KNOWN = {"current": True, "why": "", "pages": {"CPU": 40, "STORAGE": 2}, "lag_s": 0.25,
+         "faults": {}}  # fmt: skip
+
+
+def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The counters of a node that says so much of its cluster."""
+    directory = {
+        "peers": {"b": KNOWN}, "refused": ["z"], "entries": 42, "entries_max": 1000,
+        "left_out": 5, "resident_bytes": 1 << 20, "restarts": 1,
+    }  # fmt: skip
+    service = {"sessions": ["b"], "refused": {"scheme": 4}}
+    cluster = {"name": "blue", "endpoint": "10.0.0.1:7400", "peers": peers,
+               "directory": directory, "service": service}  # fmt: skip
+    return {"node": "a", "boot": "0a" * 16, "cluster": cluster,
+            "remote": {"peers": {"b": READ}}} | changed  # fmt: skip
+
+
+def show(found: dict[str, Any]) -> str:
+    out = StringIO()
+    printed(found, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_each_node_has_a_row_with_all_that_the_parts_count():
+    found = msgspec.convert(node_list(stats({"c": DOWN, "b": UP})), NodeList)
+
+    assert [one.name for one in found.nodes] == ["b", "c"]
+    b, c = found.nodes
+    assert (b.state, b.transport, b.boot, b.reads_here) == ("up", "tcp", "0b" * 16, True)
+    assert (b.indexed_pages, b.current, b.lag_s) == ({"CPU": 40, "STORAGE": 2}, True, 0.25)
+    assert (b.reads, b.unsettled_reads, b.failed_reads, b.bytes_per_s) == (1, 2, 2, 5 << 20)
+    assert (b.fetched_pages, b.fetched_bytes) == (7, 7 << 20)
+    assert (b.missing_pages, b.retried_pages) == (3, 1)
+    assert (c.state, c.reads_here, c.current, c.lag_s) == ("refused", False, False, None)
+    assert c.fault is not None
+    assert (c.fault.field, c.faults) == ("cluster", {"refused": 3})
+    assert found.not_followed == ["z"]
+    assert found.not_admitted == {"scheme": 4}
+
+
+@pytest.mark.parametrize(
+    ("peers", "joined"),
+    [({}, "alone"), ({"b": UP}, "joined"), ({"b": UP, "c": DOWN}, "partly"),
+     ({"c": DOWN}, "alone")],
+)  # fmt: skip
+def test_a_node_is_joined_as_far_as_it_has_sessions(peers, joined):
+    assert node_list(stats(peers))["joined"] == joined
+
+
+def test_a_node_without_a_cluster_has_no_rows_and_says_so():
+    found = node_list(stats({}, cluster=None, remote=None))
+
+    assert msgspec.convert(found, NodeList).joined == "off"
+    assert "cluster.name is empty" in show(found)
+
+
+def test_the_table_names_what_differs_and_what_is_left_out():
+    told = show(node_list(stats({"b": UP, "c": DOWN})))
+
+    for words in (
+        "some other nodes have no session with it", "42 of 1,000 pages, 5 left out",
+        "b (10.0.0.2:7400)", "up, tcp", "40 CPU, 2 STORAGE", "1, 2 unsettled",
+        "7, 7.0 MiB, 3 missing, 1 retried", "5.0 MiB/s", "not followed, too many nodes: z",
+        "not admitted: scheme 4", "c: refused (cluster) 2.5 s ago: cluster: 'red'",
+    ):  # fmt: skip
+        assert words in told, words
+
+
+def test_no_more_nodes_have_series_than_a_cluster_may_have():
+    found = node_list(stats({f"n{at}": UP for at in range(100)}))
+
+    peers = {
+        sample.labels["peer"]
+        for family in node_series(found)
+        for sample in family.samples
+        if "peer" in sample.labels
+    }
+    assert len(peers) == PEERS_MAX == 15
