@@ -120,10 +120,8 @@ class PageTable(Residents):
         process.charge(-lease.size_bytes)
         held = nodes_of(self._owners, lease.slots)
         self._tell_of("released", held, lease)
-        if lease.expired:
-            self.slots.unhold(lease.slots)
-        else:
-            self.slots.unpin(lease.slots)
+        let_go = self.slots.unhold if lease.expired else self.slots.unpin
+        let_go(lease.slots)
         for node in held:
             if read and node.read_once and is_live(node):
                 for shard, slot in node.slots.items():
