@@ -8,8 +8,11 @@ SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
+    "remote_hit_tokens": "Of these, tokens that only other nodes had.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
-    "waits": "Requests that waited for pages that another client was writing.",
+    "waits":
+        "Requests that waited for pages that another client was writing,"
+        " or for the answer which other nodes have them.",
     "loads": "Loads that ended.",
     "loaded_tokens": "Tokens whose KV was loaded and verified in time; each rank counts its own.",
     "loaded_bytes": "Bytes loaded and verified.",

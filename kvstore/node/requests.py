@@ -13,6 +13,7 @@ from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
+from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
@@ -30,6 +31,8 @@ LEASE_PAGES_MAX: Final = 4096
 PERSIST_PAGES_MAX: Final = 4096
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 PREFILL_S_MAX: Final = 3600.0
+HOLDER_MAX: Final = 64
+"""Maximum characters of the name of a node that an engine names as a holder."""
 ROOM: Final = "room"
 """What puts wait for while pages are written to disk to free slots."""
 _NS_PER_MS: Final = 1_000_000
@@ -88,6 +91,8 @@ class Requests:
         """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
+        if len(request.holder) > HOLDER_MAX or request.held < 0:
+            raise InvalidArgument("holder", "is no name of a node with a number of pages")
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
         on_disk, remote, remote_s = 0, 0, 0.0
         awaited: Hashable = None
@@ -98,7 +103,8 @@ class Requests:
             awaited = (space.number, key)
         asked = len(request.keys) // KEY_BYTES
         if self.remote is not None and pages + pending < asked and not process.peer.remote:
-            further = self.remote.further(space, request.shards, request.keys, pages)
+            promise = Holding(request.holder, request.held) if request.holder else None
+            further = self.remote.further(space, request.shards, request.keys, pages, promise)
             if isinstance(further, LocatedChain):
                 pending, awaited = asked - pages, further
             else:
@@ -124,7 +130,9 @@ class Requests:
             ready, missing = ready_pages(space, shard, request.keys)
         further: Span | None = None
         if waits and remote is not None and ready * KEY_BYTES < len(request.keys):
-            found = remote.want(space, shard, request.keys, ready, asks=earlier is None)
+            found = remote.want(
+                space, shard, request.keys, ready, asks=earlier is None, begins=request.begins
+            )
             if isinstance(found, LocatedChain):
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
@@ -136,7 +144,10 @@ class Requests:
             coming = self._pages.draining.now is not None or (disk is not None and disk.busy)
             if coming and (missing or full):
                 return wire.Acquired(request.id, b"", b"", ready), ROOM
-        return self._lease(process, request, now_ns, ready), None
+        offered = 0
+        if not waits and remote is not None and ready * KEY_BYTES < len(request.keys):
+            offered = remote.offered(space, shard, request.keys, ready, begins=request.begins)
+        return self._lease(process, request, now_ns, ready, offered), None
 
     def _begin_fetch(
         self, process: Process, request: wire.Acquire, ready: int, further: Span | None,
@@ -287,9 +298,9 @@ class Requests:
         return space
 
     def _lease(
-        self, process: Process, request: wire.Acquire, now_ns: int, ready: int
+        self, process: Process, request: wire.Acquire, now_ns: int, ready: int, offered: int
     ) -> wire.Answer:
-        """Lease those of ``ready`` pages that are in memory."""
+        """Lease those of ``ready`` pages that are in memory; peers may have ``offered`` others."""
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
@@ -299,7 +310,8 @@ class Requests:
         return wire.Acquired(
             request.id,
             wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
-            leased.digests, max(0, ready - len(leased.lease.slots)), leased.lasting, lease_ms,
+            leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
+            lease_ms, offered,
         )  # fmt: skip
 
 

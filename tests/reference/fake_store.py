@@ -24,6 +24,7 @@ class FakeNode:
     """
 
     pages: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
+    name: str = "node"
     gate: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     error: KVStoreError | None = None
@@ -64,7 +65,7 @@ class FakeSpace:
     def _pages(self) -> dict[bytes, bytes]:
         return self._node.pages.setdefault(self._name, {})
 
-    def lookup(self, keys: Any) -> Hit:
+    def lookup(self, keys: Any, *, holder: str = "", held: int = 0) -> Hit:
         if self._node.error is not None:
             raise self._node.error
         pages = next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
@@ -150,6 +151,7 @@ class FakeStore:
         self._node = node
         self._workers = ThreadPoolExecutor(4)
         self.troubles: dict[str, int] = {}
+        self.node_name = node.name
         self.closed = False
 
     def space(self, identity: Any, shards: Any) -> FakeSpace:
