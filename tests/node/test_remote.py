@@ -134,6 +134,18 @@ def test_as_long_a_prefix_as_came_is_leased_when_no_holder_is_left(world, engine
     assert not world.reads
 
 
+def test_a_part_of_a_run_comes_as_it_would_page_by_page(world, engine, monkeypatch):
+    monkeypatch.setattr(world, "check", lambda: None)  # it makes a node of each page
+    world.locate(engine, "abcdef", ("p", 6), ("q", 6))
+    assert world.acquire(engine, "abcdef") is None
+    world.end(world.read(), 2)
+    world.end(world.read(), 1)
+    assert leased(world.answer(engine)) == 3
+    monkeypatch.undo()
+    world.check()
+    assert world.ready("abcdef") == "abc"
+
+
 def test_a_job_that_is_not_settled_gives_no_page_and_its_slots_are_not_used(world, engine):
     world.locate(engine, "abcd", ("p", 4))
     assert world.acquire(engine, "abcd") is None

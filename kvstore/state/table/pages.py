@@ -237,6 +237,9 @@ class PageTable(Residents):
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
                 continue
+            if node.count > pages - at:  # the rest of the run is of another put now
+                node = self._owners.get(slot)
+                assert node is not None
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
