@@ -140,9 +140,9 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the leased pages.
 
     An Acquire that waits may bring the next ``more`` pages: they are READY on disk, except the last
-    ``remote`` of them, which peers have or are to be asked for. The first ``lasting`` pages have no TTL and are not
-    read-once: only these may be copied to a slab. The lease expires after ``lease_ms``; 0 =
-    unknown.
+    ``remote`` of them, which peers have or are to be asked for. The first ``lasting`` pages have no
+    TTL and are not read-once: only these may be copied to a slab. The lease expires after
+    ``lease_ms``; 0 = unknown.
     """
 
     id: int
