@@ -93,7 +93,7 @@ class Peers:
         loop = asyncio.get_running_loop()
         names = list(self._transports)
         for peer, place in places.items():
-            session = PeerSession(peer, local, names)
+            session = PeerSession(peer, local, names, place)
             self._links[peer] = PeerLink(session, place, tls, self._carry)
         for transport in self._transports.values():
             loop.add_reader(transport.fileno(), self._poll, transport)
