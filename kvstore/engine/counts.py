@@ -10,9 +10,7 @@ SERIES: Final = {
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
     "remote_hit_tokens": "Of these, tokens that only other nodes had.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
-    "waits":
-        "Requests that waited for pages that another client was writing,"
-        " or for the answer which other nodes have them.",
+    "waits": "Requests that waited for pages that others were writing, or were asked for.",
     "loads": "Loads that ended.",
     "loaded_tokens": "Tokens whose KV was loaded and verified in time; each rank counts its own.",
     "loaded_bytes": "Bytes loaded and verified.",

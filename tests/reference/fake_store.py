@@ -21,6 +21,10 @@ class FakeNode:
         spoil: a restore writes these bytes' worth of garbage instead of pages and restores none.
         pending_lookups: so many lookups answer that all pages are being written.
         load_seconds: what lookups expect a load to take.
+        here: leading pages of a prompt that are here; the others are at another node.
+        remote_seconds: what lookups expect a fetch of those to take.
+        gone: stored pages beyond this number are not there any more when they are restored.
+        told: what each lookup named as a holder.
     """
 
     pages: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
@@ -32,6 +36,10 @@ class FakeNode:
     spoil: bool = False
     pending_lookups: int = 0
     load_seconds: float = 0.0
+    here: int = 1 << 30
+    remote_seconds: float = 0.0
+    gone: int = 1 << 30
+    told: list[tuple[str, int]] = field(default_factory=list)
     reported: list[float] = field(default_factory=list)
     puts: list[tuple[int, float, bool]] = field(default_factory=list)
 
@@ -72,7 +80,10 @@ class FakeSpace:
         if self._node.pending_lookups:
             self._node.pending_lookups -= 1
             return Hit(0, len(keys))
-        return Hit(pages, load_seconds=self._node.load_seconds)
+        self._node.told.append((holder, held))
+        here = min(pages, self._node.here)
+        load_s, remote_s = self._node.load_seconds, self._node.remote_seconds
+        return Hit(here, 0, {}, load_s, pages - here, remote_s if pages > here else 0.0)
 
     def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any) -> FakeJob:
         def run(cancelled: threading.Event) -> RestoreResult:
@@ -82,7 +93,7 @@ class FakeSpace:
                 return RestoreResult(0)
             done = 0
             for key in keys:
-                if key not in self._pages or cancelled.is_set():
+                if key not in self._pages or cancelled.is_set() or done >= self._node.gone:
                     break
                 self._move(pool, blocks, done, self._pages[key])
                 if self._name.endswith(b"handoff"):
