@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.client.jobs import StoreJob
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.page import PrefixKeys
@@ -20,6 +22,8 @@ from tests.faults import content
 READY = r"kvstore-server ready: socket (\S+) .*\badmin (unix://\S+)"
 JOIN_WAIT_S = 30.0
 CLEAN_WAIT_S = 10.0
+FETCH_WAIT_S = 5.0
+"""The client waits 2 s for pages, and that must suffice whatever happens to other nodes."""
 CAPACITY_BYTES = 64 << 20
 PEERS_PORT, PAGES_PORT = 7400, 7401
 _places = count(1)
@@ -44,6 +48,8 @@ class ClusterNode:
         self.host = _next_host()
         self._spawn = spawn
         self._folder = folder
+        self._gates = folder / f"{name}.gates"
+        self._gates.mkdir()
         self._program: list[str] = []
         self._process: Process | None = None
 
@@ -69,7 +75,8 @@ class ClusterNode:
             for key, value in settings.items()
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
-        self._program = [sys.executable, "-m", "kvstore.server.daemon", *flags]
+        program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
+        self._program = [*program, *flags]
         self.restart()
 
     def restart(self) -> None:
@@ -86,6 +93,29 @@ class ClusterNode:
     def address(self) -> str:
         """Its socket."""
         return self.process.ready.group(1)
+
+    def close_gate(self, name: str) -> None:
+        """Close a gate of :mod:`tests.cluster_processes.gated`."""
+        os.mkfifo(self._gates / name)
+
+    def at_gate(self, name: str) -> None:
+        """Wait until it stands there."""
+        if not wait_for((self._gates / f"{name}.held").exists, CLEAN_WAIT_S):
+            pytest.fail(f"{self.name} never came to gate {name}\n{self.process.report()}")
+
+    def open_gate(self, name: str) -> None:
+        """Let it go on."""
+        with (self._gates / f"{name}.held").open("w") as opened:
+            opened.write("go\n")
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP, SIGCONT or SIGKILL; returns when it has had its effect."""
+        self.process.send_signal(number)
+        if number is signal.SIGKILL:
+            self.process.wait()
+        if number is signal.SIGSTOP:
+            status = Path(f"/proc/{self.process.pid}/stat")
+            assert wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
 
     def stats(self) -> dict[str, Any]:
         """Its ``/v1/stats``."""
@@ -184,21 +214,23 @@ def scene(spawn: Spawn, tmp_path: Path) -> Iterator[ClusterScene]:
     made.end()
 
 
-Fetched = Callable[..., list[bytes]]
-
-
-def found_at_peers(space: Space, keys: PrefixKeys) -> int:
-    """How many pages a lookup finds here, after other nodes were asked."""
-    return space.lookup(keys, wait_s=2.0).pages
+def begin_fetch(space: Space, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
+    """Begin to bring pages of other nodes here; the result is how many are here then."""
+    space.lookup(keys, [shard], wait_s=2.0)
+    return space.prefetch(keys, shard)
 
 
 def fetch(space: Space, keys: PrefixKeys, shard: int = 0) -> int:
     """Bring pages of other nodes here; returns how many are here then."""
-    space.lookup(keys, [shard], wait_s=2.0)
-    return space.prefetch(keys, shard).result(10.0)
+    return begin_fetch(space, keys, shard).result(FETCH_WAIT_S)
 
 
 def read(space: Space, keys: PrefixKeys, shard: int = 0) -> list[bytes]:
     """The bytes of the pages that are here."""
     with space.get(keys, shard=shard) as views:
         return [bytes(one) for one in views.arrays]
+
+
+def is_chain(chain: int, pages: list[bytes]) -> bool:
+    """Whether these are the first pages of a chain of :mod:`tests.faults.content`."""
+    return all(one == bytes(content.page(chain, at)) for at, one in enumerate(pages))

@@ -1,8 +1,20 @@
 """Pages that one node has are a hit on the other."""
 
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from tests.cluster_processes.conftest import ClusterScene, fetch, read
+from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from tests.cluster_processes.conftest import (
+    ClusterNode,
+    ClusterScene,
+    fetch,
+    is_chain,
+    read,
+)
 from tests.faults import content
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -18,4 +30,116 @@ def test_a_client_gets_pages_that_only_another_node_has_and_later_ones_are_local
     b.knows(a, 6)
 
     assert fetch(there, keys) == 6
-    assert [bytes(one) for one in content.pages(1, 6)] == read(there, keys)
+    assert is_chain(1, read(there, keys))
+
+    asked, lent = b.stats()["counts"]["locates"], a.stats()["cluster"]["service"]["loans"]
+    assert fetch(there, keys) == 6
+    assert is_chain(1, read(there, keys))
+    assert b.stats()["counts"]["locates"] == asked, "a local hit asks no directory"
+    assert a.stats()["cluster"]["service"]["loans"]["lent_pages"] == lent["lent_pages"] == 6
+
+
+def test_every_shard_is_fetched_and_of_a_window_group_the_last_pages(scene: ClusterScene) -> None:
+    a, b = scene.start("a", "b")
+    identity = SpaceIdentity(model="two", kv_dtype="float32", page_tokens=64)
+    layout = CanonicalLayout(head_dim=128)
+    shards = [
+        ShardSpec(layout=layout, layers=(0, 2), heads=(0, 2)),
+        ShardSpec(layout=layout, layers=(0, 2), heads=(2, 4)),
+        ShardSpec(layout=layout, layers=(2, 3), heads=(0, 4), group="window", window_pages=2),
+    ]
+    keys = page_keys(np.arange(6 * 64), 64)
+    here, there = (scene.connect(node).space(identity, shards) for node in (a, b))
+    pages = [[os.urandom(size) for _ in keys] for size in here.page_bytes]
+    for shard, written in enumerate(pages):
+        assert here.put(keys, written, shard=shard).stored == 6
+    b.knows(a, 18)
+
+    assert there.lookup(keys, wait_s=2.0).pages == 0, "nothing is here"
+    for shard in (0, 1):
+        assert fetch(there, keys, shard) == 6
+        assert read(there, keys, shard) == pages[shard]
+    there.lookup(keys, wait_s=2.0)
+    assert there.prefetch(keys[4:], 2).result(5.0) == 2
+    assert read(there, keys[4:], 2) == pages[2][4:]
+    assert there.lookup(keys).pages == 6
+
+
+def test_pages_on_the_ssd_of_their_owner_only_are_fetched(
+    scene: ClusterScene, tmp_path: Path
+) -> None:
+    a, b = scene.add("a", "b")
+    a.start(
+        [a, b], ssd__directories=tmp_path / "ssd", ssd__capacity_bytes="256MiB",
+        ssd__segment_bytes="16MiB", ssd__sync="interval",
+    )  # fmt: skip
+    b.start([a, b])
+    scene.meet(a, b)
+    here, keys = scene.space(a), content.keys(1, 6)
+    assert here.put(keys, content.pages(1, 6)).stored == 6
+    here.persist(keys)
+    for chain in range(2, 10):  # as much as its memory
+        more = content.keys(chain, 8)
+        assert here.put(more, content.pages(chain, 8)).stored == 8
+        here.persist(more)
+    assert here.lookup(keys).tiers == {"host": 0, "ssd": 6}
+    b.knows(a, a_pages(a))
+    there = scene.space(b)
+
+    assert fetch(there, keys) == 6
+    assert is_chain(1, read(there, keys))
+
+
+def a_pages(node: ClusterNode) -> int:
+    """Pages of all its media, as its own statistics have them."""
+    stats = node.stats()
+    host = stats["host"]["ready_bytes"] + stats["host"]["pinned_bytes"]
+    return int(host + stats["ssd"]["live_bytes"]) // content.PAGE_BYTES
+
+
+def test_a_full_reader_gets_a_shorter_prefix(scene: ClusterScene) -> None:
+    a, b = scene.add("a", "b")
+    a.start([a, b])
+    b.start([a, b], host__capacity_bytes=16 << 20)
+    scene.meet(a, b)
+    keys = content.keys(1, 24)
+    assert scene.space(a).put(keys, content.pages(1, 24)).stored == 24
+    there = scene.space(b)
+    b.knows(a, 24)
+
+    came = fetch(there, keys)
+
+    assert came < 24
+    assert is_chain(1, read(there, keys[:came])), "what came is right"
+    own = content.keys(2, 4)
+    assert there.put(own, content.pages(2, 4)).stored == 4
+    assert is_chain(2, read(there, own))
+
+
+def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_leaves_it(scene: ClusterScene) -> None:
+    a, b = scene.start("a", "b")
+    here, keys = scene.space(a), content.keys(1, 6)
+    assert here.put(keys, content.pages(1, 6)).stored == 6
+    there = scene.space(b)
+    b.knows(a, 6)
+    damage(a, content.page(1, 3).tobytes())
+
+    assert fetch(there, keys) == 3
+    assert is_chain(1, read(there, keys[:3]))
+    assert read(there, keys[3:]) == []
+    assert a.stats()["cluster"]["service"]["loans"]["reports_true"] == 1
+    assert here.lookup(keys).pages == 3
+
+
+def damage(node: ClusterNode, page: bytes) -> None:
+    """Change a bit of a page in the memory of a node."""
+    for entry in Path(f"/proc/{node.process.pid}/fd").iterdir():
+        if not str(entry.readlink()).startswith("/memfd:kvstore"):
+            continue
+        with entry.open("r+b") as opened:
+            with mmap.mmap(opened.fileno(), 0) as memory:
+                at = memory.find(page)
+                if at >= 0:
+                    memory[at + 5000] ^= 1
+                    return
+    pytest.fail("the page is nowhere")

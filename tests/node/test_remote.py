@@ -86,6 +86,19 @@ def test_a_long_load_goes_on_with_the_answer_that_it_began_with(world, engine):
     assert not world.locates
 
 
+def test_the_first_pages_of_a_run_are_kept_when_the_others_do_not_come(world, engine):
+    world.store(engine, "ab")
+    world.locate(engine, "abcdef", ("p", 6))
+    assert world.acquire(engine, "abcdef") is None
+
+    world.end(world.read(peer="p"), 3)
+
+    assert leased(world.answer(engine)) == 5
+    assert world.ready("abcdef") == "abcde"
+    world.release(engine)
+    world.check_nothing_held()
+
+
 def test_an_acquire_long_after_the_lookup_asks_again(world, engine):
     world.store(engine, "a")
     world.locate(engine, "abc", ("p", 3))
@@ -132,18 +145,6 @@ def test_as_long_a_prefix_as_came_is_leased_when_no_holder_is_left(world, engine
     world.end(world.read(), 2)
     assert leased(world.answer(engine)) == 2
     assert not world.reads
-
-
-def test_a_part_of_a_run_comes_as_it_would_page_by_page(world, engine, monkeypatch):
-    monkeypatch.setattr(world, "check", lambda: None)  # it makes a node of each page
-    world.locate(engine, "abcdef", ("p", 6), ("q", 6))
-    assert world.acquire(engine, "abcdef") is None
-    world.end(world.read(), 2)
-    world.end(world.read(), 1)
-    assert leased(world.answer(engine)) == 3
-    monkeypatch.undo()
-    world.check()
-    assert world.ready("abcdef") == "abc"
 
 
 def test_a_job_that_is_not_settled_gives_no_page_and_its_slots_are_not_used(world, engine):
