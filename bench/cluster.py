@@ -1,7 +1,7 @@
 """A whole installation on this machine, as the processes an operator would start.
 
-One daemon, or two in a cluster, one Conductor, prefill and decode engines, and one engine on its own
-(mono, no store) to compare with. Every process is ended by its own pid.
+One daemon, or several in a cluster, one Conductor, prefill and decode engines, and one engine on
+its own (mono, no store) to compare with. Every process is ended by its own pid.
 """
 
 import json
@@ -209,16 +209,18 @@ class Cluster:
             return {"local": self._daemon("node", "kvstore.sock")}
         hosts = {f"node-{letter}": loopback() for letter in "abcdefgh"[: options.nodes]}
         entries = [f"{name}={host}:{_PEERS_PORT}" for name, host in hosts.items()]
-        return {
-            name: self._daemon(
-                name, f"{name}.sock", f"node.name={name}", "cluster.name=demo",
+        found: dict[str, Service] = {}
+        for name, host in hosts.items():
+            sets = (
+                f"node.name={name}",
+                "cluster.name=demo",
                 f"cluster.listen={host}:{_PEERS_PORT}",
                 f"cluster.transfer_listen={host}:{_PAGES_PORT}",
                 f"cluster.nodes={json.dumps(entries)}",
                 f"cluster.index_pages_max={_INDEX_PAGES_MAX}",
-            )  # fmt: skip
-            for name, host in hosts.items()
-        }
+            )
+            found[name] = self._daemon(name, f"{name}.sock", *sets)
+        return found
 
     def _daemon(self, service: str, socket: str, *sets: str) -> Service:
         options = self.options
@@ -264,7 +266,6 @@ class Cluster:
                 return
             time.sleep(_POLL_S)
         raise ClusterError(f"the Conductor does not know all of {', '.join(names)}")
-
 
     def _wait_met(self) -> None:
         """Wait until each node reaches every other one."""

@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the demo; the exit status is 1 when anything was not equal."""
     sys.stderr.write(
-        "Starting two nodes (kvstore-server) that know each other, a Conductor, a prefill engine P1\n"
-        "at node-a, a decode engine D1 at node-b and, to compare with, an engine `mono` that has no\n"
-        "store. The engines' own prefix caches are off.\n"
+        "Starting two nodes (kvstore-server) that know each other, a Conductor, a prefill engine\n"
+        "P1 at node-a, a decode engine D1 at node-b and, to compare with, an engine `mono` that\n"
+        "has no store. The engines' own prefix caches are off.\n"
     )
     chosen = turns(2, 2) if options.quick else turns(3, 4)
     try:

@@ -174,8 +174,7 @@ async def run(args: argparse.Namespace) -> int:
     ended = await serve(
         Server(engine, identity),
         engine,
-        host=args.host,
-        port=args.port,
+        listen=(args.host, args.port),
         conductor=ConductorAt(args.conductor, args.conductor_token_file)
         if args.conductor
         else None,

@@ -5,8 +5,8 @@ The asyncio loop runs in the main thread. The step thread passes each output wit
 """
 
 import asyncio
-import errno
 import contextlib
+import errno
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -328,21 +328,19 @@ async def serve(
     server: Server,
     engine: Engine,
     *,
-    host: str = "127.0.0.1",
-    port: int,
+    listen: tuple[str, int],
     conductor: ConductorAt | None,
     stop: asyncio.Event,
     ready: Callable[[str], None],
     drain_s: float = 5.0,
     engine_id: str = "engine",
 ) -> bool:
-    """Serve on ``host`` until ``stop`` is set, then stop within about ``3 * drain_s``.
+    """Serve at ``listen`` until ``stop`` is set, then stop within about ``3 * drain_s``.
 
     Args:
         server: server of a started engine.
         engine: closed at the end.
-        host: IP address to listen on.
-        port: 0 = any free one.
+        listen: IP address and port; port 0 = any free one.
         conductor: the Conductor to register with, or None.
         stop: stops the service.
         ready: called with the URL when the server answers.
@@ -359,6 +357,7 @@ async def serve(
         server.app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s
     )
     await runner.setup()
+    host, port = listen
     try:
         try:
             await web.TCPSite(runner, host, port).start()

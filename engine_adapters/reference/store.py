@@ -20,17 +20,17 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from engine_adapters.reference.jobs import PutJob, RestoreJobs
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
-from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
+from kvstore.client.jobs import RestoreJob
+from kvstore.client.results import MISS, Hit, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
@@ -65,41 +65,6 @@ class Ready(NamedTuple):
 
     request: Request
     tokens: int
-
-
-@dataclass(slots=True)
-class _Restore:
-    """A restore in flight; it holds references to ``blocks`` and ``tail_blocks``.
-
-    Attributes:
-        remote: how many of its ``pages``, the last ones, are at other nodes.
-    """
-
-    request: Request
-    first_page: int
-    pages: int
-    remote: int
-    job: RestoreJob | None
-    blocks: list[int]
-    tail_job: RestoreJob | None
-    tail_blocks: list[int]
-    tail_tokens: int
-    deadline: float
-    cancelled: bool = False
-
-    def jobs(self) -> list[RestoreJob]:
-        return [job for job in (self.job, self.tail_job) if job is not None]
-
-
-class _Put(NamedTuple):
-    """A put in flight; it holds references to ``blocks``."""
-
-    request: Request
-    job: StoreJob[PutResult]
-    blocks: list[int]
-    pages: int
-    began: float
-    tail_key: str | None = None
 
 
 class StoreAdapter:
@@ -143,8 +108,8 @@ class StoreAdapter:
         self._metrics = metrics
         self._pace = Pace()
         self._pending: dict[Request, PendingWait] = {}
-        self._restores: list[_Restore] = []
-        self._puts: list[_Put] = []
+        self._restores: list[RestoreJobs] = []
+        self._puts: list[PutJob] = []
         self._logged: set[str] = set()
         self._troubles: Counter[str] = Counter()
 
@@ -195,7 +160,7 @@ class StoreAdapter:
         self._pending.pop(request, None)
         for restore in self._restores:
             if restore.request is request:
-                self._cancel(restore)
+                restore.cancel()
 
     def _lookup(self, request: Request) -> Hit:
         """Look up a request; what takes longer to load than to compute is left out."""
@@ -251,7 +216,7 @@ class StoreAdapter:
         there = hit.pages + hit.remote
         pages = max(first, min(there, (len(request.tokens) - 1) // self._page_tokens))
         handoff, request.from_handoff = request.from_handoff, None  # a tail can be read once
-        restore = _Restore(
+        restore = RestoreJobs(
             request=request,
             first_page=first,
             pages=pages - first,
@@ -301,20 +266,14 @@ class StoreAdapter:
             self._trouble("restore", error)
             return None
 
-    def _has_ended(self, restore: _Restore, now: float) -> bool:
+    def _has_ended(self, restore: RestoreJobs, now: float) -> bool:
         if all(job.wait(0.0) for job in restore.jobs()):
             return True
         if now >= restore.deadline:
-            self._cancel(restore)
+            restore.cancel()
         return False
 
-    def _cancel(self, restore: _Restore) -> None:
-        if not restore.cancelled:
-            restore.cancelled = True
-            for job in restore.jobs():
-                job.cancel()
-
-    def _end_restore(self, restore: _Restore, now: float) -> int:
+    def _end_restore(self, restore: RestoreJobs, now: float) -> int:
         """Handle an ended restore; returns the number of tokens whose K/V are in the pool."""
         restored = self._restore_outcome(restore.job)
         tail = self._restore_outcome(restore.tail_job)
@@ -429,9 +388,9 @@ class StoreAdapter:
             self._metrics.store_pages.labels("failed").inc(len(keys))
             return
         self._allocator.retain(blocks)
-        self._puts.append(_Put(request, job, blocks, len(keys), now, tail_key))
+        self._puts.append(PutJob(request, job, blocks, len(keys), now, tail_key))
 
-    def _end_put(self, put: _Put, now: float) -> None:
+    def _end_put(self, put: PutJob, now: float) -> None:
         self._allocator.release(put.blocks)
         self._metrics.store_seconds.inc(now - put.began)
         try:
@@ -466,7 +425,7 @@ class StoreAdapter:
         """
         self._pending.clear()
         for restore in self._restores:
-            self._cancel(restore)
+            restore.cancel()
         jobs = [job for r in self._restores for job in r.jobs()] + [put.job for put in self._puts]
         share = timeout_s / max(len(jobs), 1)
         ended = [job.wait(share) for job in jobs]

@@ -59,7 +59,7 @@ async def service(store: Any = None, conductor: ConductorAt | None = None, **opt
         serve(
             server,
             engine,
-            port=0,
+            listen=("127.0.0.1", 0),
             conductor=conductor,
             stop=stop,
             ready=ready.set_result,
@@ -306,7 +306,7 @@ def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:
             serve(
                 server,
                 engine,
-                port=0,
+                listen=("127.0.0.1", 0),
                 conductor=None,
                 stop=stop,
                 ready=ready.set_result,
