@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 WAIT_S = 10.0
 PAUSE_S = 0.002
@@ -23,11 +24,15 @@ async def eventually(condition: Callable[[], object], what: str = "") -> None:
         pytest.fail(f"not within {WAIT_S} s: {what or condition}")
 
 
+# The first loop of a process makes a pipe that stays: no test leaves it behind.
+uvloop.new_event_loop().close()
+
+
 def in_loop(case: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as a plain one, in a loop of its own."""
+    """An async test as a plain one, in a loop of its own, of the kind that the daemon has."""
 
     @functools.wraps(case)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(case(*args, **kwargs))
+        uvloop.run(case(*args, **kwargs))
 
     return run

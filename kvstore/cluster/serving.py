@@ -135,6 +135,8 @@ async def _copy(
         OSError: a connection broke.
     """
     while data := await reader.read(_PIECE_BYTES):
+        if writer.transport.is_closing():
+            return  # uvloop refuses data for a connection that is closed
         writer.write(data)
         await writer.drain()
         if gather_s and len(data) < _PIECE_BYTES:

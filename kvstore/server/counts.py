@@ -1,5 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
+from typing import Any
+
 from kvstore.server.answers import Answer, WearCounts
 
 
@@ -217,6 +219,7 @@ class NodeStats(Answer, frozen=True):
     events: EventCounts
     ssd: SsdCounts | None
     remote: RemoteCounts | None
+    cluster: dict[str, Any] | None
     admin: AdminCounts
     self_check: SelfCheckCounts
 

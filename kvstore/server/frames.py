@@ -209,7 +209,7 @@ class FrameConnection(asyncio.Protocol):
             except OSError:
                 self.transport.abort()
                 return
-        if frame:
+        if frame and not self.transport.is_closing():
             self.transport.write(frame)
         if waiting > UNSENT_BYTES_MAX:
             log.warning("%s does not read its answers: disconnected", self.whose)

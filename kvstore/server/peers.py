@@ -141,6 +141,8 @@ class PeerService:
             raise
         transport = opening.transport
         assert transport is not None
+        if transport.is_closing():
+            return
         transport.resume_reading()
         if isinstance(request, wire.FollowEvents):
             self._follow(transport, request, rest)
@@ -163,12 +165,14 @@ class PeerService:
         cause = error.code if isinstance(error, KVStoreError) else "connection"
         field = getattr(error, "field", "")
         self.faults.note(field or cause, reason(error))
-        if opening.transport is not None and isinstance(error, KVStoreError):
-            said = printable(str(error))
-            opening.transport.write(wire.encode(wire.Failure(1, error.code, said, field)))
-            opening.transport.close()
-        else:
+        transport = opening.transport
+        # uvloop refuses data for a connection that the other side has closed.
+        if transport is None or transport.is_closing() or not isinstance(error, KVStoreError):
             opening.abort()
+        else:
+            said = printable(str(error))
+            transport.write(wire.encode(wire.Failure(1, error.code, said, field)))
+            transport.close()
 
     # ---- sessions ---------------------------------------------------------------------------
 
@@ -269,7 +273,7 @@ class _Opening(asyncio.Protocol):
         try:
             found = self._frame.add(data)
         except ProtocolError as error:
-            self.first.set_exception(error)
+            self._refuse(error)
             return
         if found is not None:
             assert self.transport is not None
@@ -279,7 +283,11 @@ class _Opening(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The peer has closed it."""
         if not self.first.done():
-            self.first.set_exception(ProtocolError("closed before its first message was complete"))
+            self._refuse(ProtocolError("closed before its first message was complete"))
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self.first.set_exception(error)
+        self.first.exception()  # or the loop reports it if nobody waits any more
 
     def abort(self) -> None:
         """Close it at once."""

@@ -24,7 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
 from kvstore.transport.base import PageArrival, TransferEnd
-from tests.cluster.session_parts import KEYS, LOCAL, addresses, job, welcome
+from tests.cluster.session_parts import KEYS, LOCAL, PLACE, addresses, job, welcome
 
 
 @dataclass

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ class ClusterNode:
 
     def start(self, nodes: "list[ClusterNode]", **changed: object) -> None:
         """Start it, with settings ``section__key=value``."""
+        self._program = self._command(nodes, changed)
+        self.restart()
+
+    def _command(
+        self, nodes: "list[ClusterNode]", changed: Mapping[str, object]
+    ) -> list[str]:  # fmt: skip
         settings: dict[str, object] = {
             "node__name": self.name, "socket__path": self._folder / f"{self.name}.sock",
             "http__port": 0, "host__capacity_bytes": CAPACITY_BYTES,
@@ -76,18 +82,28 @@ class ClusterNode:
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
-        self._program = [*program, *flags]
-        self.restart()
+        return [*program, *flags]
 
     def restart(self) -> None:
         """Start it as it was started before."""
         self._process = self._spawn(self._program, ready=READY)
+
+    def refusal(self, nodes: "list[ClusterNode]", **changed: object) -> str:
+        """What it says when it does not start with these settings."""
+        self._process = self._spawn(self._command(nodes, changed))
+        assert self._process.wait() == 2, self._process.report()
+        return self._process.stderr.splitlines()[-1]
 
     @property
     def process(self) -> Process:
         """Its process."""
         assert self._process is not None
         return self._process
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was started, and has not been killed."""
+        return self._process is not None and self._process.returncode is None
 
     @property
     def address(self) -> str:
@@ -199,7 +215,7 @@ class ClusterScene:
         for store in self._stores:
             store.close()
         for node in self.nodes:
-            if node.process.returncode is not None:
+            if not node.runs:
                 continue
             if not wait_for(lambda: not node.held(), CLEAN_WAIT_S):  # noqa: B023
                 pytest.fail(f"{node.name} still holds {node.held()}", pytrace=False)
