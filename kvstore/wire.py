@@ -155,9 +155,14 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):
-    """Release a lease. No answer."""
+    """Release a lease. No answer.
+
+    ``read``: its pages were read, and those to be read once leave the index. From minor version 5
+    on, and false only if another node did not get all of them.
+    """
 
     lease: int
+    read: bool = True
 
 
 class BeginPut(msgspec.Struct, array_like=True, tag=10):

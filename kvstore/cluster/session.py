@@ -294,11 +294,11 @@ class PeerSession:
         wrong = [at for at, good in enumerate(end.good) if good == PageArrival.WRONG]
         for at in wrong:
             self._report(fetch, fetch.lent, at)
-        self._release(fetch)
+        right = len(end.good) - len(end.good.lstrip(bytes([PageArrival.RIGHT])))
+        self._release(fetch, read=end.settled and right == len(end.good))
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        right = len(end.good) - len(end.good.lstrip(bytes([PageArrival.RIGHT])))
         self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
 
     def transfer_settled(self, job: int) -> None:
@@ -369,7 +369,7 @@ class PeerSession:
         late = self._late.pop(answer.id, 0)
         if late:
             if answer.digests:
-                self.effects.append(Send(wire.Release(late)))
+                self.effects.append(Send(wire.Release(late, read=False)))
             return
         fetch = self._leasing[answer.id]
         pages, rest = divmod(len(answer.digests), DIGEST_BYTES)
@@ -425,9 +425,9 @@ class PeerSession:
         key = fetch.job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
         self.effects.append(Send(wire.Corrupt(*place.numbers, key, generation, self.boot)))
 
-    def _release(self, fetch: _Fetch) -> None:
+    def _release(self, fetch: _Fetch, *, read: bool = False) -> None:
         if self._holds(fetch):
-            self.effects.append(Send(wire.Release(fetch.lease)))
+            self.effects.append(Send(wire.Release(fetch.lease, read)))
 
     def _holds(self, fetch: _Fetch) -> bool:
         """Whether the lease is one of the present connection."""

@@ -185,7 +185,7 @@ class Requests:
 
     def release(self, process: Process, request: wire.Release) -> None:
         """Release a lease."""
-        self._pages.release(process, request.lease)
+        self._pages.release(process, request.lease, read=request.read)
 
     def corrupt(self, process: Process, request: wire.Corrupt) -> None:
         """Drop a page that a reader found corrupt; reports from another boot are ignored."""

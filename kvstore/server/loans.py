@@ -77,6 +77,7 @@ class Loan:
         release: called once, when nothing of ours reads the pages any more.
         ended: it is released, or will be after the running checks.
         checked: positions of pages that were reported.
+        read: its reader has got all the pages, as it says.
     """
 
     pages: LentPages
@@ -86,6 +87,7 @@ class Loan:
     ended: bool = False
     checks: set[Future[bool]] = field(default_factory=set)
     checked: set[int] = field(default_factory=set)
+    read: bool = False
 
 
 class Loans:

@@ -100,6 +100,7 @@ class ServedPeer:
             case wire.Release():
                 loan = self._leases.pop(request.lease, None)
                 if loan is not None:
+                    loan.read = request.read
                     self._loans.end(loan)
             case wire.Corrupt():
                 self._report(request)
@@ -193,6 +194,7 @@ class ServedPeer:
         """Open leased pages to the transports."""
         addresses = wire.unpack_addresses(answer.addresses)
         ticket = b""
+        loan: Loan | None = None
         if addresses:
             space = self._space(request.space)
             pages = LentPages(
@@ -203,8 +205,9 @@ class ServedPeer:
 
             def release() -> None:
                 self._leases.pop(request.lease, None)
+                read = loan is not None and loan.read
                 if not self._lost:
-                    self._desk.receive(line.number, wire.Release(request.lease))
+                    self._desk.receive(line.number, wire.Release(request.lease, read))
 
             try:
                 loan = self._loans.add(pages, answer.lease_ms, release)

@@ -176,7 +176,9 @@ async def test_small_live_batches_are_gathered_and_replays_are_not(
             left -= len(await reader.read(1000))
             pieces += 1
         await sending
-        assert pieces <= (time.monotonic() - began) / 0.04 + 1  # clocks of loops are in milliseconds
+        assert (
+            pieces <= (time.monotonic() - began) / 0.04 + 1
+        )  # clocks of loops are in milliseconds
     monkeypatch.setattr(serving, "_GATHER_S", 3_600.0)
     async with tunnelled(wire.FollowEvents("c", "self", "s", replay=True)) as (_, reader, _, given):
         for _ in range(3):

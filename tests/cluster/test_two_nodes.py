@@ -170,6 +170,34 @@ async def test_a_lease_is_released_after_the_check_of_its_page_or_when_its_reade
         await eventually(lambda: a.loans.stats()["open"] == 0)
 
 
+@in_loop
+async def test_pages_to_be_read_once_stay_until_a_reader_has_got_all_of_them():
+    async with AsyncExitStack() as undo:
+        a, b = await two_nodes(undo)
+        a.store(read_once=True)
+        service = await undo.enter_async_context(serving(a))
+        async with reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            b.transport.held = []
+            b.fetch(b.room(KEYS))
+            await eventually(lambda: b.transport.held)
+        await eventually(lambda: not a.pinned_bytes())
+        assert a.stored() == 6, "its reader has left"
+
+        b.transport.held = None
+        await undo.enter_async_context(reading(b, {"a": service.endpoint}))
+        await eventually(b.up)
+        b.transport.damaged = {4}
+        number = b.fetch(b.room(KEYS, "t"))
+        await eventually(lambda: b.end(number) and not a.pinned_bytes())
+        assert a.stored() == 6, "one of them came damaged"
+
+        b.transport.damaged.clear()
+        number = b.fetch(b.room(KEYS, "u"))
+        await eventually(lambda: b.end(number) and not a.pinned_bytes())
+        assert a.stored() == 0
+
+
 def _slot_of(node: WholeNode, position: int) -> Any:
     (space,) = node.node.pages.spaces
     return space.nodes[KEYS[position]].slot(0)

@@ -134,7 +134,9 @@ class WholeNode:
 
     # what tests do
 
-    def store(self, keys: PrefixKeys = KEYS, tenant: str = "default") -> list[bytes]:
+    def store(
+        self, keys: PrefixKeys = KEYS, tenant: str = "default", *, read_once: bool = False
+    ) -> list[bytes]:  # fmt: skip
         """Store pages as an engine does; returns their bytes."""
         engine = ByHand(self, tenant)
         granted = self._begin(engine, keys)
@@ -144,7 +146,9 @@ class WholeNode:
             memory_at(address, PAGE_BYTES)[:] = page
         seeds = page_seeds(keys.packed, digest_seed(engine.identity, SHARD))
         digests = mover.digest(addresses, PAGE_BYTES, seeds).tobytes()
-        assert isinstance(engine.ask(wire.CommitPut(0, 1, digests)), wire.Committed)
+        assert isinstance(
+            engine.ask(wire.CommitPut(0, 1, digests, read_once=read_once)), wire.Committed
+        )
         self.desk.disconnect(engine.number, ended=True)
         return pages
 
@@ -177,6 +181,10 @@ class WholeNode:
             bytes(memory_at(self.memory.address(extent) + offset, PAGE_BYTES))
             for extent, _, offset in places
         ]
+
+    def stored(self) -> int:
+        """Number of its pages."""
+        return sum(len(space.nodes) for space in self.node.pages.spaces)
 
     def pinned_bytes(self) -> int:
         check(self.node.pages)

@@ -109,8 +109,11 @@ class PageTable(Residents):
                 self.disk.used(last, shard)
         return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
 
-    def release(self, process: Process, lease_id: int) -> None:
-        """The reader is done; unknown leases are ignored (the answer to them may be late)."""
+    def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
+        """The reader is done; unknown leases are ignored (the answer to them may be late).
+
+        ``read``: it has read the pages: those to be read once leave.
+        """
         lease = process.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -122,7 +125,7 @@ class PageTable(Residents):
         else:
             self.slots.unpin(lease.slots)
         for node in held:
-            if node.read_once and is_live(node):
+            if read and node.read_once and is_live(node):
                 for shard, slot in node.slots.items():
                     if node.read_once >> shard & 1 and slot in lease.slots:
                         self.drop(node, shard, "read_once")
@@ -375,7 +378,7 @@ class PageTable(Residents):
         while process.leases and freed < pages_max:
             lease_id, lease = next(iter(process.leases.items()))
             freed += 1 + len(lease.slots)
-            self.release(process, lease_id)
+            self.release(process, lease_id, read=not process.peer.remote)
         while process.puts and freed < pages_max:
             put_id, put = next(iter(process.puts.items()))
             freed += 1 + len(put.slots)
@@ -403,7 +406,7 @@ class PageTable(Residents):
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
         if process.peer.remote:  # it checks digests, and touches no memory of this node
-            self.release(process, lease_id)
+            self.release(process, lease_id, read=False)
             return
         lease.expired = True
         held = nodes_of(self._owners, lease.slots)
