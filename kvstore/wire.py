@@ -23,6 +23,8 @@ SETTLED_MINOR: Final = 3
 would settle too much."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
+HOLDER_CHARS_MAX: Final = 64
+"""Maximum length of the name of a node in a Lookup."""
 KNOWN_EXTENTS_MAX: Final = 4096
 LIST_MAX: Final = 4096
 """Maximum elements of a list in a request, because each is decoded to an object before it can be

@@ -114,8 +114,9 @@ class Space:
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
             wait_ms = min(int(wait_s * 1000), 60_000)
             request = wire.Lookup(0, opened.space, wanted, keys.packed, wait_ms)
-            if holder != link.node_name:
-                request.holder, request.held = holder, max(0, held)
+            named = holder.isascii() and len(holder) <= wire.HOLDER_CHARS_MAX
+            if named and holder != link.node_name:
+                request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, services.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
             found: wire.Found | None = answer

@@ -31,8 +31,6 @@ LEASE_PAGES_MAX: Final = 4096
 PERSIST_PAGES_MAX: Final = 4096
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 PREFILL_S_MAX: Final = 3600.0
-HOLDER_MAX: Final = 64
-"""Maximum characters of the name of a node that an engine names as a holder."""
 ROOM: Final = "room"
 """What puts wait for while pages are written to disk to free slots."""
 _NS_PER_MS: Final = 1_000_000
@@ -91,7 +89,7 @@ class Requests:
         """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
-        if len(request.holder) > HOLDER_MAX or request.held < 0:
+        if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
             raise InvalidArgument("holder", "is no name of a node with a number of pages")
         pages, pending = self._pages.lookup(space, request.shards, request.keys)
         on_disk, remote, remote_s = 0, 0, 0.0

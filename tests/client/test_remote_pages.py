@@ -203,6 +203,15 @@ def test_the_name_of_the_own_node_is_no_other_holder(store, prompt, elsewhere, w
     wait_until(lambda: elsewhere.asked)
 
 
+@pytest.mark.parametrize(
+    ("holder", "held"), [("there", 10**30), ("there", -1), ("t" * 65, 5), ("\ud800", 5)]
+)
+def test_whatever_a_router_says_of_a_holder_costs_no_local_hit(store, prompt, holder, held):
+    space, keys, _ = prompt
+    assert space.lookup(keys, holder=holder, held=held).pages == 2
+    assert not store.troubles
+
+
 def test_a_store_without_other_nodes_asks_nobody(store):
     space = open_space(store)
     hit = space.lookup(new_keys(space, 3), holder="there", held=3)
