@@ -175,7 +175,7 @@ class Daemon:
             self._say_ready(http)
             await stop.wait()
             self._watch.look(monotonic_ns())
-            event(log, logging.INFO, "stopping", why=self._why, engines=len(self.node.sessions))
+            event(log, logging.INFO, "stopping", why=self._why, engines=self._watch.engines)
             self._manager.stopping(self._status())
             if not self._failed:
                 await self._write_out()

@@ -1,10 +1,8 @@
 """What another node asks on its session: the requests it may make, and their answers.
 
-A session at the node belongs to one tenant, so the session of two nodes has a line at the desk for
-each tenant whose pages are read.
+It has one line at the desk. Its session may open spaces of all tenants.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,44 +15,10 @@ from kvstore.server.loans import LentPages, Loan, Loans
 
 ASKED_MAX: Final = 1024
 """Maximum requests of one node that wait for their answers."""
-TENANTS_MAX: Final = 256
-"""Maximum tenants whose pages one node reads."""
-
-
-class TenantLine:
-    """The line of one tenant.
-
-    Attributes:
-        number: its number at the desk.
-        refusal: why the node refused the session; None = it did not.
-    """
-
-    def __init__(
-        self, answered: Callable[["TenantLine", wire.Answer], None], connection: FrameConnection
-    ) -> None:
-        self.number = 0
-        self.refusal: wire.Failure | None = None
-        self._answered = answered
-        self._connection = connection
-        self._welcomed = False
-
-    def answer(self, answer: wire.Answer) -> None:
-        """Pass an answer of the node on; the first one is that to Hello."""
-        if self._welcomed:
-            self._answered(self, answer)
-            return
-        self._welcomed = True
-        if isinstance(answer, wire.Failure):
-            self.refusal = answer
-
-    def cut(self) -> None:
-        """The node has given the line up: so is the whole session."""
-        self._connection.cut()
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenedSpace:
-    line: TenantLine
     identity: SpaceIdentity
     shards: dict[int, ShardSpec]
 
@@ -74,12 +38,19 @@ class ServedPeer:
         self.node = node
         self._desk = desk
         self._loans = loans
-        self._lines: dict[str, TenantLine] = {}
         self._spaces: dict[int, _OpenedSpace] = {}
         #: Requests that wait for their answers, by id.
         self._asked: dict[int, wire.OpenSpace | wire.Lookup | wire.Acquire] = {}
         self._leases: dict[int, Loan] = {}
         self._lost = False
+        self._welcomed = False
+        self._number = desk.connect(connection.peer, self)
+        major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
+        desk.receive(self._number, wire.Hello(1, major, minor, f"peer {node}"))
+
+    def cut(self) -> None:
+        """The node has given the line up: so is the session."""
+        self.connection.cut()
 
     def receive(self, request: wire.Request) -> None:
         """Process one request.
@@ -114,8 +85,7 @@ class ServedPeer:
         for loan in list(self._leases.values()):
             self._loans.end(loan, at_once=True)
         self._leases.clear()
-        for line in self._lines.values():
-            self._desk.disconnect(line.number, ended=True)
+        self._desk.disconnect(self._number, ended=True)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -124,32 +94,14 @@ class ServedPeer:
             raise InvalidArgument("id", f"{request.id} waits for its answer")
         if len(self._asked) >= ASKED_MAX:
             raise CapacityError(f"{ASKED_MAX} requests of this node wait for their answers")
-        if isinstance(request, wire.OpenSpace):
-            line = self._line(request.identity.tenant)
-        else:
-            line = self._space(request.space).line
+        if not isinstance(request, wire.OpenSpace):
+            self._space(request.space)
         if isinstance(request, wire.Acquire):
             waiting = (one for one in self._asked.values() if isinstance(one, wire.Acquire))
             if request.lease in self._leases or request.lease in {one.lease for one in waiting}:
                 raise InvalidArgument("lease", f"{request.lease} is in use")
         self._asked[request.id] = request
-        self._desk.receive(line.number, request)
-
-    def _line(self, tenant: str) -> TenantLine:
-        """The line of a tenant; the first request for it opens one."""
-        line = self._lines.get(tenant)
-        if line is None:
-            if len(self._lines) >= TENANTS_MAX:
-                raise CapacityError(f"this node reads pages of {TENANTS_MAX} tenants already")
-            line = TenantLine(self._answered, self.connection)
-            line.number = self._desk.connect(self.connection.peer, line)
-            major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
-            self._desk.receive(line.number, wire.Hello(1, major, minor, f"peer {self.node}"))
-            if line.refusal is not None:
-                self._desk.disconnect(line.number, ended=True)
-                raise CapacityError(line.refusal.message)
-            self._lines[tenant] = line
-        return line
+        self._desk.receive(self._number, request)
 
     def _space(self, number: int) -> _OpenedSpace:
         space = self._spaces.get(number)
@@ -164,33 +116,38 @@ class ServedPeer:
         if loan is None or report.boot not in (b"", self._desk.node.boot):
             self._loans.counts["reports_ignored"] += 1
             return
-        line = self._space(report.space).line
 
         def confirmed() -> None:
             if not self._lost:
-                self._desk.receive(line.number, report)
+                self._desk.receive(self._number, report)
 
         self._loans.report(loan, report, confirmed)
 
     # ---- answers ----------------------------------------------------------------------------
 
-    def _answered(self, line: TenantLine, answer: wire.Answer) -> None:
+    def answer(self, answer: wire.Answer) -> None:
+        """Pass an answer of the node on; the first one is that to Hello."""
         if self._lost:
+            return
+        if not self._welcomed:
+            self._welcomed = True
+            if isinstance(answer, wire.Failure):
+                self.cut()
             return
         request = self._asked.pop(getattr(answer, "id", 0), None)
         if isinstance(answer, wire.SpaceOpened) and isinstance(request, wire.OpenSpace):
-            self._opened(line, request, answer)
+            self._opened(request, answer)
         elif isinstance(answer, wire.Acquired) and isinstance(request, wire.Acquire):
-            answer = self._lend(line, request, answer)
+            answer = self._lend(request, answer)
         self.connection.answer(answer)
 
-    def _opened(self, line: TenantLine, request: wire.OpenSpace, answer: wire.SpaceOpened) -> None:
+    def _opened(self, request: wire.OpenSpace, answer: wire.SpaceOpened) -> None:
         known = self._spaces.get(answer.space)
         shards = dict(known.shards) if known is not None else {}
         shards.update(zip(answer.shards, request.shards, strict=True))
-        self._spaces[answer.space] = _OpenedSpace(line, request.identity, shards)
+        self._spaces[answer.space] = _OpenedSpace(request.identity, shards)
 
-    def _lend(self, line: TenantLine, request: wire.Acquire, answer: wire.Acquired) -> wire.Answer:
+    def _lend(self, request: wire.Acquire, answer: wire.Acquired) -> wire.Answer:
         """Open leased pages to the transports."""
         addresses = wire.unpack_addresses(answer.addresses)
         ticket = b""
@@ -207,7 +164,7 @@ class ServedPeer:
                 self._leases.pop(request.lease, None)
                 read = loan is not None and loan.read
                 if not self._lost:
-                    self._desk.receive(line.number, wire.Release(request.lease, read))
+                    self._desk.receive(self._number, wire.Release(request.lease, read))
 
             try:
                 loan = self._loans.add(pages, answer.lease_ms, release)

@@ -79,11 +79,18 @@ class Watch:
         self._failed: tuple[int, int] | None = None
         self._policy = self._table.eviction.policy
 
+    @property
+    def engines(self) -> int:
+        """Number of engines at the last look."""
+        return len(self._engines)
+
     def look(self, now_ns: int) -> None:
         """Log all changes."""
         close = self._ticks % CLOSE_LOOK_TICKS == 0
-        if close or self._engines.keys() != self._node.sessions.keys():
-            self._who_is_there(now_ns)
+        # Those of other nodes come and go with the sessions of two nodes.
+        engines = {at: one for at, one in self._node.sessions.items() if not one.remote}
+        if close or self._engines.keys() != engines.keys():
+            self._who_is_there(engines, now_ns)
         for engine in self._engines.values():
             if len(engine.session.spaces) > engine.opened:
                 engine.look_at_spaces()
@@ -95,8 +102,7 @@ class Watch:
             self._policy_and_readiness()
         self._ticks += 1
 
-    def _who_is_there(self, now_ns: int) -> None:
-        sessions = self._node.sessions
+    def _who_is_there(self, sessions: dict[bytes, Session], now_ns: int) -> None:
         # An engine that reconnected within a tick has its old token, but another session.
         left = [one for one in self._engines.items() if sessions.get(one[0]) is not one[1].session]
         for token, gone in left:

@@ -58,6 +58,12 @@ def test_nodes_with_certificates_meet_at_all_addresses_and_others_are_refused(
     assert not follows(c, a)
 
 
+def faults(node: ClusterNode, other: ClusterNode) -> dict[str, int]:
+    """What went wrong with the session of a node with another one."""
+    found: dict[str, int] = node.stats()["cluster"]["peers"][other.name]["faults"]
+    return found
+
+
 def follows(node: ClusterNode, other: ClusterNode) -> bool:
     """Whether the directory of a node knows what another one has."""
     peers = node.stats()["cluster"]["directory"]["peers"]
@@ -77,10 +83,10 @@ def test_a_node_of_another_cluster_is_refused_by_that_name(
     b.start([a, b], cluster__name="green")
 
     wait_until(lambda: refused(a, "cluster") and refused(b, "cluster"), CLEAN_WAIT_S)
+    wait_until(lambda: faults(a, b).get("refused") and faults(b, a).get("refused"), CLEAN_WAIT_S)
 
     for node, other in ((a, b), (b, a)):
         told = node.stats()["cluster"]
-        assert told["peers"][other.name]["faults"].get("refused")
         assert not told["peers"][other.name]["up"]
         assert not follows(node, other)
         assert told["service"]["sessions"] == []

@@ -39,6 +39,8 @@ def test_a_client_gets_pages_that_only_another_node_has_and_later_ones_are_local
     assert is_chain(1, read(there, keys))
     assert b.stats()["counts"]["locates"] == asked, "a local hit asks no directory"
     assert a.stats()["cluster"]["service"]["loans"]["lent_pages"] == lent["lent_pages"] == 6
+    assert "engine came engine=test" in a.process.stderr
+    assert "peer b" not in a.process.stderr, "another node is no engine"
 
 
 def test_every_shard_is_fetched_and_of_a_window_group_the_last_pages(
