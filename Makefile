@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-simulation soak-socket
 
-.PHONY: demo demo-vllm test test-cluster test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
+.PHONY: demo demo-cluster demo-vllm test test-cluster test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/mover/_chains.c kvstore/mover/_mover.c kvstore/mover/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,6 +20,9 @@ $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.p
 
 demo: $(VENV)/.ready
 	@$(BIN)/python -m bench demo $(ARGS)
+
+demo-cluster: $(VENV)/.ready
+	@$(BIN)/python -m bench demo-cluster $(ARGS)
 
 # As many processes as there are cores, 4 at most; ARGS=-n0 runs the tests in this one.
 test: lint

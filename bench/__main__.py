@@ -15,6 +15,7 @@ from bench import measure
 GROUPS: Final = {
     "admission": "bench.admission",
     "demo": "bench.demo",
+    "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
     "flood": "bench.flood",
     "host": "bench.host",

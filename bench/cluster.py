@@ -1,7 +1,7 @@
 """A whole installation on this machine, as the processes an operator would start.
 
-One daemon, one Conductor, prefill and decode engines that share the daemon, and one engine on its
-own (mono, no store) to compare with. Every process is ended by its own pid.
+One daemon, or several in a cluster, one Conductor, prefill and decode engines, and one engine on
+its own (mono, no store) to compare with. Every process is ended by its own pid.
 """
 
 import json
@@ -21,8 +21,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
+from kvstore.cli.remote import Remote
 from kvstore.process.privatefile import token_for
 
 READY_TIMEOUT_S: Final = 120.0
@@ -31,6 +32,9 @@ _HTTP_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
 DAEMON_READY: Final = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
 LISTENING: Final = r"listening on (\S+)"
+_PEERS_PORT: Final = 7400
+_PAGES_PORT: Final = 7401
+_INDEX_PAGES_MAX: Final = 100_000
 
 
 class ClusterError(Exception):
@@ -112,6 +116,7 @@ class Options:
     Attributes:
         model: one of the reference engine's models.
         capacity_bytes: of the daemon's host memory.
+        nodes: number of daemons; prefill engines are at the first, decode engines at the last.
         prefills: number of prefill engines.
         decodes: number of decode engines.
         kv_blocks: blocks of 16 tokens in each engine's pool.
@@ -123,6 +128,7 @@ class Options:
 
     model: str = "demo"
     capacity_bytes: int = 1 << 30
+    nodes: int = 1
     prefills: int = 1
     decodes: int = 1
     kv_blocks: int = 640
@@ -131,12 +137,22 @@ class Options:
     kv_hashes: bool = True
 
 
+class NodeAt(NamedTuple):
+    """A daemon: its name, its socket, its HTTP address, and its admin socket."""
+
+    name: str
+    store_url: str
+    url: str
+    admin: str
+
+
 class Cluster:
     """The processes; a context manager that ends them all."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.services: dict[str, Service] = {}
+        self.nodes: list[NodeAt] = []
         self.store_url = self.node_url = self.conductor_url = self.mono_url = ""
         self.node_admin = ""
         self.engine_urls: dict[str, str] = {}
@@ -161,25 +177,19 @@ class Cluster:
     def _start(self) -> None:
         options = self.options
         self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
-        daemon = self._launch(
-            "node",
-            [script("kvstore-server"), "--log-level", "WARNING"],
-            DAEMON_READY,
-            f"socket.path={self.directory}/kvstore.sock",
-            "http.port=0",
-            f"host.capacity_bytes={options.capacity_bytes}",
-            f"host.extent_bytes={min(64 << 20, options.capacity_bytes)}",
-        )
+        daemons = self._daemons()
         conductor = self._launch(
             "conductor",
             [script("kvstore-conductor"), "--port", "0", "--policy", options.policy],
             LISTENING,
         )
-        found = daemon.wait_ready()
-        self.store_url, self.node_url, _, _ = found.groups()
-        self.node_admin = f"unix://{self.directory}/kvstore.sock.admin"
+        for name, daemon in daemons.items():
+            socket, url, _, _ = daemon.wait_ready().groups()
+            self.nodes.append(NodeAt(name, socket, url, f"{socket}.admin"))
+        _, self.store_url, self.node_url, self.node_admin = self.nodes[0]
         self.conductor_url = conductor.wait_ready().group(1)
-        register(self.conductor_url, "nodes", {"url": self.node_admin})
+        for node in self.nodes:
+            register(self.conductor_url, "nodes", {"url": node.admin})
         roles = ["prefill"] * options.prefills + ["decode"] * options.decodes
         names = [f"P{n + 1}" for n in range(options.prefills)]
         names += [f"D{n + 1}" for n in range(options.decodes)]
@@ -189,6 +199,41 @@ class Cluster:
             self.engine_urls[engine.name] = engine.wait_ready().group(1)
         self.mono_url = mono.wait_ready().group(1)
         self._wait_registered(names)
+        if options.nodes > 1:
+            self._wait_met()
+
+    def _daemons(self) -> dict[str, Service]:
+        """Start the daemons; by name."""
+        options = self.options
+        if options.nodes == 1:
+            return {"local": self._daemon("node", "kvstore.sock")}
+        hosts = {f"node-{letter}": loopback() for letter in "abcdefgh"[: options.nodes]}
+        entries = [f"{name}={host}:{_PEERS_PORT}" for name, host in hosts.items()]
+        found: dict[str, Service] = {}
+        for name, host in hosts.items():
+            sets = (
+                f"node.name={name}",
+                "cluster.name=demo",
+                f"cluster.listen={host}:{_PEERS_PORT}",
+                f"cluster.transfer_listen={host}:{_PAGES_PORT}",
+                f"cluster.nodes={json.dumps(entries)}",
+                f"cluster.index_pages_max={_INDEX_PAGES_MAX}",
+            )
+            found[name] = self._daemon(name, f"{name}.sock", *sets)
+        return found
+
+    def _daemon(self, service: str, socket: str, *sets: str) -> Service:
+        options = self.options
+        return self._launch(
+            service,
+            [script("kvstore-server"), "--log-level", "WARNING"],
+            DAEMON_READY,
+            f"socket.path={self.directory}/{socket}",
+            "http.port=0",
+            f"host.capacity_bytes={options.capacity_bytes}",
+            f"host.extent_bytes={min(64 << 20, options.capacity_bytes)}",
+            *sets,
+        )
 
     def _engine(self, name: str, mode: str) -> Service:
         options = self.options
@@ -197,7 +242,8 @@ class Cluster:
         arguments += ["--prefix-cache", "on" if options.prefix_cache else "off"]
         arguments += ["--kv-hashes", "on" if options.kv_hashes else "off", "--max-waiting", "1024"]
         if mode != "mono":
-            arguments += ["--store", self.store_url, "--node", "local"]
+            node = self.nodes[0 if mode == "prefill" else -1]
+            arguments += ["--store", node.store_url, "--node", node.name]
             arguments += ["--conductor", self.conductor_url]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
@@ -220,6 +266,36 @@ class Cluster:
                 return
             time.sleep(_POLL_S)
         raise ClusterError(f"the Conductor does not know all of {', '.join(names)}")
+
+    def _wait_met(self) -> None:
+        """Wait until each node reaches every other one."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not all(self._has_met(node) for node in self.nodes):
+            if time.monotonic() >= deadline:
+                raise ClusterError(f"the nodes do not reach each other; see {self.directory}")
+            time.sleep(_POLL_S)
+
+    def _has_met(self, node: NodeAt) -> bool:
+        known = node_stats(node)["cluster"]
+        others = [one.name for one in self.nodes if one is not node]
+        follows = known["directory"]["peers"]
+        return all(
+            known["peers"].get(name, {"up": False})["up"]
+            and follows.get(name, {"current": False})["current"]
+            for name in others
+        )
+
+
+def node_stats(node: NodeAt) -> dict[str, Any]:
+    """The statistics of a daemon."""
+    found: dict[str, Any] = Remote(node.admin).get("/v1/stats")
+    return found
+
+
+def loopback() -> str:
+    """An address of this machine that nobody else uses, so that nodes can have known ports."""
+    number = int.from_bytes(os.urandom(3)) % (1 << 22)
+    return f"127.{64 + (number >> 16)}.{(number >> 8) & 255}.{1 + number % 254}"
 
 
 def script(name: str) -> str:

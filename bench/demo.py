@@ -44,7 +44,7 @@ class Row:
     """
 
     turn: Turn
-    prompt_tokens: int
+    prompt: list[int]
     restored_tokens: int
     restored_bytes: int
     restore_s: float
@@ -52,6 +52,11 @@ class Row:
     with_store: Completion
     alone: Completion
     hashes_equal: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt)
 
     @property
     def tokens_equal(self) -> bool:
@@ -91,7 +96,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Cluster(Options(model=options.model)) as cluster:
             rows = asyncio.run(converse(cluster, chosen, options.max_tokens, options.temperature))
-            _show(rows, as_json=options.json)
+            figures = show(rows, as_json=options.json)
+            if options.json:
+                sys.stdout.write(json.dumps(figures) + "\n")
             if options.serve:
                 _serve(cluster)
     except ClusterError as error:
@@ -147,7 +154,7 @@ async def _ask(
     ]
     return Row(
         turn,
-        len(prompt),
+        prompt,
         prefilled.get("restored_tokens") or 0,
         (prefilled.get("restored_bytes") or 0) + decoded["restored_bytes"],
         (prefilled.get("restore_s") or 0.0) + decoded["restore_s"],
@@ -188,9 +195,12 @@ def _median_ms(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 1) if seconds else 0.0
 
 
-def _show(rows: list[Row], *, as_json: bool) -> None:
+def show(
+    rows: list[Row], *, as_json: bool, title: str = "one conversation, with the store and without"
+) -> dict[str, Any]:
+    """Print what happened; returns the figures."""
     console = Console(stderr=as_json)
-    table = Table(title="one conversation, with the store and without")
+    table = Table(title=title)
     for column in ("turn", "prompt tokens", "restored", "TTFT with", "TTFT without", "MB", "GB/s"):
         table.add_column(column, justify="left" if column == "turn" else "right")
     for row in rows:
@@ -213,8 +223,7 @@ def _show(rows: list[Row], *, as_json: bool) -> None:
     )
     console.print(f"tokens equal to mono: {figures['tokens_equal']}/{len(rows)}")
     console.print(f"K/V equal at P and D, every layer: {figures['hashes_equal']}/{len(rows)}")
-    if as_json:
-        sys.stdout.write(json.dumps(figures) + "\n")
+    return figures
 
 
 def _serve(cluster: Cluster) -> None:

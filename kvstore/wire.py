@@ -23,6 +23,8 @@ SETTLED_MINOR: Final = 3
 would settle too much."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
+HOLDER_CHARS_MAX: Final = 64
+"""Maximum length of the name of a node in a Lookup."""
 KNOWN_EXTENTS_MAX: Final = 4096
 LIST_MAX: Final = 4096
 """Maximum elements of a list in a request, because each is decoded to an object before it can be
@@ -88,13 +90,19 @@ class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
 
 
 class Lookup(msgspec.Struct, array_like=True, tag=5):
-    """Ask how long a prefix is stored; wait up to ``wait_ms`` while its next pages are written."""
+    """Ask how long a prefix is stored; wait up to ``wait_ms`` while its next pages are written.
+
+    ``holder`` names a node that has the first ``held`` pages, as far as the engine knows: the
+    directory is not asked for these. Empty = the engine knows of none (and protocol 1.4 and older).
+    """
 
     id: int
     space: int
     shards: Listed[int]
     keys: bytes
     wait_ms: int = 0
+    holder: str = ""
+    held: int = 0
 
 
 class Found(msgspec.Struct, array_like=True, tag=6):
@@ -116,7 +124,8 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     """Lease the leading run of READY pages among ``keys`` that are in memory.
 
     For ``lease_ms``, or less if the node limits it. Waits up to ``wait_ms`` while pages of the run
-    are loaded from disk; with 0 none are loaded.
+    are loaded from disk or fetched from peers; with 0 none are. ``begins``: the chain begins with
+    these keys, so that peers can be asked for them; False = unknown (and protocol 1.4 and older).
     """
 
     id: int
@@ -126,14 +135,16 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     keys: bytes
     lease_ms: int
     wait_ms: int = 0
+    begins: bool = False
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):
     """Answer to Acquire: addresses (:data:`ADDRESS`) and digests (16 bytes) of the leased pages.
 
-    The next ``more`` pages are READY on disk. The first ``lasting`` pages have no TTL and are not
-    read-once: only these may be copied to a slab. The lease expires after ``lease_ms``; 0 =
-    unknown.
+    An Acquire that waits may bring the next ``more`` pages: they are READY on disk, except the last
+    ``remote`` of them, which peers have or are to be asked for. The first ``lasting`` pages have no
+    TTL and are not read-once: only these may be copied to a slab. The lease expires after
+    ``lease_ms``; 0 = unknown.
     """
 
     id: int
@@ -142,6 +153,7 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     more: int = 0
     lasting: int = 0
     lease_ms: int = 0
+    remote: int = 0
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import os
 import re
@@ -37,7 +38,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--mode", choices=("mono", "prefill", "decode"), default="mono")
     add("--model", choices=sorted(MODELS), default="tiny")
     add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
-        help="port on 127.0.0.1; 0 = any free one")  # fmt: skip
+        help="port to listen on; 0 = any free one")  # fmt: skip
+    add("--host", type=_host, default="127.0.0.1", metavar="ADDRESS",
+        help="IP address to listen on, at which the Conductor reaches this engine;"
+        " there is no authentication")  # fmt: skip
     add("--id", type=_name, default=f"engine-{uuid.uuid4().hex[:8]}",
         help="name of this engine, at the Conductor and at the node")  # fmt: skip
     add("--store", metavar="URL", help="unix:///path of the node's socket; default: no store")
@@ -92,6 +96,16 @@ def _size(text: str) -> int:
         return size_of(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error
+
+
+def _host(text: str) -> str:
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not an IP address") from error
+    if found.is_unspecified:
+        raise ArgumentTypeError(f"{text} is every address: give one that others can reach")
+    return text
 
 
 def _address(text: str) -> str:
@@ -160,7 +174,7 @@ async def run(args: argparse.Namespace) -> int:
     ended = await serve(
         Server(engine, identity),
         engine,
-        port=args.port,
+        listen=(args.host, args.port),
         conductor=ConductorAt(args.conductor, args.conductor_token_file)
         if args.conductor
         else None,

@@ -351,6 +351,7 @@ class Engine:
             do_remote_prefill=True,
             kvstore_pages=min(request.stored_pages, request.prompt_tokens // page_tokens),
             kvstore_page_tokens=page_tokens,
+            kvstore_node=self._store.node_name if self._store is not None else "",
             handoff_id=request.handoff_id or uuid.uuid4().hex,
             first_token=request.tokens[request.prompt_tokens],
             prompt_tokens=request.prompt_tokens,

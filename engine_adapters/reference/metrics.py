@@ -19,6 +19,9 @@ class Metrics:
         self.output_tokens = counter("output_tokens", "Generated tokens.")
         self.preemptions = counter("preemptions", "Requests that lost their blocks.")
         self.restore_bytes = counter("restore_bytes", "Bytes restored from the store.")
+        self.remote_tokens = counter(
+            "remote_tokens", "Tokens restored from the store that only other nodes had."
+        )
         self.restore_seconds = counter("restore_seconds", "Seconds requests waited for restores.")
         self.store_bytes = counter("store_bytes", "Bytes stored in the store.")
         self.store_seconds = counter("store_seconds", "Seconds from submission to the end of puts.")

@@ -6,6 +6,7 @@ The asyncio loop runs in the main thread. The step thread passes each output wit
 
 import asyncio
 import contextlib
+import errno
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -327,19 +328,19 @@ async def serve(
     server: Server,
     engine: Engine,
     *,
-    port: int,
+    listen: tuple[str, int],
     conductor: ConductorAt | None,
     stop: asyncio.Event,
     ready: Callable[[str], None],
     drain_s: float = 5.0,
     engine_id: str = "engine",
 ) -> bool:
-    """Serve on 127.0.0.1 until ``stop`` is set, then stop within about ``3 * drain_s``.
+    """Serve at ``listen`` until ``stop`` is set, then stop within about ``3 * drain_s``.
 
     Args:
         server: server of a started engine.
         engine: closed at the end.
-        port: 0 = any free one.
+        listen: IP address and port; port 0 = any free one.
         conductor: the Conductor to register with, or None.
         stop: stops the service.
         ready: called with the URL when the server answers.
@@ -350,18 +351,21 @@ async def serve(
         Whether the engine ended in time.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the port is in use, or the address is not of this machine.
     """
     runner = web.AppRunner(
         server.app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_s
     )
     await runner.setup()
+    host, port = listen
     try:
         try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
+            await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise ConfigError(f"--port: {reason(error)}") from error
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+            raise ConfigError(f"{option}: {reason(error)}") from error
+        name = f"[{host}]" if ":" in host else host
+        url = f"http://{name}:{runner.addresses[0][1]}"
         ready(url)
         async with asyncio.TaskGroup() as tasks:
             registered: asyncio.Task[None] | None = None

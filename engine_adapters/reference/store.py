@@ -20,22 +20,23 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from engine_adapters.reference.jobs import PutJob, RestoreJobs
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
-from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
+from kvstore.client.jobs import RestoreJob
+from kvstore.client.results import MISS, Hit, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
 from kvstore.engine.pace import Pace
 from kvstore.engine.pending import PendingWait, missing_tokens
+from kvstore.engine.transfer import Transfer
 from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
@@ -64,36 +65,6 @@ class Ready(NamedTuple):
 
     request: Request
     tokens: int
-
-
-@dataclass(slots=True)
-class _Restore:
-    """A restore in flight; it holds references to ``blocks`` and ``tail_blocks``."""
-
-    request: Request
-    first_page: int
-    pages: int
-    job: RestoreJob | None
-    blocks: list[int]
-    tail_job: RestoreJob | None
-    tail_blocks: list[int]
-    tail_tokens: int
-    deadline: float
-    cancelled: bool = False
-
-    def jobs(self) -> list[RestoreJob]:
-        return [job for job in (self.job, self.tail_job) if job is not None]
-
-
-class _Put(NamedTuple):
-    """A put in flight; it holds references to ``blocks``."""
-
-    request: Request
-    job: StoreJob[PutResult]
-    blocks: list[int]
-    pages: int
-    began: float
-    tail_key: str | None = None
 
 
 class StoreAdapter:
@@ -137,8 +108,8 @@ class StoreAdapter:
         self._metrics = metrics
         self._pace = Pace()
         self._pending: dict[Request, PendingWait] = {}
-        self._restores: list[_Restore] = []
-        self._puts: list[_Put] = []
+        self._restores: list[RestoreJobs] = []
+        self._puts: list[PutJob] = []
         self._logged: set[str] = set()
         self._troubles: Counter[str] = Counter()
 
@@ -146,6 +117,11 @@ class StoreAdapter:
     def busy(self) -> bool:
         """Whether there is something to poll for."""
         return bool(self._pending or self._restores or self._puts)
+
+    @property
+    def node_name(self) -> str:
+        """Name of the store's node; empty while unknown."""
+        return self._store.node_name
 
     # Store to engine
 
@@ -159,7 +135,7 @@ class StoreAdapter:
         if self._waits(request, wait, hit, now):
             self._pending[request] = wait
             return True
-        return self._start_restore(request, hit.pages, now)
+        return self._start_restore(request, hit, now)
 
     def poll(self, now: float) -> list[Ready]:
         """Advance all jobs in flight; never blocks.
@@ -184,15 +160,15 @@ class StoreAdapter:
         self._pending.pop(request, None)
         for restore in self._restores:
             if restore.request is request:
-                self._cancel(restore)
+                restore.cancel()
 
     def _lookup(self, request: Request) -> Hit:
-        """Look up a request; a miss if computing is faster than loading."""
+        """Look up a request; what takes longer to load than to compute is left out."""
         spaces = self._open()
         if spaces is None or not len(request.keys):
             return MISS
         try:
-            hit = spaces.shared.lookup(request.keys)
+            hit = spaces.shared.lookup(request.keys, **self._promise(request))
         except KVStoreError as error:
             self._trouble("lookup", error)
             return MISS
@@ -201,12 +177,23 @@ class StoreAdapter:
         if tokens > 0 and self._pace.is_slower(hit, tokens, self._page_tokens):
             self._pace.doubt_loads()
             return MISS
-        return hit
+        remote = self._pace.remote_pages(hit, request.computed, self._page_tokens)
+        request.stored_pages += remote
+        return hit._replace(remote=remote)
+
+    def _promise(self, request: Request) -> dict[str, Any]:
+        """The node where the prefill engine has stored pages, and how many."""
+        handoff = request.from_handoff
+        if handoff is None:
+            return {}
+        held = handoff.promised_pages(self._page_tokens)
+        return {"holder": handoff.kvstore_node, "held": held}
 
     def _waits(self, request: Request, wait: PendingWait, hit: Hit, now: float) -> bool:
-        """Whether to look up again later, because pages are being written."""
-        wanted = hit.pages + hit.pending
-        missing = missing_tokens(hit.pages, wanted, request.computed, self._page_tokens)
+        """Whether to look up again later, because pages are being written or looked for."""
+        there = hit.pages + hit.remote
+        wanted = there + hit.pending
+        missing = missing_tokens(there, wanted, request.computed, self._page_tokens)
         wait_s = self._pace.wait_s(missing, 0.0, PENDING_WAIT_MAX_S)
         return missing > 0 and wait.goes_on(now, wait_s)
 
@@ -219,19 +206,21 @@ class StoreAdapter:
             if self._waits(request, wait, hit, now):
                 continue
             del self._pending[request]
-            if not self._start_restore(request, hit.pages, now):
+            if not self._start_restore(request, hit, now):
                 ready.append(Ready(request, request.computed))
         return ready
 
-    def _start_restore(self, request: Request, pages: int, now: float) -> bool:
+    def _start_restore(self, request: Request, hit: Hit, now: float) -> bool:
         """Restore pages beyond the local prefix; returns False if there are none."""
         first = request.computed // self._page_tokens
-        pages = max(first, min(pages, (len(request.tokens) - 1) // self._page_tokens))
+        there = hit.pages + hit.remote
+        pages = max(first, min(there, (len(request.tokens) - 1) // self._page_tokens))
         handoff, request.from_handoff = request.from_handoff, None  # a tail can be read once
-        restore = _Restore(
+        restore = RestoreJobs(
             request=request,
             first_page=first,
             pages=pages - first,
+            remote=max(0, pages - max(first, hit.pages)),
             job=None,
             blocks=request.blocks[first * self._page_blocks : pages * self._page_blocks],
             tail_job=None,
@@ -250,6 +239,7 @@ class StoreAdapter:
         if handoff is not None and handoff.tail_key and complete:
             tail = request.blocks[pages * self._page_blocks : (pages + 1) * self._page_blocks]
             keys = PrefixKeys(bytes.fromhex(handoff.tail_key))
+            self._find_tail(spaces.handoff, keys, handoff)
             restore.tail_job = self._submit_restore(spaces.handoff, keys, tail)
             restore.tail_blocks, restore.tail_tokens = tail, handoff.tail_tokens
         if not restore.jobs():
@@ -257,6 +247,15 @@ class StoreAdapter:
         self._allocator.retain(restore.blocks + restore.tail_blocks)
         self._restores.append(restore)
         return True
+
+    def _find_tail(self, space: Space, keys: PrefixKeys, handoff: Transfer) -> None:
+        """Tell the node where the tail is: no directory knows a page that was stored just now."""
+        if handoff.kvstore_node in ("", self.node_name):
+            return
+        try:
+            space.lookup(keys, holder=handoff.kvstore_node, held=1)
+        except KVStoreError as error:
+            self._trouble("lookup", error)
 
     def _submit_restore(
         self, space: Space, keys: PrefixKeys, blocks: list[int]
@@ -267,24 +266,19 @@ class StoreAdapter:
             self._trouble("restore", error)
             return None
 
-    def _has_ended(self, restore: _Restore, now: float) -> bool:
+    def _has_ended(self, restore: RestoreJobs, now: float) -> bool:
         if all(job.wait(0.0) for job in restore.jobs()):
             return True
         if now >= restore.deadline:
-            self._cancel(restore)
+            restore.cancel()
         return False
 
-    def _cancel(self, restore: _Restore) -> None:
-        if not restore.cancelled:
-            restore.cancelled = True
-            for job in restore.jobs():
-                job.cancel()
-
-    def _end_restore(self, restore: _Restore, now: float) -> int:
+    def _end_restore(self, restore: RestoreJobs, now: float) -> int:
         """Handle an ended restore; returns the number of tokens whose K/V are in the pool."""
         restored = self._restore_outcome(restore.job)
         tail = self._restore_outcome(restore.tail_job)
-        self._pace.note_load(restored.pages, restored.seconds)
+        if not restore.remote:
+            self._pace.note_load(restored.pages, restored.seconds)
         pages = min(restored.pages, restore.pages)
         size_bytes = restored.size_bytes + tail.size_bytes
         unverified = restore.blocks[pages * self._page_blocks :]
@@ -293,10 +287,15 @@ class StoreAdapter:
         if unverified:
             self._pool.zero(unverified)
         self._allocator.release(restore.blocks + restore.tail_blocks)
+        request, end = restore.request, restore.first_page + pages
+        if restore.remote:  # what did not come is computed, and then stored here
+            request.stored_pages = min(request.stored_pages, end)
+        fetched = max(0, pages - (restore.pages - restore.remote))
+        self._metrics.remote_tokens.inc(fetched * self._page_tokens)
         tokens = pages * self._page_tokens
         if tail.pages and pages == restore.pages:
             tokens += restore.tail_tokens
-        timings = restore.request.timings
+        timings = request.timings
         timings.restored_tokens += tokens
         timings.restored_bytes += size_bytes
         began = restore.deadline - RESTORE_TIMEOUT_S
@@ -389,9 +388,9 @@ class StoreAdapter:
             self._metrics.store_pages.labels("failed").inc(len(keys))
             return
         self._allocator.retain(blocks)
-        self._puts.append(_Put(request, job, blocks, len(keys), now, tail_key))
+        self._puts.append(PutJob(request, job, blocks, len(keys), now, tail_key))
 
-    def _end_put(self, put: _Put, now: float) -> None:
+    def _end_put(self, put: PutJob, now: float) -> None:
         self._allocator.release(put.blocks)
         self._metrics.store_seconds.inc(now - put.began)
         try:
@@ -426,7 +425,7 @@ class StoreAdapter:
         """
         self._pending.clear()
         for restore in self._restores:
-            self._cancel(restore)
+            restore.cancel()
         jobs = [job for r in self._restores for job in r.jobs()] + [put.job for put in self._puts]
         share = timeout_s / max(len(jobs), 1)
         ended = [job.wait(share) for job in jobs]

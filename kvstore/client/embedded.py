@@ -119,6 +119,7 @@ class Embedded:
         """Create the memory, recover the SSD tier, and send Hello to the node."""
         boot = secrets.token_bytes(16)
         slots = SlotTable(host.extent_bytes, host.capacity_bytes // host.extent_bytes)
+        self.node_name = name
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)

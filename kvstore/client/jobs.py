@@ -22,7 +22,10 @@ _IDLE_S: Final = 60.0
 
 
 class MustWaitError(Exception):
-    """The rest of a job waits for a disk: it is to go on at the worker for such jobs."""
+    """The rest of a job waits for a disk or for other nodes.
+
+    It is to go on at the worker for such jobs.
+    """
 
 
 class Worker:
@@ -117,7 +120,8 @@ class Job(Generic[T]):
         worker: runs it.
         run: does it. It may raise :class:`MustWaitError` if there is a ``slow`` worker, and is
             then called again there.
-        slow: the worker for jobs that wait for a disk; None = the job goes on at ``worker``.
+        slow: the worker for jobs that wait for a disk or for other nodes; None = the job goes on at
+            ``worker``.
     """
 
     def __init__(self, worker: Worker, run: Callable[[], T], slow: Worker | None = None) -> None:

@@ -65,6 +65,10 @@ class NodeLink(Protocol):
     def quota_bytes(self) -> int:
         """Bytes that this engine may have pinned or reserved at the node; 0 = unknown."""
 
+    @property
+    def node_name(self) -> str:
+        """Name of the node; empty = unknown."""
+
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
     ) -> wire.Answer:
@@ -146,6 +150,7 @@ class Link:
         self.session = session
         self.engine = engine
         self.quota_bytes = 0
+        self.node_name = ""
         self._node_minor = 0
         self.why = "not connected yet"
         self._refusal = ""
@@ -292,6 +297,7 @@ class Link:
         """Store the values of Welcome; the caller holds ``_state``."""
         self.session = welcome.session
         self.quota_bytes = welcome.quota_bytes
+        self.node_name = welcome.node
         self._node_minor = welcome.minor
         self._connection = connection
         memory = self._reconnecting.memory

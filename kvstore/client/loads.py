@@ -1,6 +1,7 @@
 """Loads pages of one space into an engine's memory: from the slab, then from the node.
 
-Pages at the node are leased first, and read from disk to memory if necessary.
+Pages at the node are leased first, and brought to its memory if necessary, from its disk or from
+other nodes.
 """
 
 import logging
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 
 LEASE_S: Final = 30.0
 DISK_WAIT_S: Final = 2.0
-"""How long a load waits for pages from disk, and a put for free slots, at a time."""
+"""How long a load waits for pages from disk or from other nodes, and a put for free slots, at a
+time."""
 
 names: Final = counted_from(1)
 """Numbers of leases and puts; never repeated in a process."""
@@ -48,7 +50,7 @@ class LoadState:
 
     Attributes:
         loaded: leading pages that are loaded.
-        may_wait: it may wait for a disk; otherwise it raises
+        may_wait: it may wait for a disk or for other nodes; otherwise it raises
             :class:`~kvstore.client.jobs.MustWaitError` where it would.
     """
 
@@ -118,7 +120,7 @@ class Loader:
         """
         loaded = first = state.loaded
         start = perf_counter()
-        disk_waits = self._services.disk_waits
+        waits = self._services.waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
             if self._services.promotion is not None and not loaded:
@@ -139,7 +141,7 @@ class Loader:
         except KVStoreError as error:
             self._services.note_trouble(error)
         size = (loaded - first) * self._pages[shard].page_bytes
-        if self._services.disk_waits == disk_waits:
+        if self._services.waits == waits:
             self._services.note_load(size, perf_counter() - start)
         return loaded
 
@@ -304,11 +306,11 @@ class Loader:
     def acquire(
         self, opened: Opened, keys: PrefixKeys, shard: int, lease: int, *, may_wait: bool
     ) -> wire.Acquired:
-        """Lease the run; pages on disk are read to memory.
+        """Lease the run; pages on disk or at other nodes are brought to memory.
 
         Raises:
             KVStoreError: the node is away, or refuses.
-            MustWaitError: pages are on disk, and the load may not wait.
+            MustWaitError: pages are to be brought to memory, and the load may not wait.
         """
         link = self._services.link
         leased = self._ask(opened, keys, shard, lease)
@@ -323,10 +325,13 @@ class Loader:
             nonlocal leased
             leased = self._ask(opened, keys, shard, lease)
 
-        known, start = len(leased.digests), perf_counter()
+        known, remote, start = len(leased.digests), leased.remote, perf_counter()
+        self._services.waits += 1
         self.warm(keys, shard, again)
         brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
-        self._services.note_disk(brought * self._pages[shard].page_bytes, perf_counter() - start)
+        size = brought * self._pages[shard].page_bytes
+        if not remote:  # the time of a wait for other nodes tells nothing of the disk
+            self._services.note_disk(size, perf_counter() - start)
         return leased
 
     def _ask(
@@ -335,7 +340,9 @@ class Loader:
     ) -> wire.Acquired:  # fmt: skip
         number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
         wait_ms, link = int(wait_s * 1000), link or self._services.link
-        request = wire.Acquire(0, lease, opened.space, number, keys.packed, lease_ms, wait_ms)
+        request = wire.Acquire(
+            0, lease, opened.space, number, keys.packed, lease_ms, wait_ms, not keys.parent
+        )
         leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)
         return leased

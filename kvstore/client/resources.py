@@ -18,7 +18,7 @@ LOAD_BYTES_PER_S_GUESS: Final = 5e9
 DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
 _SLOW_LOADS: Final = 4
-"""Maximum loads of a store that wait for a disk at a time, each on a connection of its own."""
+"""Maximum loads of a store that wait at a time, each on a connection of its own."""
 
 
 class StoreResources:
@@ -30,12 +30,13 @@ class StoreResources:
             other requests do not wait behind them.
         timeout_s: maximum wait for an answer.
         loads: runs restores, one after the other.
-        slow_loads: runs what of them waits for a disk, so that others do not wait behind it.
+        slow_loads: runs what of them waits for a disk or for other nodes, so that others do not
+            wait behind it.
         stores: runs extracts.
         troubles: error code → how many reads became a miss because of it.
         load_bytes_per_s: measured speed of loads from the node's memory.
         disk_bytes_per_s: measured speed of the node's reads from disk to memory.
-        disk_waits: how many loads waited for the disk.
+        waits: how many loads waited for the disk or for other nodes.
         promotion: the device slab; None = no slab, or a forked child.
     """
 
@@ -55,7 +56,7 @@ class StoreResources:
         self.troubles: Counter[str] = Counter()
         self.load_bytes_per_s = LOAD_BYTES_PER_S_GUESS
         self.disk_bytes_per_s = DISK_BYTES_PER_S_GUESS
-        self.disk_waits = 0
+        self.waits = 0
         self._said: set[str] = set()
         forks.register(self)
 
@@ -83,7 +84,6 @@ class StoreResources:
 
     def note_disk(self, size: int, seconds: float) -> None:
         """Update the disk speed after a wait for pages from disk."""
-        self.disk_waits += 1
         if size and seconds > 0:
             self.disk_bytes_per_s += 0.1 * (size / seconds - self.disk_bytes_per_s)
 

@@ -80,17 +80,24 @@ class Space:
         return page_keys(tokens, self.identity.page_tokens, seed=seed, known=known)
 
     def lookup(
-        self, keys: PrefixKeys, shards: Sequence[int] | None = None, wait_s: float = 0.0
-    ) -> Hit:
+        self, keys: PrefixKeys, shards: Sequence[int] | None = None, wait_s: float = 0.0, *,
+        holder: str = "", held: int = 0,
+    ) -> Hit:  # fmt: skip
         """Find the longest prefix of ``keys`` that every shard has, at the node or in the slab.
 
-        The pages are not pinned: they may be evicted before they are read.
+        The pages are not pinned: they may be evicted before they are read. A node of a cluster also
+        finds out which further pages other nodes have. That takes it a moment, in which they are
+        pending.
 
         Args:
             keys: from the start of the chain.
             shards: indexes of the shards that must have a page; None = all.
             wait_s: how long to wait, in seconds, while more of the prefix is being written; at
                 most 60.
+            holder: name of a node (:attr:`KVStore.node_name`) that has pages of this prefix, as
+                far as the caller knows. If that is another node, this one does not have to find
+                out. It does not matter much if it is wrong: what the node does not have is a miss.
+            held: number of leading pages that ``holder`` has.
 
         Returns:
             The hit. It has 0 pages if nothing is stored, or if the node does not answer or fails.
@@ -107,6 +114,9 @@ class Space:
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
             wait_ms = min(int(wait_s * 1000), 60_000)
             request = wire.Lookup(0, opened.space, wanted, keys.packed, wait_ms)
+            named = holder.isascii() and len(holder) <= wire.HOLDER_CHARS_MAX
+            if named and holder != link.node_name:
+                request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, services.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
             found: wire.Found | None = answer
@@ -124,7 +134,9 @@ class Space:
         tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
         each = sum(self.page_bytes)
         seconds = services.load_seconds((pages - on_device) * each, on_disk * each)
-        return Hit(pages, found.pending, tiers, seconds)
+        remote = max(0, found.pages + found.remote - pages)
+        remote_s = found.remote_s * remote / found.remote if remote else 0.0
+        return Hit(pages, found.pending, tiers, seconds, remote, remote_s)
 
     def put(
         self,
@@ -240,6 +252,8 @@ class Space:
     ) -> PageViews | int:
         """Read pages from the first key on, up to the first that is missing; all are verified.
 
+        Pages that only other nodes of the cluster have are fetched first, for at most two seconds.
+
         Args:
             keys: the pages to read.
             out: writable C-contiguous buffers of ``page_bytes[shard]`` bytes, one for each key.
@@ -269,6 +283,9 @@ class Space:
         order: mover.Order = "page",
     ) -> RestoreJob:  # fmt: skip
         """Copy pages into an engine's blocks, in the background.
+
+        Pages that only other nodes of the cluster have are fetched first. Leave them out of
+        ``keys`` if that takes longer than computing them (:attr:`Hit.remote_seconds`).
 
         The engine may use the blocks for something else only after the job has ended, even if it
         was cancelled. Blocks of pages beyond ``result().pages`` hold no valid KV.
@@ -344,7 +361,7 @@ class Space:
         return StoreJob(self._services.stores, lambda: self.put_pieces(keys, source, shard, keep))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
-        """Load pages from the SSD tier into host memory, in the background.
+        """Load pages from the SSD tier, and from other nodes, into host memory, in the background.
 
         They are not pinned and may be evicted again.
 

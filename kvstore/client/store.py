@@ -168,6 +168,11 @@ class KVStore:
         return self._link.session if isinstance(self._link, Link) else b""
 
     @property
+    def node_name(self) -> str:
+        """Name of the node; empty before the first connection. Sends nothing."""
+        return self._link.node_name
+
+    @property
     def load_bytes_per_s(self) -> float:
         """Speed of loads, in bytes per second (moving average)."""
         return self._services.load_bytes_per_s

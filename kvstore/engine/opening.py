@@ -49,6 +49,11 @@ class Opening:
         """Whether the node is believed to be up."""
         return self._store.connected
 
+    @property
+    def node_name(self) -> str:
+        """Name of the node; empty while unknown."""
+        return self._store.node_name
+
     def get(self) -> Space | None:
         """The space; None = everything is a miss for now."""
         if self._space is not None:

@@ -1,8 +1,12 @@
-"""Measures how fast an engine computes and loads. Pure."""
+"""Measures how fast an engine computes and loads. Pure.
+
+Loads that fetch pages from other nodes are not measured here: the node measures each of them.
+"""
 
 from typing import Final
 
 from kvstore.client.results import Hit
+from kvstore.engine.pending import missing_tokens
 
 MEASURED_TOKENS_MIN: Final = 32
 """Steps with fewer tokens are ignored."""
@@ -58,6 +62,21 @@ class Pace:
     def is_slower(self, hit: Hit, tokens: int, page_tokens: int) -> bool:
         """Whether loading the last ``tokens`` of a hit takes longer than computing them."""
         return self.load_s(hit, tokens / page_tokens) > self.recompute_s(tokens)
+
+    def remote_pages(self, hit: Hit, computed: int, page_tokens: int) -> int:
+        """How many pages to fetch from other nodes: all of a hit's, or none if that is slower.
+
+        Args:
+            hit: the pages before them are loaded too.
+            computed: leading tokens that the engine has.
+            page_tokens: tokens per page.
+        """
+        wanted = hit.pages + hit.remote
+        tokens = missing_tokens(hit.pages, wanted, computed, page_tokens)
+        if not tokens:
+            return 0
+        load_s = hit.remote_seconds + tokens / page_tokens * self.seconds_per_page
+        return hit.remote if load_s <= self.recompute_s(tokens) else 0
 
     def wait_s(self, tokens: int, shortest_s: float, longest_s: float) -> float:
         """Maximum seconds to wait for ``tokens``: the time to compute them, within the limits."""

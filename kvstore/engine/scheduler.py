@@ -27,7 +27,7 @@ from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
-from kvstore.engine.transfer import Transfer, read_transfer
+from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.page import PrefixKeys
 
 STORES_MAX: Final = 64
@@ -44,6 +44,7 @@ class _State:
     Attributes:
         stored: leading pages that are in the store, or that were submitted to it.
         hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
+        remote: how many of these pages, the last ones, are at other nodes.
         wait: its wait for pages that are being written.
         loads_over: no more pages are loaded for it.
         slower: at the first lookup, loading was estimated slower than computing.
@@ -54,6 +55,7 @@ class _State:
     chain: Chain | ForeignChain
     stored: int = 0
     hit: int = 0
+    remote: int = 0
     wait: PendingWait = field(default_factory=PendingWait)
     loads_over: bool = False
     slower: bool = False
@@ -67,6 +69,7 @@ class _Job:
         first: index of its first page in the request's chain.
         wanted: its pages.
         pages: leading pages that succeeded on all ranks that have reported.
+        remote: pages of the load that are at other nodes.
         seconds: the longest duration on one of these ranks.
         began: end of the step that started it; infinite until then.
         held: blocks it holds references to.
@@ -80,6 +83,7 @@ class _Job:
     held: list[int]
     is_load: bool
     ranks_left: int
+    remote: int = 0
     seconds: float = 0.0
     began: float = float("inf")
     late: bool = False
@@ -169,14 +173,19 @@ class SchedulerSide:
         keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0, False
-        hit = self._lookup(keys)
-        wanted = min(len(keys), max(hit.pages + hit.pending, self._promised_pages(request)))
-        missing = missing_tokens(hit.pages, wanted, computed, self._page_tokens)
+        promise = self._promise(request)
+        hit = self._lookup(keys, promise)
+        there = hit.pages + hit.remote
+        wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
+        missing = missing_tokens(there, wanted, computed, self._page_tokens)
         if missing and self._waits(state, missing, now):
             return None, False
-        state.hit = state.stored = hit.pages
-        tokens = hit.pages * self._page_tokens - computed
-        if tokens <= 0 or self._is_slower(state, hit, tokens):
+        here = hit.pages * self._page_tokens - computed
+        slower = here > 0 and self._is_slower(state, hit, here)
+        state.remote = 0 if slower else self.pace.remote_pages(hit, computed, self._page_tokens)
+        state.hit = state.stored = hit.pages + state.remote
+        tokens = state.hit * self._page_tokens - computed
+        if tokens <= 0 or slower:
             return 0, False
         return tokens, self._options.load is LoadOrder.ASYNC
 
@@ -188,6 +197,7 @@ class SchedulerSide:
         self.counts.add("hit_tokens", tokens)
         end = state.hit * self._page_tokens
         computed = end - tokens
+        self.counts.add("remote_hit_tokens", min(tokens, state.remote * self._page_tokens))
         first = computed // self._page_tokens
         load = Load(
             job=self._next_job,
@@ -203,7 +213,7 @@ class SchedulerSide:
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )
         state.wait = PendingWait()
-        self._begin(request.request_id, load, first, is_load=True)
+        self._begin(request.request_id, load, first, is_load=True, remote=state.remote)
         self._loads.append(load)
 
     def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
@@ -221,24 +231,25 @@ class SchedulerSide:
         longest = self._options.load_timeout_ms / 1000
         return self.pace.wait_s(tokens, shortest, longest)
 
-    def _lookup(self, keys: PrefixKeys) -> Hit:
+    def _lookup(self, keys: PrefixKeys, promise: Transfer) -> Hit:
         space = self._opening.get()
         if space is None:
             return MISS
         began = self._clock()
-        hit = space.lookup(keys)
+        held = promise.promised_pages(self._page_tokens)
+        hit = space.lookup(keys, holder=promise.kvstore_node, held=held)
         self.counts.add("lookups")
         self.counts.add("lookup_seconds", self._clock() - began)
         return hit
 
-    def _promised_pages(self, request: Request) -> int:
-        """Number of pages that the prefill engine says it has stored."""
+    def _promise(self, request: Request) -> Transfer:
+        """What the prefill engine says it has stored."""
         if not (request.kv_transfer_params and self._opening.connected):
-            return 0
-        return read_transfer(request.kv_transfer_params).promised_pages(self._page_tokens)
+            return NOTHING
+        return read_transfer(request.kv_transfer_params)
 
     def _waits(self, state: _State, missing: int, now: float) -> bool:
-        """Whether the request should wait for pages that are being written."""
+        """Whether the request should wait for pages that are being written or looked for."""
         if not state.wait.begun:
             self.counts.add("waits")
         return state.wait.goes_on(now, self._wait_s(missing))
@@ -309,6 +320,7 @@ class SchedulerSide:
             do_remote_prefill=True,
             kvstore_pages=min(state.stored, prompt // self._page_tokens),
             kvstore_page_tokens=self._page_tokens,
+            kvstore_node=self._opening.node_name,
             prompt_tokens=prompt,
         ).as_parameters()
 
@@ -429,7 +441,8 @@ class SchedulerSide:
         state = self._states.get(job.request_id)
         if not job.is_load:
             return
-        self.pace.note_load(job.pages, job.seconds)
+        if not job.remote:
+            self.pace.note_load(job.pages, job.seconds)
         used = 0 if job.late else job.pages
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
         if job.pages < job.wanted and state is not None:
@@ -437,14 +450,16 @@ class SchedulerSide:
             state.stored = min(state.stored, job.first + job.pages)
             state.loads_over = True
 
-    def _begin(self, request_id: str, message: Load | Store, first: int, *, is_load: bool) -> None:
+    def _begin(
+        self, request_id: str, message: Load | Store, first: int, *, is_load: bool, remote: int = 0
+    ) -> None:
         assert self._holder is not None, "blocks were allocated before they existed"
         held = [block for part in message.blocks for block in part.blocks if block]
         self._holder.hold(held)
         self._held += len(held)
         wanted = len(message.keys)
         self._jobs[message.job] = _Job(
-            request_id, first, wanted, wanted, held, is_load, self._setup.ranks
+            request_id, first, wanted, wanted, held, is_load, self._setup.ranks, remote
         )
         self._next_job += 1
 

@@ -20,6 +20,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         do_remote_prefill: another engine has computed the prompt and wrote the other fields.
         kvstore_pages: leading pages of the prompt that it has stored; -1 = unknown.
         kvstore_page_tokens: tokens per page.
+        kvstore_node: name of the node that has them; empty = unknown.
         prompt_tokens: tokens of the prompt, -1 = unknown; must be equal on both engines.
         handoff_id: random id of this handoff.
         first_token: token sampled for ``position``; -1 = unknown.
@@ -33,6 +34,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     do_remote_prefill: bool = False
     kvstore_pages: int = -1
     kvstore_page_tokens: int = -1
+    kvstore_node: str = ""
     prompt_tokens: int = -1
     handoff_id: str = ""
     first_token: int = -1

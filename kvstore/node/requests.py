@@ -13,6 +13,7 @@ from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
+from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
@@ -88,6 +89,8 @@ class Requests:
         """Look up the longest prefix; a better answer waits for its first pending page."""
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
+        if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
+            raise InvalidArgument("holder", "is no name of a node with a number of pages")
         table = self._pages
         pages, pending = table.lookup(space, request.shards, request.keys)
         on_disk = 0
@@ -101,7 +104,8 @@ class Requests:
             return wire.Found(request.id, pages, pending, on_disk), awaited
         remote, remote_s, missing = 0, 0.0, len(request.keys) // KEY_BYTES - pages
         if missing > pending:
-            further = self.remote.further(space, request.shards, request.keys, pages)
+            promise = Holding(request.holder, request.held) if request.holder else None
+            further = self.remote.further(space, request.shards, request.keys, pages, promise)
             if isinstance(further, LocatedChain):
                 pending, awaited = missing, further
             else:
@@ -126,12 +130,20 @@ class Requests:
             remote = None
         if disk is None and remote is None:
             return self._lease(process, request, now_ns, 0), None
-        ready, missing = ready_pages(space, request.shard, request.keys)
+        shard = request.shard
+        ready, missing = ready_pages(space, shard, request.keys)
+        if ready * KEY_BYTES == len(request.keys):
+            remote = None  # peers have nothing that is not here
         if not waits:
-            return self._lease(process, request, now_ns, ready), None
+            offered = 0
+            if remote is not None:
+                offered = remote.offered(space, shard, request.keys, ready, begins=request.begins)
+            return self._lease(process, request, now_ns, ready, offered), None
         further: Span | None = None
-        if remote is not None and ready * KEY_BYTES < len(request.keys):
-            found = remote.want(space, request.shard, request.keys, ready, asks=earlier is None)
+        if remote is not None:
+            found = remote.want(
+                space, shard, request.keys, ready, asks=earlier is None, begins=request.begins
+            )
             if isinstance(found, LocatedChain):
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
@@ -293,9 +305,9 @@ class Requests:
         return space
 
     def _lease(
-        self, process: Process, request: wire.Acquire, now_ns: int, ready: int
+        self, process: Process, request: wire.Acquire, now_ns: int, ready: int, offered: int = 0
     ) -> wire.Answer:
-        """Lease those of ``ready`` pages that are in memory."""
+        """Lease those of ``ready`` pages that are in memory; peers may have ``offered`` others."""
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self._space(process, request.space, [shard])
@@ -305,7 +317,8 @@ class Requests:
         return wire.Acquired(
             request.id,
             wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
-            leased.digests, max(0, ready - len(leased.lease.slots)), leased.lasting, lease_ms,
+            leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
+            lease_ms, offered,
         )  # fmt: skip
 
 

@@ -71,6 +71,8 @@ COUNTED: Final = {
     "locates": "Questions to the directory which peers have the pages that are missing here.",
     "locates_refused": "Questions that were not asked because too many had no answer yet.",
     "locates_timed_out": "Questions that the directory did not answer in time.",
+    "located_by_engines":
+        "Answers which peer has missing pages that an engine gave, so that no question was asked.",
     "peer_jobs": "Reads of consecutive pages from a peer.",
     "peer_fetched_pages": "Pages of one shard that were read from peers and verified.",
     "peer_fetched_bytes": "Bytes of pages that were read from peers and verified.",

@@ -71,15 +71,18 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.connected = True
+        self.node_name = "here"
         self.answer = Hit(0)
         self.asked: list[PrefixKeys] = []
+        self.told: tuple[str, int] = ("", 0)
         self.page_bytes = (512,)
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Any:
         return self
 
-    def lookup(self, keys: PrefixKeys) -> Hit:
+    def lookup(self, keys: PrefixKeys, *, holder: str = "", held: int = 0) -> Hit:
         self.asked.append(keys)
+        self.told = (holder, held)
         return self.answer._replace(pages=min(self.answer.pages, len(keys)))
 
 

@@ -320,6 +320,7 @@ def test_only_a_request_that_is_handed_on_says_what_was_stored():
         "do_remote_prefill": True,
         "kvstore_pages": 4,
         "kvstore_page_tokens": 64,
+        "kvstore_node": "here",
         "prompt_tokens": 300,
     }
 

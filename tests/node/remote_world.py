@@ -169,17 +169,21 @@ class RemoteWorld:
         return answers.pop() if answers else None
 
     def lookup(
-        self, connection: int, path: str, wait_ms: int = 0, shards: tuple[int, ...] = (0,)
-    ) -> wire.Answer | None:
+        self, connection: int, path: str, wait_ms: int = 0, shards: tuple[int, ...] = (0,),
+        holder: str = "", held: int = 0,
+    ) -> wire.Answer | None:  # fmt: skip
         keys = b"".join(chain(path))
-        return self.ask(connection, wire.Lookup(7, 0, list(shards), keys, wait_ms))
+        asked = wire.Lookup(7, 0, list(shards), keys, wait_ms, holder, held)
+        return self.ask(connection, asked)
 
     def acquire(
-        self, connection: int, path: str, start: int = 0, wait_ms: int = 10_000, shard: int = 0
-    ) -> wire.Answer | None:
+        self, connection: int, path: str, start: int = 0, wait_ms: int = 10_000, shard: int = 0,
+        *, begins: bool = False,
+    ) -> wire.Answer | None:  # fmt: skip
         self._names += 1
         keys = b"".join(chain(path, start))
-        return self.ask(connection, wire.Acquire(8, self._names, 0, shard, keys, LEASE_MS, wait_ms))
+        asked = wire.Acquire(8, self._names, 0, shard, keys, LEASE_MS, wait_ms, begins)
+        return self.ask(connection, asked)
 
     def release(self, connection: int) -> None:
         """Release the lease that was asked for last."""

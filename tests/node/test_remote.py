@@ -45,6 +45,47 @@ def test_an_acquire_that_does_not_wait_fetches_nothing(world, engine):
     assert not world.reads
 
 
+def test_an_acquire_that_does_not_wait_tells_how_many_pages_a_wait_may_bring(world, engine):
+    world.store(engine, "ab")
+    world.locate(engine, "abcdef", ("p", 5))
+    answer = world.acquire(engine, "abcdef", wait_ms=0)
+    assert (leased(answer), answer.more, answer.remote) == (2, 3, 3)
+    world.release(engine)
+    answer = world.acquire(engine, "abcdef", start=3, wait_ms=0)
+    assert (leased(answer), answer.more, answer.remote) == (0, 2, 2)
+    assert not world.locates
+
+
+def test_a_wait_may_bring_what_nobody_was_asked_for_yet(world, engine):
+    """Nothing is known of a run whose first page is missing, unless the chain begins there."""
+    unknown = world.acquire(engine, "abc", wait_ms=0)
+    assert (leased(unknown), unknown.more) == (0, 0)
+    first = world.acquire(engine, "abc", wait_ms=0, begins=True)
+    assert (leased(first), first.more, first.remote) == (0, 3, 3)
+    assert not world.locates
+
+    assert world.acquire(engine, "abc", begins=True) is None
+    world.tell(("p", 3))
+    world.end(world.read(peer="p"))
+    assert leased(world.answer(engine)) == 3
+    world.release(engine)
+
+    assert world.acquire(engine, "xyz", begins=True) is None
+    world.tell()
+    assert leased(world.answer(engine)) == 0
+    nobody = world.acquire(engine, "xyz", wait_ms=0, begins=True)
+    assert nobody.more == 0, "nobody has it"
+
+
+def test_a_long_load_goes_on_with_the_answer_that_it_began_with(world, engine):
+    world.locate(engine, "abcd", ("p", 4))
+    world.go(2 * S)
+    assert world.acquire(engine, "abcd", start=2, wait_ms=0).more == 2
+    assert world.acquire(engine, "abcd", start=2) is None
+    assert world.read(peer="p").keys == b"".join(chain("abcd"))
+    assert not world.locates
+
+
 def test_the_first_pages_of_a_run_are_kept_when_the_others_do_not_come(world, engine):
     world.store(engine, "ab")
     world.locate(engine, "abcdef", ("p", 6))

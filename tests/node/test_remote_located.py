@@ -2,9 +2,10 @@
 
 import pytest
 
+from kvstore import wire
 from kvstore.state.remote import located
 from kvstore.state.remote.jobs import Holding
-from tests.node.remote_world import RemoteWorld
+from tests.node.remote_world import RemoteWorld, leased
 from tests.state.world import FULL, chain
 
 
@@ -95,3 +96,48 @@ def test_answers_beyond_the_limits_go_the_oldest_first(world, engine, monkeypatc
     monkeypatch.setattr(located, "KEYS_MAX", 8)
     world.locate(engine, "defghij", ("p", 1))
     assert len(world.remote.chains) == 2, "the question that has no answer, and the new one"
+
+
+def test_an_engine_that_names_a_holder_gets_its_pages_without_a_question(world, engine):
+    world.store(engine, "a")
+    found = world.lookup(engine, "abcdef", holder="p", held=4)
+    assert (found.pages, found.pending, found.remote) == (1, 0, 3)
+    assert not world.locates
+    assert world.table.counts["located_by_engines"] == 1
+    assert world.lookup(engine, "abcdef", holder="p", held=4).remote == 3
+    assert world.table.counts["located_by_engines"] == 1, "it is known already"
+
+    assert world.acquire(engine, "abcd") is None
+    assert world.read(peer="p").keys == b"".join(chain("abcd", 1))
+
+
+def test_an_engine_that_names_a_holder_is_believed_though_nobody_had_the_pages(world, engine):
+    assert world.locate(engine, "abcd").remote == 0
+    assert world.lookup(engine, "abcd").remote == 0
+    assert world.lookup(engine, "abcd", holder="p", held=4).remote == 4
+    assert world.lookup(engine, "wxyz").pending == 4
+    assert world.lookup(engine, "wxyz", holder="p", held=4).remote == 4, "while it is asked"
+    world.tell(("q", 2))
+
+
+def test_a_holder_that_has_no_more_than_this_node_is_of_no_interest(world, engine):
+    world.store(engine, "ab")
+    assert world.lookup(engine, "abcd", holder="p", held=2).pending == 2
+    assert len(world.locates) == 1
+
+
+def test_a_holder_that_gave_nothing_is_not_believed_for_a_second(world, engine):
+    assert world.lookup(engine, "ab", holder="p", held=2).remote == 2
+    assert world.acquire(engine, "ab") is None
+    world.end(world.read(), 0)
+    assert leased(world.answer(engine)) == 0
+    assert world.lookup(engine, "ab", holder="p", held=2).remote == 0
+    assert not world.reads
+
+
+@pytest.mark.parametrize(("holder", "held"), [("p" * 65, 1), ("p", -1)])
+def test_no_name_of_a_holder_is_refused(world, engine, holder, held):
+    answer = world.lookup(engine, "ab", holder=holder, held=held)
+    assert isinstance(answer, wire.Failure)
+    assert (answer.code, answer.field) == ("invalid_argument", "holder")
+    assert not len(world.remote.chains)

@@ -21,9 +21,14 @@ class FakeNode:
         spoil: a restore writes these bytes' worth of garbage instead of pages and restores none.
         pending_lookups: so many lookups answer that all pages are being written.
         load_seconds: what lookups expect a load to take.
+        here: leading pages of a prompt that are here; the others are at another node.
+        remote_seconds: what lookups expect a fetch of those to take.
+        gone: stored pages beyond this number are not there any more when they are restored.
+        told: what each lookup named as a holder.
     """
 
     pages: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
+    name: str = "node"
     gate: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     error: KVStoreError | None = None
@@ -31,6 +36,10 @@ class FakeNode:
     spoil: bool = False
     pending_lookups: int = 0
     load_seconds: float = 0.0
+    here: int = 1 << 30
+    remote_seconds: float = 0.0
+    gone: int = 1 << 30
+    told: list[tuple[str, int]] = field(default_factory=list)
     reported: list[float] = field(default_factory=list)
     puts: list[tuple[int, float, bool]] = field(default_factory=list)
 
@@ -64,14 +73,17 @@ class FakeSpace:
     def _pages(self) -> dict[bytes, bytes]:
         return self._node.pages.setdefault(self._name, {})
 
-    def lookup(self, keys: Any) -> Hit:
+    def lookup(self, keys: Any, *, holder: str = "", held: int = 0) -> Hit:
         if self._node.error is not None:
             raise self._node.error
         pages = next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
         if self._node.pending_lookups:
             self._node.pending_lookups -= 1
             return Hit(0, len(keys))
-        return Hit(pages, load_seconds=self._node.load_seconds)
+        self._node.told.append((holder, held))
+        here = min(pages, self._node.here)
+        load_s, remote_s = self._node.load_seconds, self._node.remote_seconds
+        return Hit(here, 0, {}, load_s, pages - here, remote_s if pages > here else 0.0)
 
     def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any) -> FakeJob:
         def run(cancelled: threading.Event) -> RestoreResult:
@@ -81,7 +93,7 @@ class FakeSpace:
                 return RestoreResult(0)
             done = 0
             for key in keys:
-                if key not in self._pages or cancelled.is_set():
+                if key not in self._pages or cancelled.is_set() or done >= self._node.gone:
                     break
                 self._move(pool, blocks, done, self._pages[key])
                 if self._name.endswith(b"handoff"):
@@ -150,6 +162,7 @@ class FakeStore:
         self._node = node
         self._workers = ThreadPoolExecutor(4)
         self.troubles: dict[str, int] = {}
+        self.node_name = node.name
         self.closed = False
 
     def space(self, identity: Any, shards: Any) -> FakeSpace:

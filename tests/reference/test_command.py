@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
@@ -18,6 +19,8 @@ TIMEOUT_S = 60.0
     [
         (["--port", "99999"], "--port: 99999 is more than 65535"),
         (["--port", "-1"], "--port: -1 is less than 0"),
+        (["--host", "here"], "--host: 'here' is not an IP address"),
+        (["--host", "0.0.0.0"], "--host: 0.0.0.0 is every address"),
         (["--kv-blocks", "0"], "--kv-blocks: 0 is less than 1"),
         (["--max-running", "x"], "--max-running: 'x' is not a whole number"),
         (["--device-slab", "-1"], "--device-slab: '-1' is not a size"),
@@ -43,6 +46,7 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
     [
         (["--store", "foo"], "--store: 'foo' is not unix:///absolute/path"),
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
+        (["--host", "192.0.2.1"], "--host: error while attempting to bind"),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
     ],
 )
@@ -59,6 +63,13 @@ def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(f"python -m engine_adapters.reference: {said}")
     assert "Traceback" not in done.stderr
+
+
+def test_an_engine_listens_where_it_is_told(spawn) -> None:
+    command = [sys.executable, "-m", "engine_adapters.reference", "--host", "127.0.0.2"]
+    engine = spawn(command, ready=r"listening on (http://127\.0\.0\.2:\d+)")
+    with urllib.request.urlopen(engine.ready.group(1) + "/health", timeout=TIMEOUT_S) as answer:
+        assert answer.status == 200
 
 
 def test_a_conductor_that_was_never_there_is_said_once(caplog, wait_until) -> None:

@@ -196,6 +196,57 @@ def test_what_would_take_longer_to_load_is_computed(make_engine: MakeEngine, ask
     assert counted(engine, "restored") == 192
 
 
+def remote_tokens(engine: Engine) -> float:
+    return float(engine.metrics.remote_tokens._value.get())
+
+
+def test_what_only_another_node_has_is_restored_with_the_rest(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
+    node.here, node.remote_seconds = 1, 0.001
+    engine = make_engine(FakeStore(node))
+    assert ask(engine, TEXT[:200], 1).wait().tokens == expected
+    assert (counted(engine, "restored"), remote_tokens(engine)) == (192, 128)
+
+
+def test_what_another_node_gives_slower_than_it_is_computed_is_left_there(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
+    node.here, node.remote_seconds = 1, 3600.0
+    engine = make_engine(FakeStore(node), prefix_cache=False)
+    ask(engine, TEXT[200:300], 1).wait()  # measures what computing takes
+    assert ask(engine, TEXT[:200], 1).wait().tokens == expected
+    assert (counted(engine, "restored"), remote_tokens(engine)) == (64, 0)
+
+
+def test_what_another_node_does_not_give_after_all_is_computed_and_stored(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
+    node.here, node.gone = 1, 2
+    puts = len(node.puts)
+    engine = make_engine(FakeStore(node))
+    assert ask(engine, TEXT[:200], 1).wait().tokens == expected
+    assert (counted(engine, "restored"), remote_tokens(engine)) == (128, 64)
+    assert node.puts[puts:] == [(1, 0.0, False)], "the page that did not come"
+
+
+def test_a_handoff_names_the_node_that_has_the_pages(make_engine: MakeEngine, ask: Ask) -> None:
+    there = FakeNode(name="there")
+    handoff = ask(make_engine(FakeStore(there)), TEXT[:200], to_handoff=True).wait().handoff
+    assert handoff is not None
+    assert handoff.kvstore_node == "there"
+
+    here = FakeNode(name="here", pages=there.pages)
+    ask(make_engine(FakeStore(here)), TEXT[:200], 8, from_handoff=handoff).wait()
+    assert here.told == [("there", 3), ("there", 1)], "the prompt, then its unfilled last page"
+
+
 def test_an_engine_with_a_dead_store_serves_as_if_it_had_none(
     make_engine: MakeEngine, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,7 +59,7 @@ async def service(store: Any = None, conductor: ConductorAt | None = None, **opt
         serve(
             server,
             engine,
-            port=0,
+            listen=("127.0.0.1", 0),
             conductor=conductor,
             stop=stop,
             ready=ready.set_result,
@@ -229,6 +229,7 @@ def test_a_handoff_of_an_engine_that_does_not_name_pages_is_taken() -> None:
             fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
             first = await p.complete(**fields, kv_transfer_params={"do_remote_decode": True})
             told = first["kv_transfer_params"]
+            assert told.pop("kvstore_node") == node.name
             pages = {key: told.pop(key) for key in ("kvstore_pages", "kvstore_page_tokens")}
             assert pages == {"kvstore_pages": len(PROMPT) // 64, "kvstore_page_tokens": 64}
             assert set(told) == {"do_remote_prefill", "handoff_id", "first_token", "prompt_tokens",
@@ -305,7 +306,7 @@ def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:
             serve(
                 server,
                 engine,
-                port=0,
+                listen=("127.0.0.1", 0),
                 conductor=None,
                 stop=stop,
                 ready=ready.set_result,

@@ -158,20 +158,27 @@ class LocatedChains:
         if len(self._asking) >= ASKING_MAX:
             self._counts["locates_refused"] += 1
             return None
-        packed = packed[: LOCATE_KEYS_MAX * KEY_BYTES]
-        self._make_room(len(packed) // KEY_BYTES)
-        mask = 0
-        for shard in shards:
-            mask |= 1 << shard
-        specs = tuple([space.shards[shard].spec for shard in shards])
-        windowed = any(spec.window_pages for spec in specs)
-        made = LocatedChain(next(self._number), space, mask, windowed, packed, at, now_ns)
-        self._chains[made.number] = self._asking[made.number] = made
-        self._keys += len(packed) // KEY_BYTES
+        made = self._begin(space, shards, packed, at, now_ns)
+        self._asking[made.number] = made
         self._remember(made, at + 1)
-        self._jobs.append(Locate(made.number, space.identity, specs, packed))
+        specs = tuple([space.shards[shard].spec for shard in shards])
+        self._jobs.append(Locate(made.number, space.identity, specs, made.keys))
         self._counts["locates"] += 1
         return made
+
+    def believe(
+        self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int,
+        promise: Holding,
+    ) -> Span:  # fmt: skip
+        """Remember what a peer is said to have of a chain; nobody is asked."""
+        self.expire(now_ns)
+        made = self._begin(space, shards, packed, at, now_ns)
+        pages = len(made.keys) // KEY_BYTES
+        made.asking, made.answered_ns = False, now_ns
+        made.holdings = {promise.peer: min(promise.pages, pages)}
+        self._remember(made, max(at + 1, made.most))
+        self._counts["located_by_engines"] += 1
+        return Span(made, at, pages - at)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
         """The answer to a question; one that comes too late is of use to who asks next."""
@@ -182,6 +189,20 @@ class LocatedChains:
         chain.holdings = {one.peer: min(one.pages, pages) for one in holdings if one.pages > 0}
         self._answer(chain, now_ns)
         self._remember(chain, max(chain.first + 1, chain.most))
+
+    def _begin(
+        self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int
+    ) -> LocatedChain:
+        packed = packed[: LOCATE_KEYS_MAX * KEY_BYTES]
+        self._make_room(len(packed) // KEY_BYTES)
+        mask = 0
+        for shard in shards:
+            mask |= 1 << shard
+        windowed = any(space.shards[shard].window_pages for shard in shards)
+        made = LocatedChain(next(self._number), space, mask, windowed, packed, at, now_ns)
+        self._chains[made.number] = made
+        self._keys += len(packed) // KEY_BYTES
+        return made
 
     def expire(self, now_ns: int) -> None:
         """Let questions and answers go whose time is over."""

@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any, Final
 
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
-from kvstore.state.remote.jobs import FetchEnd, PeerFetch, PeerJob, PeerLimits
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
 from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
 from kvstore.state.remote.rates import START_S, PeerRates
 from kvstore.state.table.pages import PageTable
@@ -101,8 +101,9 @@ class RemotePages:
     # ---- what peers have --------------------------------------------------------------------
 
     def further(
-        self, space: PrefixTree, shards: list[int], packed: bytes, pages: int
-    ) -> LocatedChain | tuple[int, float]:
+        self, space: PrefixTree, shards: list[int], packed: bytes, pages: int,
+        promise: Holding | None = None,
+    ) -> LocatedChain | tuple[int, float]:  # fmt: skip
         """What peers have after the ``pages`` of a hit: a question under way, or pages and seconds.
 
         Args:
@@ -110,13 +111,17 @@ class RemotePages:
             shards: all that the hit needs.
             packed: keys of a chain, more than ``pages``.
             pages: of the hit here.
+            promise: what a peer has, as far as the engine knows; the directory is not asked then.
         """
         mask = 0
         for shard in shards:
             mask |= 1 << shard
         now_ns, left = self._table.now_ns, len(packed) // KEY_BYTES - pages
         span = self.chains.find(space, mask, packed, pages, now_ns - FRESH_NS)
-        if span is not None and not _tells_all(span, left):
+        if promise is not None and promise.pages > pages:
+            if span is None or span.chain.asking or not _agrees(span, promise, pages):
+                span = self.chains.believe(space, shards, packed, pages, now_ns, promise)
+        elif span is not None and not _tells_all(span, left):
             span = None
         chain = span.chain if span else self.chains.ask(space, shards, packed, pages, now_ns)
         if chain is None or chain.asking:
@@ -138,25 +143,39 @@ class RemotePages:
         return found, START_S + size / fastest
 
     def want(
-        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool
+        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool, begins: bool
     ) -> LocatedChain | Span | None:
         """What peers have of a run after its ``ready`` pages; None = nothing.
 
-        ``asks``: a question may be asked first; it is returned while it has no answer. The page
-        before the first missing one has to be known for that.
+        Args:
+            space: of the pages.
+            shard: of the pages.
+            packed: keys of the run, more than ``ready``.
+            ready: its pages that are here.
+            asks: a question may be asked first; it is returned while it has no answer. The page
+                before the first missing one has to be known for that.
+            begins: there is none before the first one.
         """
-        now_ns = self._table.now_ns
-        oldest_ns = now_ns - (FRESH_NS if asks else KEPT_NS)
+        now_ns, may_ask = self._table.now_ns, asks and (ready > 0 or begins)
+        oldest_ns = now_ns - (FRESH_NS if may_ask else KEPT_NS)
         span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns)
         if span is None:
-            may = asks and ready > 0
-            return self.chains.ask(space, [shard], packed, ready, now_ns) if may else None
+            return self.chains.ask(space, [shard], packed, ready, now_ns) if may_ask else None
         if span.chain.asking:
             return span.chain if asks else None
-        window = space.shards[shard].window_pages
-        ends = [span.chain.from_peer(at, span.start, window) for at in span.chain.holdings]
-        most = min(max(ends, default=0) - span.start, span.pages)
+        most = self._pages_of(span, shard)
         return span._replace(pages=most) if most > 0 else None
+
+    def offered(
+        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, begins: bool
+    ) -> int:
+        """How many pages after the ``ready`` ones a request that waits may get, at most."""
+        now_ns, may_ask = self._table.now_ns, ready > 0 or begins
+        oldest_ns = now_ns - (FRESH_NS if may_ask else KEPT_NS)
+        span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns)
+        if span is None:
+            return len(packed) // KEY_BYTES - ready if may_ask else 0
+        return span.pages if span.chain.asking else max(0, self._pages_of(span, shard))
 
     # ---- fetches ----------------------------------------------------------------------------
 
@@ -275,6 +294,12 @@ class RemotePages:
                 assert key in arrival.pages.keys
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _pages_of(self, span: Span, shard: int) -> int:
+        """How many pages of a span some peer has; 0 or less: none."""
+        window = span.chain.space.shards[shard].window_pages
+        ends = [span.chain.from_peer(at, span.start, window) for at in span.chain.holdings]
+        return min(max(ends, default=0) - span.start, span.pages)
 
     def _first_missing(self, span: Span, shard: int) -> int:
         """The page to begin with: without those before it most pages are of no use."""
@@ -471,6 +496,12 @@ def _tells_all(span: Span, left: int) -> bool:
     if span.pages == left and (not chain.windowed or end * KEY_BYTES == len(chain.keys)):
         return True
     return not chain.asking and chain.most <= end  # nobody has more than the two have in common
+
+
+def _agrees(span: Span, promise: Holding, pages: int) -> bool:
+    """Whether it is known already that a peer has what it is said to have after ``pages``."""
+    known = span.chain.holdings.get(promise.peer, 0) - span.start
+    return min(known, span.pages) >= promise.pages - pages
 
 
 def _present(chain: LocatedChain, shard: int, at: int) -> bool:

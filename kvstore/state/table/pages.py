@@ -282,8 +282,7 @@ class PageTable(Residents):
                 self._drop_below(node, put.shard, "head_lost")
                 self._tidy(node)
         if first is not None:
-            what = "lost" if writing else "aborted"
-            self.story.tell(what, first, put.shard, len(put.slots))
+            self.story.tell("lost" if writing else "aborted", first, put.shard, len(put.slots))
         if writing:
             self.slots.lose(put.slots)
             put.lost = True

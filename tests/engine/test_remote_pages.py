@@ -1,0 +1,116 @@
+"""Goal: pages of other nodes are loaded where that is faster, and nothing waits long for them."""
+
+import pytest
+
+from kvstore.client.results import Hit
+from kvstore.engine.messages import Report
+from tests.engine.engine import PAGE, PLAIN, Request, World
+
+TOKENS = list(range(2, 302))
+"""Four pages of 64 tokens and a rest of 44."""
+SECONDS_PER_TOKEN = 1e-3
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.side.pace.seconds_per_token = SECONDS_PER_TOKEN
+    return made
+
+
+def request(name="r", **more):
+    return Request(name, list(TOKENS), **more)
+
+
+def test_pages_of_other_nodes_are_loaded_with_those_of_this_one(world):
+    world.store.answer = Hit(1, remote=3, remote_seconds=0.1)
+    (load,) = world.load(request()).loads
+    assert len(load.keys) == 4
+
+    world.ended(load.job, 4)
+    counts = world.side.counts.take()
+    assert counts["hit_tokens"] == 4 * PAGE
+    assert counts["remote_hit_tokens"] == 3 * PAGE
+
+
+def test_pages_that_only_other_nodes_have_are_a_hit_too(world):
+    world.store.answer = Hit(0, remote=4, remote_seconds=0.1)
+    assert world.side.match(request(), PLAIN, 0) == (4 * PAGE, True)
+
+
+def test_pages_of_other_nodes_are_left_where_computing_them_is_faster(world):
+    world.store.answer = Hit(1, remote=3, remote_seconds=3 * PAGE * SECONDS_PER_TOKEN * 1.1)
+    assert world.side.match(request(), PLAIN, 0) == (PAGE, True)
+    (load,) = world.load(request("again")).loads
+    assert len(load.keys) == 1
+    assert "remote_hit_tokens" not in world.side.counts.take()
+
+
+def test_only_tokens_that_the_engine_lacks_count_for_the_comparison(world):
+    world.store.answer = Hit(0, remote=4, remote_seconds=2.5 * PAGE * SECONDS_PER_TOKEN)
+    assert world.side.match(request(), PLAIN, 0) == (4 * PAGE, True)
+    assert world.side.match(request("s"), PLAIN, 2 * PAGE) == (0, False)
+
+
+def test_pages_of_other_nodes_are_not_loaded_without_those_before_them(world):
+    world.side.pace.seconds_per_page = 1.0
+    world.store.answer = Hit(1, remote=3, remote_seconds=0.001)
+    assert world.side.match(request(), PLAIN, 0) == (0, False)
+
+
+def test_a_prompt_that_nobody_has_waits_for_one_answer(world):
+    world.store.answer = Hit(0, pending=4)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.store.answer = Hit(0)
+    world.now += 0.002
+    assert world.side.match(asked, PLAIN, 0) == (0, False)
+    assert len(world.store.asked) == 2
+
+
+def test_the_wait_for_an_answer_that_does_not_come_ends_as_any_wait_does(world):
+    world.store.answer = Hit(0, pending=4)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.now += 4 * PAGE * SECONDS_PER_TOKEN
+    assert world.side.match(asked, PLAIN, 0) == (0, False)
+
+
+def test_a_load_that_brings_fewer_pages_than_other_nodes_promised_is_a_shorter_load(world):
+    world.store.answer = Hit(1, remote=3, remote_seconds=0.1)
+    asked = request()
+    (load,) = world.load(asked).loads
+    world.ended(load.job, 2)
+
+    assert world.side.counts.take()["load_failed_tokens"] == 2 * PAGE
+    assert not world.blocks.held
+    assert world.side.match(asked, PLAIN, 2 * PAGE) == (0, False), "the rest is computed"
+    assert world.side._states["r"].stored == 2, "and then stored here"
+
+
+def test_fetches_from_other_nodes_say_nothing_of_the_speed_of_this_one(world):
+    world.store.answer = Hit(1, remote=3, remote_seconds=0.1)
+    (load,) = world.load(request()).loads
+    report = Report()
+    report.end(load.job, 4, 1.5)
+    world.side.reported(report)
+    assert world.side.pace.seconds_per_page == 0.0
+
+    world.store.answer = Hit(4)
+    (load,) = world.load(request("s")).loads
+    report = Report()
+    report.end(load.job, 4, 0.5)
+    world.side.reported(report)
+    assert world.side.pace.seconds_per_page == pytest.approx(0.125)
+
+
+def test_the_node_of_the_prefill_engine_is_named_in_the_lookup(world):
+    promise = {
+        "do_remote_prefill": True, "kvstore_pages": 4, "kvstore_page_tokens": 64,
+        "kvstore_node": "there",
+    }  # fmt: skip
+    world.store.answer = Hit(0, remote=4, remote_seconds=0.1)
+    assert world.side.match(request(kv_transfer_params=promise), PLAIN, 0) == (4 * PAGE, True)
+    assert world.store.told == ("there", 4)
+    world.side.match(request("s"), PLAIN, 0)
+    assert world.store.told == ("", 0)
