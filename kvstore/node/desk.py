@@ -253,7 +253,7 @@ class Desk:
         self._flushing = True
         try:
             self._carry_out()
-            while self.node.outbox or self._has_peer_jobs or self._goes_on_now():
+            while self.node.outbox or self._goes_on_now() or self._has_peer_jobs():
                 self._carry_out()
             if self._check_every_step:
                 self.self_check.run()
@@ -293,7 +293,6 @@ class Desk:
             actions, node.actions = node.actions, []
             self._publish(actions)
 
-    @property
     def _has_peer_jobs(self) -> bool:
         """Whether a job of a peer that ended at once left the node with another one."""
         return (

@@ -136,8 +136,7 @@ class Node:
             if process is not None and process.lost:
                 self.closing.append(connection)
                 raise ProtocolError("this connection was given up: a later one took its place")
-            peer = self._peers.get(connection)
-            if peer is not None and peer.remote and not isinstance(request, _OF_PEERS):
+            if process is not None and process.peer.remote and not isinstance(request, _OF_PEERS):
                 raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
@@ -438,7 +437,8 @@ class Node:
         actions, self.pages.actions = self.pages.actions, []
         self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         disk, remote, fetches = self.pages.disk, self.remote, self.pages.fetches
-        ended: list[Hashable] = [*fetches.ended]
+        ended: list[Hashable] = []
+        ended += fetches.ended
         fetches.ended.clear()
         if disk is not None:
             ended += disk.acknowledged

@@ -7,7 +7,7 @@ node for long: one that asks for too much is answered in part.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
@@ -96,13 +96,14 @@ class Requests:
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
-        asked = len(request.keys) // KEY_BYTES
-        if self.remote is not None and pages + pending < asked and not process.peer.remote:
-            further = self.remote.further(space, request.shards, request.keys, pages)
-            if isinstance(further, LocatedChain):
-                pending, awaited = asked - pages, further
-            else:
-                remote, remote_s = further
+        if self.remote is not None and not process.peer.remote:
+            missing = len(request.keys) // KEY_BYTES - pages
+            if missing > pending:
+                further = self.remote.further(space, request.shards, request.keys, pages)
+                if isinstance(further, LocatedChain):
+                    pending, awaited = missing, further
+                else:
+                    remote, remote_s = further
         return wire.Found(request.id, pages, pending, on_disk, remote, remote_s), awaited
 
     def acquire(
@@ -265,9 +266,9 @@ class Requests:
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
 
-    def count_found(self, process: Process, request: object, answer: wire.Answer) -> None:
+    def count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
         """Count the keys of an answered lookup by where they were found."""
-        if not isinstance(request, wire.Lookup) or not isinstance(answer, wire.Found):
+        if not isinstance(answer, wire.Found):
             return
         pages, asked = self._pages, len(request.keys) // KEY_BYTES
         pages.counts["lookup_pages"] += asked

@@ -298,3 +298,19 @@ def test_a_late_answer_after_all_is_over_changes_nothing(world, engine):
     world.desk.peer_settled(job.job)
     world.desk.located(999, [Holding("p", 2)])
     assert leased(world.answer(engine)) == 2
+
+
+def test_a_peer_side_that_refuses_at_once_is_asked_for_each_holder(world, engine, monkeypatch):
+    world.locate(engine, "ab", ("p", 2), ("q", 2))
+    take = world.flush
+
+    def refuse() -> None:
+        take()
+        for job in list(world.reads.values()):
+            world.end(job, 0)
+
+    monkeypatch.setattr(world, "flush", refuse)
+    assert leased(world.acquire(engine, "ab")) == 0
+    assert world.table.counts["peer_jobs"] == 2
+    world.release(engine)
+    world.check_nothing_held()

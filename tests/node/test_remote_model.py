@@ -210,4 +210,4 @@ def test_fetches_hold_nothing_and_tell_no_lie(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.timeout(1200)
 def test_fetches_hold_nothing_in_long_histories(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pages, "PART_BYTES_MIN", PAGE)
-    explore(250, 60)
+    explore(2500, 60)
