@@ -31,7 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
-from kvstore.transport.base import TICKET_BYTES, Arrival, TransferEnd
+from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
@@ -287,14 +287,14 @@ class PeerSession:
             return
         assert fetch.lent is not None
         assert len(end.good) == len(fetch.lent.digests) // DIGEST_BYTES
-        wrong = [at for at, good in enumerate(end.good) if good == Arrival.WRONG]
+        wrong = [at for at, good in enumerate(end.good) if good == PageArrival.WRONG]
         for at in wrong:
             self._report(fetch, fetch.lent, at)
         self._release(fetch)
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        right = len(end.good) - len(end.good.lstrip(bytes([Arrival.RIGHT])))
+        right = len(end.good) - len(end.good.lstrip(bytes([PageArrival.RIGHT])))
         self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
 
     def transfer_settled(self, job: int) -> None:

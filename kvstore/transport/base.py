@@ -25,7 +25,7 @@ PAGES_MAX = 65_536
 """Pages of one transfer, and ranges of one ticket."""
 
 
-class Arrival(IntEnum):
+class PageArrival(IntEnum):
     """What is known of one page when its transfer has ended."""
 
     MISSING = 0
@@ -103,13 +103,13 @@ class PageTransfer:
             raise InvalidArgument("digests", f"{len(self.digests)} bytes for {count} pages")
 
     def arrivals(self, first: int, stop: int) -> bytes:
-        """One :class:`Arrival` for each page from ``first`` to before ``stop``, which are here."""
+        """One :class:`PageArrival` for each page from ``first`` to before ``stop``."""
         pages = slice(first, stop)
         found = mover.digest(self.local[pages], self.page_bytes, self.seeds[pages])
         told = self.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES]
         wanted = np.frombuffer(told, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         right = (found == wanted).all(axis=1)
-        return np.where(right, Arrival.RIGHT, Arrival.WRONG).astype(np.uint8).tobytes()
+        return np.where(right, PageArrival.RIGHT, PageArrival.WRONG).astype(np.uint8).tobytes()
 
 
 class TransferEnd(NamedTuple):
@@ -117,7 +117,7 @@ class TransferEnd(NamedTuple):
 
     Attributes:
         number: of the transfer.
-        good: one :class:`Arrival` a page.
+        good: one :class:`PageArrival` a page.
         error: why pages are missing; None if none is.
         settled: nothing arrives any more. False: :class:`TransferSettled` follows.
     """

@@ -23,7 +23,7 @@ from kvstore.errors import (
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import (
     TICKET_BYTES,
-    Arrival,
+    PageArrival,
     PageTransfer,
     Range,
     TransferEnd,
@@ -184,7 +184,7 @@ class MemoryNetwork:
         if not moving.write:
             moving.good[:count] = transfer.arrivals(0, count)
         elif count == len(transfer.remote):
-            moving.good[:] = bytes([Arrival.RIGHT]) * count
+            moving.good[:] = bytes([PageArrival.RIGHT]) * count
         if count == len(transfer.remote):
             moving.by.end(moving, None)
         elif fate.broken:
@@ -194,7 +194,7 @@ class MemoryNetwork:
         """Deliver what had not arrived at the end; then the transfer is settled."""
         for page, good in enumerate(moving.good):
             lands = moving.content and (self._is_open(moving) or not moving.write)
-            if good == Arrival.MISSING and lands and not moving.by.closed:
+            if good == PageArrival.MISSING and lands and not moving.by.closed:
                 self._deliver(moving, page)
         moving.by.settle(moving)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstore.errors import KVStoreError
-from kvstore.transport.base import Arrival, PageTransfer, TransferEnd
+from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import RANGES_MAX, DataKind, pack_ranges
 from kvstore.transport.streams import DataStream
 
@@ -47,7 +47,7 @@ class UnderWay:
         transfer: what to move.
         kind: whether it reads or writes.
         parts: all of them.
-        good: one :class:`Arrival` a page, so far.
+        good: one :class:`PageArrival` a page, so far.
         packed: its ranges as in a request.
         error: the first failure of a part.
         cancelled: it is to end soon.
@@ -85,7 +85,7 @@ class UnderWay:
     def end(self) -> TransferEnd:
         """The end of the transfer, when all parts have ended."""
         assert not self._left
-        missing = Arrival.MISSING in self.good
+        missing = PageArrival.MISSING in self.good
         return TransferEnd(
             self.transfer.number, bytes(self.good), self.error if missing else None, settled=True
         )

@@ -20,7 +20,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.tier.vectored import memory_at
-from kvstore.transport.base import Arrival, PageTransfer, TransferEnd
+from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import (
     ANSWER_BYTES,
     DataKind,
@@ -309,7 +309,7 @@ class PageReader:
         if part.of.kind == DataKind.WRITE:
             stream.send(_memory(transfer, part.first, part.stop), transfer.deadline_ns)
             self._check_answer(part, stream)
-            found = bytes([Arrival.RIGHT]) * (part.stop - part.first)
+            found = bytes([PageArrival.RIGHT]) * (part.stop - part.first)
             part.of.good[part.first : part.stop] = found
             self._count("written_bytes", len(found) * transfer.page_bytes)
             return
@@ -320,8 +320,8 @@ class PageReader:
             found = transfer.arrivals(first, stop)
             part.of.good[first:stop] = found
             self._count("read_bytes", len(found) * transfer.page_bytes)
-            if Arrival.WRONG in found:
-                self._count("wrong_pages", found.count(Arrival.WRONG))
+            if PageArrival.WRONG in found:
+                self._count("wrong_pages", found.count(PageArrival.WRONG))
 
     def _end(self, part: Part, error: KVStoreError | None) -> None:
         with self._lock:

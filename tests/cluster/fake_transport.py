@@ -10,7 +10,7 @@ from kvstore import mover
 from kvstore.errors import KVStoreError, NotFound, TransferError
 from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
-from kvstore.transport.base import Arrival, PageTransfer, Range, TransferEnd, TransferSettled
+from kvstore.transport.base import PageArrival, PageTransfer, Range, TransferEnd, TransferSettled
 
 
 class Network:
@@ -106,10 +106,10 @@ class FakeTransport:
     def stats(self) -> dict[str, Any]:
         return {"tickets": len(self.tickets)}
 
-    def _checked(self, transfer: PageTransfer, at: int) -> Arrival:
+    def _checked(self, transfer: PageTransfer, at: int) -> PageArrival:
         found = mover.digest(
             np.array([transfer.local[at]], dtype=np.uint64), transfer.page_bytes,
             transfer.seeds[at : at + 1],
         )  # fmt: skip
         wanted = transfer.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-        return Arrival.RIGHT if found[0].tobytes() == wanted else Arrival.WRONG
+        return PageArrival.RIGHT if found[0].tobytes() == wanted else PageArrival.WRONG

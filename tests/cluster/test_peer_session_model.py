@@ -23,7 +23,7 @@ from kvstore.errors import (
     TransferError,
 )
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
-from kvstore.transport.base import Arrival, TransferEnd
+from kvstore.transport.base import PageArrival, TransferEnd
 from tests.cluster.session_parts import KEYS, LOCAL, addresses, job, welcome
 
 
@@ -123,7 +123,9 @@ class SessionMachine(RuleBasedStateMachine):
         known = data.draw(st.sampled_from(self.running()))
         assert known.lent is not None
         pages = len(known.lent.digests) // 16
-        one = st.sampled_from([Arrival.MISSING, Arrival.WRONG, Arrival.RIGHT, Arrival.RIGHT])
+        one = st.sampled_from(
+            [PageArrival.MISSING, PageArrival.WRONG, PageArrival.RIGHT, PageArrival.RIGHT]
+        )
         good = bytes(data.draw(st.lists(one, min_size=pages, max_size=pages)))
         known.reading = False
         known.right = len(good) - len(good.lstrip(b"\x01"))

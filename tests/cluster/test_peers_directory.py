@@ -54,11 +54,11 @@ class Asking:
         return dict(found)
 
     def current(self, peer: PeerNode) -> bool:
-        known = self.index.worker(peer.name)
+        known = self.index.present().worker(peer.name)
         return known is not None and known.current
 
     def why(self, name: str) -> str:
-        known = self.index.worker(name)
+        known = self.index.present().worker(name)
         return known.why if known is not None else ""
 
 
