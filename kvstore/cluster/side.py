@@ -24,7 +24,6 @@ from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
-from kvstore.tier.host import HostMemory
 from kvstore.transport.base import PageTransfer, Range, TransferEnd, Transport
 
 MEMORY_POLL_S: Final = 0.005
@@ -51,6 +50,40 @@ class PeerDesk(Protocol):
         """Nothing writes into the slots of an ended PeerFetch any more."""
 
 
+class SlotMemory(Protocol):
+    """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
+
+    def address(self, number: int) -> int:
+        """Where an extent is mapped."""
+
+    def pending(self, number: int) -> bool:
+        """Whether an extent's memory is still being created."""
+
+
+class Link(Protocol):
+    """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
+
+    def fetch(self, job: PeerFetch) -> None:
+        """Begin a fetch."""
+
+    def transfer_ended(self, end: TransferEnd) -> None:
+        """A transfer that the session has started has ended."""
+
+    def transfer_settled(self, job: int) -> None:
+        """A transfer that had ended before does not write any more."""
+
+    def stats(self) -> dict[str, Any]:
+        """State and counts, as plain values."""
+
+
+def _later(delay_s: float, call: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    if delay_s:
+        loop.call_later(delay_s, call)
+    else:
+        loop.call_soon(call)
+
+
 class Peers:
     """All other nodes, as the desk's peer side.
 
@@ -61,11 +94,15 @@ class Peers:
         memory: the memory of the slots.
         transports: the preferred one first; they are closed by their owner.
         directory: says who has which pages.
+        clock: monotonic time in nanoseconds.
+        later: makes a call after so many seconds, in a turn of its own.
     """
 
     def __init__(
         self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
-        memory: HostMemory, transports: Sequence[Transport], directory: Locating,
+        memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
+        clock: Callable[[], int] = monotonic_ns,
+        later: Callable[[float, Callable[[], None]], None] = _later,
     ) -> None:  # fmt: skip
         self._desk = desk
         self._take = take
@@ -73,9 +110,11 @@ class Peers:
         self._memory = memory
         self._transports = {one.name: one for one in transports}
         self._directory = directory
-        self._links: dict[str, PeerLink] = {}
+        self._clock = clock
+        self._later = later
+        self._links: dict[str, Link] = {}
         #: Fetch whose transfer is not settled → its link and transport.
-        self._reading: dict[int, tuple[PeerLink, Transport]] = {}
+        self._reading: dict[int, tuple[Link, Transport]] = {}
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
@@ -92,18 +131,24 @@ class Peers:
         """
         loop = asyncio.get_running_loop()
         names = list(self._transports)
+        links: list[PeerLink] = []
         for peer, place in places.items():
             session = PeerSession(peer, local, names)
-            self._links[peer] = PeerLink(session, place, tls, self._carry)
+            links.append(PeerLink(session, place, tls, self.carry))
+            self.add(peer, links[-1])
         for transport in self._transports.values():
-            loop.add_reader(transport.fileno(), self._poll, transport)
+            loop.add_reader(transport.fileno(), self.poll, transport)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for link in self._links.values():
+                for link in links:
                     tasks.create_task(link.run())
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
+
+    def add(self, peer: str, link: Link) -> None:
+        """Fetches from this node go over this link from now on."""
+        self._links[peer] = link
 
     def flush(self) -> None:
         """Start the node's jobs; never blocks, and completes none of them at once."""
@@ -128,9 +173,10 @@ class Peers:
 
     # ---- what sessions decide ---------------------------------------------------------------
 
-    def _carry(
-        self, link: PeerLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
+    def carry(
+        self, link: Link, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
     ) -> None:
+        """Carry out what the session of a link has decided about a fetch."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -145,7 +191,7 @@ class Peers:
             case SlotsSettled(job):
                 self._complete(partial(self._desk.peer_settled, job))
 
-    def _start(self, link: PeerLink, start: StartTransfer) -> None:
+    def _start(self, link: Link, start: StartTransfer) -> None:
         job = start.fetch.job
         self._reading[job] = link, self._transports[start.transport]
         self._without_memory.add(job)
@@ -159,8 +205,8 @@ class Peers:
         pages = len(start.lent.digests) // DIGEST_BYTES
         places = [self._slots.address(slot) for slot in start.fetch.slots[:pages]]
         missing = any(self._memory.pending(extent) for extent, _, _ in places)
-        if missing and monotonic_ns() < start.deadline_ns:
-            asyncio.get_running_loop().call_later(MEMORY_POLL_S, self._read, start)
+        if missing and self._clock() < start.deadline_ns:
+            self._later(MEMORY_POLL_S, partial(self._read, start))
             return
         self._without_memory.remove(job)
         if missing:
@@ -173,7 +219,7 @@ class Peers:
 
     def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
         end = TransferEnd(job, bytes(pages), error, settled=True)
-        asyncio.get_running_loop().call_soon(self._transfer_ended, end)
+        self._later(0.0, partial(self._transfer_ended, end))
 
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
@@ -199,7 +245,8 @@ class Peers:
 
     # ---- completions ------------------------------------------------------------------------
 
-    def _poll(self, transport: Transport) -> None:
+    def poll(self, transport: Transport) -> None:
+        """Take what has happened to the transfers of a transport."""
         for event in transport.poll():
             if isinstance(event, TransferEnd):
                 self._transfer_ended(event)
@@ -223,7 +270,7 @@ class Peers:
         """Tell the desk in a later turn, because it may be carrying out decisions now."""
         self._completions.append(completion)
         if len(self._completions) == 1:
-            asyncio.get_running_loop().call_soon(self._tell)
+            self._later(0.0, self._tell)
 
     def _tell(self) -> None:
         told, self._completions = self._completions, deque()
