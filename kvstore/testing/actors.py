@@ -77,15 +77,17 @@ class Habits:
     """What engines do.
 
     Attributes:
+        actions: one is chosen each time.
         wait_ms: for how long reads may wait; one is chosen each time.
+        ttl_ms: lifetime of pages, 0 = unlimited; one is chosen each time.
         pause_ns: longest pause between two actions.
-        restores: they look up before they read, as an engine with a new prompt does.
         digest: computes the digest of a page from its space, key and bytes.
     """
 
+    actions: tuple[str, ...] = ("put", "put", "read", "read", "wait", "persist")
     wait_ms: tuple[int, ...] = (0, WAIT_MS - 1)
+    ttl_ms: tuple[int, ...] = (0, 0, 5)
     pause_ns: int = DELAY_NS_MAX
-    restores: bool = False
     digest: Callable[[SpaceIdentity, bytes, bytes], bytes] = _sha256
 
 
@@ -118,6 +120,10 @@ class Engines:
         self._connect_process = connect
         self._tell = tell
         self._habits = habits
+        self._actions = {
+            "put": self._put, "read": self._read, "restore": self._restore, "wait": self._wait,
+            "persist": self._persist,
+        }  # fmt: skip
         self._prompts = prompts if prompts is not None else make_prompts(time.random)
 
     def live(self, process: Actor) -> Script:
@@ -129,10 +135,7 @@ class Engines:
                 space = yield from self._connect(process, identity)
                 continue
             keys = self._prompt(process.tenant)
-            actions = (self._put, self._put, self._read, self._read, self._wait, self._persist)
-            if self._habits.restores:
-                actions += (self._restore, self._restore, self._restore)
-            action = self._random.choice(actions)
+            action = self._actions[self._random.choice(self._habits.actions)]
             yield from action(process, space, keys)
             yield self._random.randrange(self._habits.pause_ns)
 
@@ -185,7 +188,7 @@ class Engines:
         if self._random.random() < 0.1 or None in places:
             self._tell(process, wire.AbortPut(put))
             return
-        ttl_ms = self._random.choice((0, 0, 5))
+        ttl_ms = self._random.choice(self._habits.ttl_ms)
         commit = wire.CommitPut(0, put, digests, ttl_ms, self._random.random() < 0.1)
         committed = yield commit
         if isinstance(committed, wire.Committed):

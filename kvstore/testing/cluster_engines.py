@@ -11,7 +11,10 @@ from kvstore.testing.cluster_node import TICK_NS, ClusterNode
 from kvstore.testing.timeline import Timeline
 
 MS: Final = 1_000_000
-HABITS: Final = Habits((0, 20, 80, 200), 4 * MS, restores=True, digest=digest_of_page)
+HABITS: Final = Habits(
+    ("put", "put", "restore", "restore", "restore", "restore", "read", "wait", "persist"),
+    (0, 20, 80, 200), (0, 0, 0, 0, 30), 4 * MS, digest_of_page,
+)  # fmt: skip
 
 
 class EngineLine:

@@ -264,9 +264,11 @@ class RemoteWorld:
             for slot in job.slots:
                 assert self.table.slots.state(slot) == SlotState.LIMBO
         for space in self.table.spaces:
-            for key, page in space.nodes.items():
-                for shard, digest in page.digests.items():
-                    assert digest == digest_of(key, space.shards[shard].spec), "no verified page"
+            for number in space.by_creation.numbers(0):
+                for page in space.shown(number):  # runs stay runs
+                    for shard, digest in page.digests.items():
+                        told = digest_of(page.key, space.shards[shard].spec)
+                        assert digest == told, "no verified page"
 
     def check_nothing_held(self) -> None:
         """Assert that nothing is pinned, being written, or in LIMBO."""

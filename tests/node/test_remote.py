@@ -45,6 +45,19 @@ def test_an_acquire_that_does_not_wait_fetches_nothing(world, engine):
     assert not world.reads
 
 
+def test_the_first_pages_of_a_run_are_kept_when_the_others_do_not_come(world, engine):
+    world.store(engine, "ab")
+    world.locate(engine, "abcdef", ("p", 6))
+    assert world.acquire(engine, "abcdef") is None
+
+    world.end(world.read(peer="p"), 3)
+
+    assert leased(world.answer(engine)) == 5
+    assert world.ready("abcdef") == "abcde"
+    world.release(engine)
+    world.check_nothing_held()
+
+
 def test_an_acquire_long_after_the_lookup_asks_again(world, engine):
     world.store(engine, "a")
     world.locate(engine, "abc", ("p", 3))

@@ -21,7 +21,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 LOCATE_NS: Final = 50_000_000
 """A question that is not answered by then: nobody has the pages."""
-FRESH_NS: Final = 1_000_000_000
+FRESH_NS = 1_000_000_000
 """An answer serves new requests for so long."""
 KEPT_NS: Final = 4_000_000_000
 """It is kept for fetches that began with it for so long: longer than any of them lasts."""

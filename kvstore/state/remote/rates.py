@@ -9,7 +9,7 @@ START_S: Final = 0.005
 """What a fetch takes beside the bytes: a few messages to and fro."""
 SAMPLE_NS: Final = 50_000_000
 """Of a peer that is never idle the rate is taken so often."""
-AWAY_NS: Final = 1_000_000_000
+AWAY_NS = 1_000_000_000
 """A peer that gave nothing is not asked for so long."""
 PEERS_MAX: Final = 64
 _OLD_SHARE: Final = 0.5

@@ -237,6 +237,8 @@ class PageTable(Residents):
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
                 continue
+            # Of a fetch only the first pages of a run may have come.
+            node = put.space.exact(node, 0, min(node.count, pages - at))
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
             self.slots.commit(put.slots[at:end], self.tick)
