@@ -10,15 +10,16 @@ bytes that follow from the page's key, as in :mod:`kvstore.testing.simulation`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from random import Random
 from typing import Final
 
-from kvstore.state.disk.jobs import DiskRules
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.testing.actors import make_prompts
 from kvstore.testing.cluster_directory import MODES
 from kvstore.testing.cluster_engines import NodeEngines
 from kvstore.testing.cluster_node import ClusterNode, Extents
 from kvstore.testing.cluster_wires import Wires
-from kvstore.testing.timeline import FaultRates, SimulationOutcome, Timeline
+from kvstore.testing.timeline import PAGE_BYTES, FaultRates, SimulationOutcome, Timeline
 from kvstore.transport.base import PageTransfer
 from kvstore.transport.memory import Fate, MemoryNetwork
 
@@ -240,11 +241,15 @@ class ClusterSimulation:
             assert not node.node.processes, f"{node.name} has processes of peers"
             assert not node.node.sessions
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Assert the invariants of all nodes."""
         for node in self.nodes:
             if node.alive:
                 with node.node.pages.story.explaining():
                     node.check()
+
+    def _check(self) -> None:
+        self.check()
         self._time.at(CHECK_NS, self._check)
 
     # ---- inside -------------------------------------------------------------------------------
@@ -266,3 +271,24 @@ class ClusterSimulation:
                     f" {node.node.remote.stats() if node.node.remote else ''}"
                 )
         return "\n  ".join(lines)
+
+
+def drawn_cluster(seed: int) -> ClusterSimulation:
+    """A cluster whose size, memory, faults and SSD tier follow from the seed too."""
+    random = Random(seed)
+    extents = Extents(random.randrange(3, 7), random.randrange(2, 8))
+    calm = random.random() < 0.2
+    faults = ClusterFaults(
+        trouble=0.1 if calm else 0.8, damage=random.choice((0.0, 0.05, 0.2)),
+        loss=0.02 if calm else random.choice((0.1, 0.3)), late=random.random(),
+        kill=random.choice((0.0, 1.0, 3.0)),
+    )  # fmt: skip
+    rules = None
+    if random.random() < 0.3:
+        rules = DiskRules(
+            random.choice(list(WritePolicy)), random.choice(list(SyncPolicy)), 5 * MS,
+            16 * PAGE_BYTES, 20 * MS,
+        )  # fmt: skip
+    rates = FaultRates(random.choice((0.0, 0.003, 0.02)))
+    nodes, engines = random.choice((2, 3, 3, 4)), random.randrange(1, 4)
+    return ClusterSimulation(seed, nodes, engines, extents, faults, rates, rules)

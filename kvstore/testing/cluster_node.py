@@ -14,7 +14,7 @@ from kvstore.cluster.side import Peers
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import KEY_BYTES
+from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskRules
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
 from kvstore.state.tree.actions import Action
@@ -346,11 +346,21 @@ class ClusterNode:
                 assert job.job not in self._coming, "the number of a job was used twice"
                 for other in self._coming.values():
                     if (other.identity, other.shard) == (job.identity, job.shard):
-                        mine, theirs = _keys(job.keys), _keys(other.keys)
-                        if other.deadline_ns > self._time.now_ns:
-                            assert not mine & theirs, "a page is fetched twice"
+                        assert not _keys(job.keys) & self._awaited(other), "a page comes twice"
                 self._coming[job.job] = job
         return jobs
+
+    def _awaited(self, job: PeerFetch) -> set[bytes]:
+        """The pages of a job that the node waits for still; others were dropped with their head."""
+        space = next(one for one in self.node.pages.spaces if one.identity == job.identity)
+        awaited: set[bytes] = set()
+        for key, slot in zip(_split(job.keys), job.slots, strict=True):
+            page = space.index.get(PrefixKey(key))
+            for shard in page.slot_columns if page is not None else ():
+                assert page is not None
+                if page.slots_of(shard)[page.position(PrefixKey(key))] == slot:
+                    awaited.add(key)
+        return awaited
 
     def _dial(self, other: "ClusterNode", link: SimulatedLink) -> Circuit | None:
         if not other.alive or frozenset((self.name, other.name)) in self._wires.cuts:
@@ -377,5 +387,9 @@ class ClusterNode:
         )
 
 
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
 def _keys(packed: bytes) -> set[bytes]:
-    return {packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)}
+    return set(_split(packed))
