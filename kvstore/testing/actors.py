@@ -51,6 +51,7 @@ class Actor:
         mapped: extents it has mapped; it uses them even after its connection broke.
         watched: the node is notified when it ends.
         boot: boot id of the node that welcomed it.
+        seen: key and generation of the pages that it read last.
     """
 
     pid: int
@@ -60,6 +61,7 @@ class Actor:
     alive: bool = True
     watched: bool = True
     boot: bytes = b""
+    seen: list[tuple[bytes, int]] = field(default_factory=list)
     mapped: dict[int, bytearray] = field(default_factory=dict)
     origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
     awaited: int = 0
@@ -151,14 +153,20 @@ class Engines:
         welcome = yield hello
         if not isinstance(welcome, wire.Welcome):
             return -1
-        if welcome.boot != process.boot:  # what it has mapped was memory of another boot
+        earlier = process.boot
+        if welcome.boot != earlier:  # what it has mapped was memory of another boot
             process.mapped.clear()
             process.boot = welcome.boot
         process.session = self.sessions[process.tenant] = welcome.session
         # A script does one thing at a time: no copy of an earlier connection is in progress.
         self._tell(process, wire.Settled(number))
         opened = yield wire.OpenSpace(0, identity, [_SHARD])
-        return opened.space if isinstance(opened, wire.SpaceOpened) else -1
+        if not isinstance(opened, wire.SpaceOpened):
+            return -1
+        if earlier and welcome.boot != earlier:  # reports that come much too late
+            for key, generation in process.seen:
+                self._tell(process, wire.Corrupt(opened.space, 0, key, generation, earlier))
+        return opened.space
 
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
@@ -202,6 +210,8 @@ class Engines:
         if not isinstance(leased, wire.Acquired):
             return
         places = self._map(process, leased.addresses)
+        generations = [generation for _, generation, _ in wire.unpack_addresses(leased.addresses)]
+        process.seen = list(zip(keys, generations, strict=False))
         for key, place in zip(keys, places, strict=False):
             if place is None:
                 break
@@ -253,12 +263,12 @@ class Engines:
         return keys[: self._random.randrange(1, len(keys) + 1)]
 
 
-def make_prompts(random: Random) -> dict[str, list[PrefixKeys]]:
-    """Prompts of each tenant that branch: common starts, many ends."""
+def make_prompts(random: Random, count: int = 6) -> dict[str, list[PrefixKeys]]:
+    """So many prompts of each tenant that branch: common starts, many ends."""
     prompts: dict[str, list[PrefixKeys]] = {}
     for tenant in ("red", "blue"):
         common = [len(tenant), 1, 2]
-        ends = [[random.randrange(3) for _ in range(6)] for _ in range(6)]
+        ends = [[random.randrange(3) for _ in range(6)] for _ in range(count)]
         prompts[tenant] = [page_keys(common + end, 1) for end in ends]
     return prompts
 

@@ -26,8 +26,10 @@ from kvstore.transport.memory import Fate, MemoryNetwork
 MS: Final = 1_000_000
 CHECK_NS: Final = 25 * MS
 """Between checks of all invariants."""
-TROUBLE_NS_MAX: Final = 30 * MS
+TROUBLE_NS_MAX: Final = 60 * MS
 """Longest time between two troubles of the cluster."""
+PROMPTS: Final = 16
+"""Of each tenant: more pages than one node has memory for."""
 LAST_NS: Final = 1_500 * MS
 """Time after the end of all engines; everything that was held is released by then."""
 
@@ -115,7 +117,7 @@ class ClusterSimulation:
             )
             for at, name in enumerate(names)
         ]  # fmt: skip
-        prompts = make_prompts(time.random)
+        prompts = make_prompts(time.random, PROMPTS)
         self.hosts = [NodeEngines(time, node, prompts, engines) for node in self.nodes]
         self._quiet = False
 

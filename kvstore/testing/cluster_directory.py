@@ -19,7 +19,8 @@ Where = tuple[str, str, bytes]
 Known = dict[Where, set[str]]
 """The media of each page."""
 
-MODES: Final = ("honest", "lies", "away")
+MODES: Final = ("honest", "honest", "honest", "lies", "away")
+"""One is chosen each time it changes."""
 ANSWER_NS_MAX: Final = 3_000_000
 
 

@@ -12,8 +12,8 @@ from kvstore.testing.timeline import Timeline
 
 MS: Final = 1_000_000
 HABITS: Final = Habits(
-    ("put", "put", "restore", "restore", "restore", "restore", "read", "wait", "persist"),
-    (0, 20, 80, 200), (0, 0, 0, 0, 30), 4 * MS, digest_of_page,
+    ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist"),
+    (0, 20, 80, 200, 200), (0, 0, 0, 0, 30), 4 * MS, digest_of_page,
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ PEER_LEASE_MS_MAX: Final = 60
 TURN_PAGES: Final = 3
 UNWATCHED_NS: Final = 30_000_000
 PENDING_NS: Final = 4_000_000
-"""New memory is there so long after it was asked for, sometimes."""
+"""New memory that is late is there so long after it was asked for."""
 FOLLOW_NS: Final = 15_000_000
 """Between attempts to follow a node's events."""
 
@@ -56,22 +56,28 @@ class Extents:
 class ClusterMemory:
     """A node's memory; that of earlier lives and owners is kept, so that late writes show.
 
+    Args:
+        time: timeline of the simulation.
+        late: new memory takes some time, sometimes.
+
     Attributes:
         extents: by number, of this life.
     """
 
-    def __init__(self, time: Timeline) -> None:
+    def __init__(self, time: Timeline, *, late: bool) -> None:
         self.extents: dict[int, bytearray] = {}
         self._time = time
         self._kept: list[bytearray] = []
         self._addresses: dict[int, int] = {}
-        self._pending_ns: dict[int, int] = {}
+        #: Extents whose memory is still being created.
+        self._pending: set[int] = set()
+        self._late = late
 
     def begin(self, numbers: Sequence[int]) -> None:
         """The memory of a new life."""
         self.extents.clear()
         self._addresses.clear()
-        self._pending_ns.clear()
+        self._pending.clear()
         for number in numbers:
             self._create(number)
 
@@ -79,13 +85,16 @@ class ClusterMemory:
         """See :class:`kvstore.node.desk.Memory`."""
         while replaced:
             old, new, in_use = replaced.pop(0)
-            gone = self.extents.pop(old)
-            if not in_use:
+            self._pending.discard(old)
+            gone = self.extents.pop(old, None)
+            if gone is not None and not in_use:
                 gone[:] = bytes(EXTENT_BYTES)  # who still maps it reads zeros
             self._time.outcome.extents_retired += in_use
-            self._create(new)
-            if self._time.random.random() < 0.3:
-                self._pending_ns[new] = self._time.now_ns + PENDING_NS
+            if self._late and self._time.random.random() < 0.3:
+                self._pending.add(new)
+                self._time.at(PENDING_NS, partial(self._arrive, new))
+            else:
+                self._create(new)
 
     def address(self, number: int) -> int:
         """Where an extent is."""
@@ -93,7 +102,12 @@ class ClusterMemory:
 
     def pending(self, number: int) -> bool:
         """Whether an extent's memory is still being created."""
-        return self._time.now_ns < self._pending_ns.get(number, 0)
+        return number in self._pending
+
+    def _arrive(self, number: int) -> None:
+        if number in self._pending:
+            self._pending.remove(number)
+            self._create(number)
 
     def _create(self, number: int) -> None:
         made = self.extents[number] = bytearray(EXTENT_BYTES)
@@ -149,7 +163,7 @@ class ClusterNode:
         self.alive = False
         self.stopped = False
         self.stalled_ns = 0
-        self.memory = ClusterMemory(time)
+        self.memory = ClusterMemory(time, late=rules is None)
         self.followers = KnownPages()
         self.links: dict[str, SimulatedLink] = {}
         self.rules = rules
