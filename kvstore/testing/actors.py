@@ -111,7 +111,7 @@ class Engines:
     def __init__(
         self, time: Timeline, extents: dict[int, bytearray],
         connect: Callable[[Actor], int], tell: Callable[[Actor, wire.Request], None],
-        habits: Habits = Habits(), prompts: dict[str, list[PrefixKeys]] | None = None,  # noqa: B008
+        habits: Habits = Habits(), prompts: dict[str, list[PrefixKeys]] | None = None,
     ) -> None:  # fmt: skip
         self.sessions: dict[str, bytes] = {}
         self._time = time

@@ -118,7 +118,7 @@ class SimulatedDirectory:
         for event in told:
             assert isinstance(event, StoredEvent | RemovedEvent)
             for key in event.block_hashes:
-                page = (str(event.space), str(event.shard_digest), bytes(key))  # type: ignore[arg-type]
+                page = (str(event.space), str(event.shard_digest), bytes(key))
                 if isinstance(event, StoredEvent):
                     known[page].add(event.medium)
                 else:

@@ -187,7 +187,7 @@ class NodeEngines:
     def _expect(
         self, process: Actor, line: EngineLine, request: wire.Request, limit_ns: int
     ) -> None:
-        """Assert that a request is answered within this time; that of a stopped node is not counted."""
+        """Assert that a request is answered in time; while its node is stopped no time passes."""
         serial = process.serial
 
         def late() -> None:

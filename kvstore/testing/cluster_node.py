@@ -1,4 +1,4 @@
-"""One node of a simulated cluster, over several lives: it stops, goes on, is killed and restarts."""
+"""One node of a simulated cluster: it stops, goes on, is killed, and begins another life."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from kvstore.state.disk.jobs import DiskRules
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.slots import Replacement, SlotTable
-from kvstore.testing.actors import LEASE_MS_MAX
 from kvstore.testing.cluster_directory import SimulatedDirectory, SimulatedPublication, held_pages
 from kvstore.testing.cluster_links import SimulatedLink
 from kvstore.testing.cluster_serving import SimulatedLoans, SimulatedService
@@ -211,9 +210,7 @@ class ClusterNode:
         slots = SlotTable(EXTENT_BYTES, count)
         self.memory.begin([extent.number for extent in slots.extents])
         self.followers = KnownPages()
-        limits = NodeLimits(
-            count * EXTENT_BYTES // 2, PEER_LEASE_MS_MAX, TURN_PAGES, UNWATCHED_NS
-        )
+        limits = NodeLimits(count * EXTENT_BYTES // 2, PEER_LEASE_MS_MAX, TURN_PAGES, UNWATCHED_NS)
         self.node = node = Node(self.name, boot, slots, limits, lambda: random.randbytes(16))
         node.join(PeerLimits(in_flight, FETCH_NS))
         self.publication = SimulatedPublication(node.pages)

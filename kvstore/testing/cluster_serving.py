@@ -208,6 +208,4 @@ class SimulatedService:
         )
         local, major, minor = self._local, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
         transports = {transport.name: self._endpoint for transport in self._loans.transports}
-        served.answer(
-            wire.PeerWelcome(hello.id, major, minor, local.name, local.boot, transports)
-        )
+        served.answer(wire.PeerWelcome(hello.id, major, minor, local.name, local.boot, transports))

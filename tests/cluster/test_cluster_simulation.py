@@ -1,7 +1,7 @@
-"""Goal: whatever happens between nodes, no engine reads a wrong byte, waits too long, or is held up.
+"""Goal: whatever happens between nodes, no engine reads a wrong byte or waits too long.
 
-A seed that fails is run again by ``drawn_cluster(seed).run(SECONDS)``, with the limits of ``hurry``;
-its error has the last events of the page concerned, and the state of every node.
+A seed that fails is run again by ``drawn_cluster(seed).run(SECONDS)`` with the limits of ``hurry``.
+Its error has the last events of the page concerned, and the state of every node.
 """
 
 import pytest
