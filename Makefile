@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SOAKS := soak-crash soak-events soak-http soak-link soak-log soak-mover soak-simulation soak-socket
 
-.PHONY: demo demo-vllm test test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
+.PHONY: demo demo-vllm test test-cluster test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
 
 $(VENV)/.ready: requirements/run.txt requirements/dev.txt pyproject.toml setup.py kvstore/mover/_chains.c kvstore/mover/_mover.c kvstore/mover/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,11 +23,15 @@ demo: $(VENV)/.ready
 
 # As many processes as there are cores, 4 at most; ARGS=-n0 runs the tests in this one.
 test: lint
-	@$(BIN)/python -m pytest -m "not soak and not vllm" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak and not vllm and not cluster" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # The tests of the state and the node, with that core as `make wheel` compiles it.
 test-compiled: $(VENV)/.ready
 	@$(BIN)/python -m tests.compiled
+
+# Several nodes as real processes: about two minutes.
+test-cluster: $(VENV)/.ready
+	@$(BIN)/python -m pytest tests/cluster_processes -m "cluster and not soak" -n auto --maxprocesses 2 $(ARGS)
 
 # Real vLLM engines, in an environment of their own outside the clone, made when it is absent.
 test-vllm: $(VENV)/.ready

@@ -327,7 +327,8 @@ class PeerHello(msgspec.Struct, array_like=True, tag=27):
 class PeerWelcome(msgspec.Struct, array_like=True, tag=28):
     """Answer to PeerHello.
 
-    ``transports``: name of each transport through which this node can be read, and its endpoint.
+    ``transports``: name of each transport through which this node can be read, and its endpoint. An
+    endpoint ``:port`` without a host is at the host of the peer service.
     """
 
     id: int

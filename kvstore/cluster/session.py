@@ -148,6 +148,7 @@ class PeerSession:
         peer: name of the other node.
         local: this node.
         transports: names of the transports of this node, the preferred one first.
+        place: ``host:port`` of the other node's peer service.
 
     Attributes:
         effects: what is to be done, in order; the caller empties it after each call.
@@ -156,7 +157,9 @@ class PeerSession:
         transport: name of the transport in use; empty = none that both have.
     """
 
-    def __init__(self, peer: str, local: LocalNode, transports: Sequence[str]) -> None:
+    def __init__(
+        self, peer: str, local: LocalNode, transports: Sequence[str], place: str
+    ) -> None:  # fmt: skip
         self.peer = peer
         self.effects: list[Effect] = []
         self.up = False
@@ -164,6 +167,7 @@ class PeerSession:
         self.transport = ""
         self._local = local
         self._transports = transports
+        self._host = place.rpartition(":")[0]
         self._endpoint = ""
         self._connection = 0
         self._connected = False
@@ -323,7 +327,8 @@ class PeerSession:
         self.up = True
         self.boot = answer.boot
         self.transport = next((name for name in self._transports if name in offered), "")
-        self._endpoint = offered.get(self.transport, "")
+        endpoint = offered.get(self.transport, "")
+        self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
 
     def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
         if not self.up:

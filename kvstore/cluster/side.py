@@ -24,7 +24,14 @@ from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
-from kvstore.transport.base import PageTransfer, Range, TransferEnd, Transport
+from kvstore.transport.base import (
+    PageTransfer,
+    Range,
+    TicketEnded,
+    TransferEnd,
+    TransferSettled,
+    Transport,
+)
 
 MEMORY_POLL_S: Final = 0.005
 """Between looks for the memory of an extent that has changed its tenant."""
@@ -94,6 +101,7 @@ class Peers:
         memory: the memory of the slots.
         transports: the preferred one first; they are closed by their owner.
         directory: says who has which pages.
+        ticket_ended: a ticket for peers that was revoked is not in use any more.
         clock: monotonic time in nanoseconds.
         later: makes a call after so many seconds, in a turn of its own.
     """
@@ -101,7 +109,7 @@ class Peers:
     def __init__(
         self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
         memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
-        clock: Callable[[], int] = monotonic_ns,
+        ticket_ended: Callable[[bytes], None], clock: Callable[[], int] = monotonic_ns,
         later: Callable[[float, Callable[[], None]], None] = _later,
     ) -> None:  # fmt: skip
         self._desk = desk
@@ -110,6 +118,7 @@ class Peers:
         self._memory = memory
         self._transports = {one.name: one for one in transports}
         self._directory = directory
+        self._ticket_ended = ticket_ended
         self._clock = clock
         self._later = later
         self._links: dict[str, Link] = {}
@@ -133,7 +142,7 @@ class Peers:
         names = list(self._transports)
         links: list[PeerLink] = []
         for peer, place in places.items():
-            session = PeerSession(peer, local, names)
+            session = PeerSession(peer, local, names, place)
             links.append(PeerLink(session, place, tls, self.carry))
             self.add(peer, links[-1])
         for transport in self._transports.values():
@@ -142,6 +151,7 @@ class Peers:
             async with asyncio.TaskGroup() as tasks:
                 for link in links:
                     tasks.create_task(link.run())
+                await loop.create_future()  # without links, others may still read here
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
@@ -248,11 +258,14 @@ class Peers:
     def poll(self, transport: Transport) -> None:
         """Take what has happened to the transfers of a transport."""
         for event in transport.poll():
-            if isinstance(event, TransferEnd):
-                self._transfer_ended(event)
-            else:
-                link, _ = self._reading.pop(event.number)
-                link.transfer_settled(event.number)
+            match event:
+                case TransferEnd():
+                    self._transfer_ended(event)
+                case TransferSettled(number):
+                    link, _ = self._reading.pop(number)
+                    link.transfer_settled(number)
+                case TicketEnded(ticket):
+                    self._ticket_ended(ticket)
 
     def _transfer_ended(self, end: TransferEnd) -> None:
         link, _ = self._reading[end.number]

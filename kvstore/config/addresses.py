@@ -35,6 +35,14 @@ def read_address(text: str) -> Address:
     return Address(plain, int(port))
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of this machine, so that nobody can connect to it."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to an address; False for names but ``localhost``."""
     try:

@@ -32,6 +32,7 @@ from kvstore.node.ssd import DiskTier
 from kvstore.process import logs
 from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
+from kvstore.server.cluster import join
 from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
 from kvstore.server.notify import ServiceManager
@@ -160,6 +161,8 @@ class Daemon:
             self._recover(loop)
         questions = FollowerQuestions(self.desk, self.publication)
         self._undo.callback(questions.close)
+        cluster = join(self.config, self.desk, self.memory, self.publication, self._undo)
+        self.status.add(lambda: {"cluster": cluster and cluster.stats()})
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()
@@ -167,6 +170,8 @@ class Daemon:
             serving = [
                 tasks.create_task(one) for one in (self.socket.serve(), http.watch(), self._tick())
             ]
+            if cluster is not None:
+                serving.append(tasks.create_task(cluster.run()))
             self._say_ready(http)
             await stop.wait()
             self._watch.look(monotonic_ns())

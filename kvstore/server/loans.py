@@ -1,8 +1,9 @@
 """Loans: leases of other nodes, and the tickets that open their pages to the transports.
 
-A ticket is closed before its lease is released. A page that a reader reports as corrupt is checked
-here first, in a thread, because a bad link must not delete good pages; the lease stays until the
-check has ended, so that the check reads the bytes of that page.
+A lease is released when nobody reads with its ticket any more: until then its memory must stay as
+it is. So a ticket ends a little before its lease. A page that a reader reports as corrupt is
+checked here first, in a thread, because a bad link must not delete good pages; the lease stays
+until the check has ended, so that the check reads the bytes of that page.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from kvstore.transport.base import Range, Transport
 CHECKS_MAX: Final = 256
 """Maximum reported pages that wait for their check; further reports are only counted."""
 _TICKET_BYTES: Final = 16
+_MARGIN_MS_MAX: Final = 250
+"""A ticket ends so long before its lease, or a quarter of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Loan:
         pages: what it leases.
         ticket: 16 bytes that open the pages.
         release: called once, when nothing of ours reads the pages any more.
-        ended: it is released, or will be after the running checks.
+        ended: it is released, or will be after the running checks and transfers.
+        transfers: transports through which it is still read, although it has ended.
         checked: positions of pages that were reported.
     """
 
@@ -84,6 +88,7 @@ class Loan:
     release: Callable[[], None]
     timer: asyncio.TimerHandle | None = None
     ended: bool = False
+    transfers: int = 0
     checks: set[Future[bool]] = field(default_factory=set)
     checked: set[int] = field(default_factory=set)
 
@@ -105,6 +110,8 @@ class Loans:
         self.transports = [one for one in transports if one.endpoint]
         self._memory = memory
         self._open: set[Loan] = set()
+        #: Loans that have ended and are still read, by ticket.
+        self._ending: dict[bytes, Loan] = {}
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, "kvstore-reports")
 
@@ -123,7 +130,7 @@ class Loans:
 
         Args:
             pages: the leased pages.
-            lease_ms: when the loan ends by itself.
+            lease_ms: when the lease ends by itself.
             release: releases the lease.
 
         Raises:
@@ -136,7 +143,8 @@ class Loans:
             for extent, generation, offset in pages.addresses
         ]
         loan = Loan(pages, secrets.token_bytes(_TICKET_BYTES), release)
-        deadline_ns = monotonic_ns() + lease_ms * 1_000_000
+        open_ms = lease_ms - min(_MARGIN_MS_MAX, lease_ms // 4)
+        deadline_ns = monotonic_ns() + open_ms * 1_000_000
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
@@ -144,28 +152,40 @@ class Loans:
             for transport in self.transports:
                 transport.revoke(loan.ticket)
             raise
-        loan.timer = asyncio.get_running_loop().call_later(lease_ms / 1000, self._expire, loan)
+        loan.timer = asyncio.get_running_loop().call_later(open_ms / 1000, self._expire, loan)
         self._open.add(loan)
         self.counts["lent_pages"] += len(ranges)
         return loan
 
     def end(self, loan: Loan, *, at_once: bool = False) -> None:
-        """Close the ticket, and release the lease after the checks of its pages.
+        """Close the ticket; release the lease after the checks and transfers of its pages.
 
         Args:
             loan: the loan; one that has ended is ignored, except for ``at_once``.
-            at_once: checks that have not begun are left out.
+            at_once: its checks do not count any more.
         """
         if not loan.ended:
             loan.ended = True
-            for transport in self.transports:
-                transport.revoke(loan.ticket)
+            loan.transfers = sum(not one.revoke(loan.ticket) for one in self.transports)
+            if loan.transfers:
+                self._ending[loan.ticket] = loan
             if loan.timer is not None:
                 loan.timer.cancel()
         if at_once:
             for check in list(loan.checks):
                 check.cancel()
+            loan.checks.clear()
         self._release(loan)
+
+    def ticket_ended(self, ticket: bytes) -> None:
+        """A transport does not read with a revoked ticket any more."""
+        loan = self._ending.get(ticket)
+        if loan is None:
+            return
+        loan.transfers -= 1
+        if not loan.transfers:
+            del self._ending[ticket]
+            self._release(loan)
 
     def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], None]) -> None:
         """Check a reported page; ``confirmed`` is called if its bytes are wrong here too."""
@@ -203,7 +223,7 @@ class Loans:
 
     def _release(self, loan: Loan) -> None:
         running = any(not check.cancelled() for check in loan.checks)
-        if loan.ended and not running and loan in self._open:
+        if loan.ended and not running and not loan.transfers and loan in self._open:
             self._open.remove(loan)
             loan.release()
 

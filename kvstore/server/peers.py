@@ -6,7 +6,6 @@ the same node ends the older one. Everything runs on the loop that owns the node
 """
 
 import asyncio
-import ipaddress
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -16,10 +15,11 @@ from typing import Any, Final, cast
 
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
+from kvstore.config.addresses import is_wildcard, read_address
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
 from kvstore.process.faults import Faults, printable
-from kvstore.process.listeners import Listener, Tcp, parse_endpoint
+from kvstore.process.listeners import Listener, parse_endpoint
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.handshakes import FirstFrame, Handshakes
 from kvstore.server.loans import Loans
@@ -81,16 +81,10 @@ class PeerService:
         """Create the listening socket; peers may connect, and :meth:`serve` serves them.
 
         Raises:
-            ConfigError: the address cannot be used, or needs certificates.
+            ConfigError: the address cannot be used.
         """
         try:
             place = parse_endpoint("cluster.listen", f"tcp://{self._listen}")
-            assert isinstance(place, Tcp)
-            if self._tls is None and not _is_loopback(place.host):
-                raise ConfigError(
-                    f"cluster.listen={self._listen}: beyond loopback it needs certificates: set"
-                    " cluster.certificate, cluster.key and cluster.authority"
-                )
             self._listener = Listener("cluster.listen", place, 0)
         except InvalidArgument as error:
             raise ConfigError(str(error)) from error
@@ -192,7 +186,7 @@ class PeerService:
             connection, hello.node, self._desk, self._loans
         )
         local = self._local
-        transports = {one.name: one.endpoint for one in self._loans.transports}
+        transports = {one.name: _told(one.endpoint) for one in self._loans.transports}
         connection.answer(
             wire.PeerWelcome(
                 hello.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, local.name, local.boot,
@@ -294,8 +288,7 @@ class _Opening(asyncio.Protocol):
             self.transport.abort()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _told(endpoint: str) -> str:
+    """An endpoint as other nodes are told it: without a host that stands for all addresses."""
+    host, port = read_address(endpoint)
+    return f":{port}" if is_wildcard(host) else endpoint

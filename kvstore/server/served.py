@@ -78,7 +78,9 @@ class ServedPeer:
         self._spaces: dict[int, _OpenedSpace] = {}
         #: Requests that wait for their answers, by id.
         self._asked: dict[int, wire.OpenSpace | wire.Lookup | wire.Acquire] = {}
+        #: Leases that were not released, and all loans that hold pages still.
         self._leases: dict[int, Loan] = {}
+        self._held: set[Loan] = set()
         self._lost = False
 
     def receive(self, request: wire.Request) -> None:
@@ -108,13 +110,15 @@ class ServedPeer:
                 raise ProtocolError(f"{name} is not a request that another node may make")
 
     def lost(self) -> None:
-        """The connection was closed: everything that it held is released at once."""
+        """The connection was closed: what it held is released when nobody reads it any more.
+
+        That is at once, but for transfers that are being broken off.
+        """
         self._lost = True
-        for loan in list(self._leases.values()):
-            self._loans.end(loan, at_once=True)
         self._leases.clear()
-        for line in self._lines.values():
-            self._desk.disconnect(line.number, ended=True)
+        for loan in list(self._held):
+            self._loans.end(loan, at_once=True)
+        self._leave()
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -171,6 +175,13 @@ class ServedPeer:
 
         self._loans.report(loan, report, confirmed)
 
+    def _leave(self) -> None:
+        """Disconnect at the desk, which releases everything, once nothing is held any more."""
+        if self._lost and not self._held:
+            lines, self._lines = self._lines, {}
+            for line in lines.values():
+                self._desk.disconnect(line.number, ended=True)
+
     # ---- answers ----------------------------------------------------------------------------
 
     def _answered(self, line: TenantLine, answer: wire.Answer) -> None:
@@ -203,15 +214,19 @@ class ServedPeer:
 
             def release() -> None:
                 self._leases.pop(request.lease, None)
-                if not self._lost:
+                self._held.discard(loan)
+                if self._lost:
+                    self._leave()
+                else:
                     self._desk.receive(line.number, wire.Release(request.lease))
 
             try:
                 loan = self._loans.add(pages, answer.lease_ms, release)
             except KVStoreError as error:
-                release()
+                self._desk.receive(line.number, wire.Release(request.lease))
                 return wire.Failure(request.id, error.code, str(error))
             self._leases[request.lease] = loan
+            self._held.add(loan)
             ticket = loan.ticket
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,

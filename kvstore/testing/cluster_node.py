@@ -229,13 +229,13 @@ class ClusterNode:
         self.directory = SimulatedDirectory(time, self.turns(), names)
         self._coming.clear()
         desk.peers = self.peers = Peers(
-            self, self._take, slots, self.memory, [transport], self.directory,
+            self, self._take, slots, self.memory, [transport], self.directory, lambda _: None,
             lambda: time.now_ns, lambda delay_s, call: self.later(round(delay_s * 1e9) + 1, call),
         )  # fmt: skip
         self.links = {}
         for other in others:
             link = SimulatedLink(
-                PeerSession(other.name, local, [transport.name]), self.peers,
+                PeerSession(other.name, local, [transport.name], f"{other.name}:1"), self.peers,
                 lambda: time.now_ns, self.later, partial(self._dial, other),
             )  # fmt: skip
             self.links[other.name] = link

@@ -58,9 +58,10 @@ class SimulatedLoans:
             for extent, generation, offset in pages.addresses
         ]
         loan = Loan(pages, self._time.random.randbytes(TICKET_BYTES), release)
+        open_ns = lease_ms * 750_000  # so that a read can be broken off before the lease ends
         for transport in self.transports:
-            transport.grant(loan.ticket, ranges, self._time.now_ns + lease_ms * 1_000_000)
-        self._later(lease_ms * 1_000_000, lambda: self.end(loan))
+            transport.grant(loan.ticket, ranges, self._time.now_ns + open_ns)
+        self._later(open_ns, lambda: self.end(loan))
         self.open.add(loan)
         return loan
 
@@ -70,9 +71,17 @@ class SimulatedLoans:
             loan.ended = True
             for transport in self.transports:
                 transport.revoke(loan.ticket)
+            if self._time.random.random() < 0.3:  # a read that is being broken off
+                loan.transfers = 1
+                self._later(self._time.random.randrange(CHECK_NS_MAX), lambda: self._broken(loan))
         if at_once:
             for check in list(loan.checks):
                 check.cancel()
+            loan.checks.clear()
+        self._release(loan)
+
+    def _broken(self, loan: Loan) -> None:
+        loan.transfers = 0
         self._release(loan)
 
     def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], None]) -> None:
@@ -101,7 +110,7 @@ class SimulatedLoans:
 
     def _release(self, loan: Loan) -> None:
         running = any(not check.cancelled() for check in loan.checks)
-        if loan.ended and not running and loan in self.open:
+        if loan.ended and not running and not loan.transfers and loan in self.open:
             self.open.remove(loan)
             loan.release()
 

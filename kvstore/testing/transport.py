@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from kvstore.transport.base import (
     TransferEnd,
     TransferSettled,
     Transport,
+    TransportEvent,
 )
 from kvstore.transport.memory import Fate, MemoryNetwork
 from kvstore.transport.tcp import TcpTransport
@@ -132,6 +133,9 @@ class MemoryPair:
             each.close()
 
 
+Told = TypeVar("Told", TransferEnd, TransferSettled)
+
+
 class TransportDriver:
     """Polls the reader of a pair, and lets time pass while it waits.
 
@@ -140,14 +144,14 @@ class TransportDriver:
 
     Attributes:
         owner: of the pair, as are ``reader`` and ``silent``.
-        left: what was polled and not asked for yet.
+        left: what was polled of the reader and not asked for yet.
     """
 
     def __init__(self, open_pair: Callable[[], TransportPair]) -> None:
         self._pair = open_pair()
         self.owner, self.reader = self._pair.owner, self._pair.reader
         self.silent = self._pair.silent
-        self.left: list[TransferEnd | TransferSettled] = []
+        self.left: list[TransportEvent] = []
 
     def now_ns(self) -> int:
         """The time that deadlines are compared with."""
@@ -172,12 +176,13 @@ class TransportDriver:
         """Release everything."""
         self._pair.close()
 
-    def _wait(self, kind: type, number: int) -> TransferEnd | TransferSettled:
+    def _wait(self, kind: type[Told], number: int) -> Told:
         give_up_s = time.monotonic() + WAIT_S + 1
         while True:
             for at, one in enumerate(self.left):
                 if isinstance(one, kind) and one.number == number:
-                    return self.left.pop(at)
+                    del self.left[at]
+                    return one
             assert time.monotonic() < give_up_s, f"transfer {number}: no {kind.__name__}"
             self._pair.wait()
             readable = _readable(self.reader)

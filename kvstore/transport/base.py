@@ -134,6 +134,15 @@ class TransferSettled(NamedTuple):
     number: int
 
 
+class TicketEnded(NamedTuple):
+    """A revoked ticket is not in use any more."""
+
+    ticket: bytes
+
+
+TransportEvent = TransferEnd | TransferSettled | TicketEnded
+
+
 class Transport(Protocol):
     """A transport; all calls come from one thread.
 
@@ -191,15 +200,16 @@ class Transport(Protocol):
         """
         ...
 
-    def revoke(self, ticket: bytes) -> None:
-        """End a ticket, and what is being transferred with it.
+    def revoke(self, ticket: bytes) -> bool:
+        """End a ticket, and break off what is being transferred with it; never waits.
 
-        When it returns, no peer's transfer with this ticket reads or writes our memory any more.
-        A ticket that does not exist is ignored.
+        Returns:
+            True: no transfer of a peer with this ticket, which may be unknown, reads or writes our
+            memory any more. False: one still may, until :class:`TicketEnded` follows.
         """
         ...
 
-    def poll(self) -> list[TransferEnd | TransferSettled]:
+    def poll(self) -> list[TransportEvent]:
         """What has happened since the last call."""
         ...
 

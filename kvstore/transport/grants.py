@@ -2,18 +2,15 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument, TransferTimeout
+from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.transport.base import PAGES_MAX, TICKET_BYTES, Range
 from kvstore.transport.frames import RANGE_BYTES, DataHead, DataKind, DataStatus, pack_ranges
 from kvstore.transport.streams import DataStream
 
 TICKETS_MAX = 65_536
-REVOKE_WAIT_S: Final = 5.0
-"""A broken connection is left within a millisecond; whoever needs longer is a bug."""
 
 
 class TicketRefused(Exception):
@@ -30,9 +27,10 @@ class _Ticket:
     Attributes:
         places: packed range → address and length.
         users: connections that are transferring with it.
+        revoked: it is told when the last of them has left.
     """
 
-    __slots__ = ("deadline_ns", "places", "users", "write")
+    __slots__ = ("deadline_ns", "places", "revoked", "users", "write")
 
     def __init__(
         self, places: dict[bytes, tuple[int, int]], deadline_ns: int, *, write: bool
@@ -41,17 +39,22 @@ class _Ticket:
         self.deadline_ns = deadline_ns
         self.write = write
         self.users: set[DataStream] = set()
+        self.revoked = False
 
 
 class Tickets:
     """All tickets of a transport; may be used by all threads.
 
     A ticket past its deadline opens nothing. It is forgotten when another one is granted.
+
+    Args:
+        ended: called, by any thread, when a revoked ticket that was in use is no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[bytes], None]) -> None:
+        self._ended = ended
         self._tickets: dict[bytes, _Ticket] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._next_ns: int | None = None
 
     def __len__(self) -> int:
@@ -71,7 +74,7 @@ class Tickets:
             raise InvalidArgument("ranges", "one is empty")
         places = zip([address for _, address in ranges], lengths, strict=True)
         opened = _Ticket(dict(zip(packed, places, strict=True)), deadline_ns, write=write)
-        with self._changed:
+        with self._lock:
             self._forget_ended()
             if ticket in self._tickets:
                 raise InvalidArgument("ticket", "it is in use")
@@ -80,20 +83,16 @@ class Tickets:
             self._tickets[ticket] = opened
             self._next_ns = min(deadline_ns, self._next_ns or deadline_ns)
 
-    def revoke(self, ticket: bytes) -> None:
-        """See :meth:`kvstore.transport.base.Transport.revoke`.
-
-        Raises:
-            TransferTimeout: a connection is still in use, although it was broken seconds ago.
-        """
-        with self._changed:
+    def revoke(self, ticket: bytes) -> bool:
+        """See :meth:`kvstore.transport.base.Transport.revoke`."""
+        with self._lock:
             found = self._tickets.pop(ticket, None)
-            if found is None:
-                return
+            if found is None or not found.users:
+                return True
+            found.revoked = True
             for stream in found.users:
                 stream.shutdown()
-            if not self._changed.wait_for(lambda: not found.users, REVOKE_WAIT_S):
-                raise TransferTimeout(f"a ticket is still in use {REVOKE_WAIT_S:g} s after its end")
+            return False
 
     @contextmanager
     def using(
@@ -113,7 +112,7 @@ class Tickets:
             TicketRefused: the ticket does not exist, or does not open all of this.
         """
         asked = [ranges[at : at + RANGE_BYTES] for at in range(0, len(ranges), RANGE_BYTES)]
-        with self._changed:
+        with self._lock:
             found = self._tickets.get(head.ticket)
             alive = found is not None and time.monotonic_ns() < found.deadline_ns
             if found is None or not alive or found.write != (head.kind == DataKind.WRITE):
@@ -124,9 +123,11 @@ class Tickets:
         try:
             yield [found.places[one] for one in asked], found.deadline_ns
         finally:
-            with self._changed:
+            with self._lock:
                 found.users.discard(stream)
-                self._changed.notify_all()
+                over = found.revoked and not found.users
+            if over:
+                self._ended(head.ticket)
 
     def _forget_ended(self) -> None:
         """Drop tickets past their deadline that nobody is using, as soon as there may be one."""

@@ -28,6 +28,7 @@ from kvstore.transport.base import (
     Range,
     TransferEnd,
     TransferSettled,
+    TransportEvent,
 )
 
 
@@ -232,7 +233,7 @@ class MemoryTransport:
         self._network = network
         self._in_flight_bytes_max = in_flight_bytes_max
         self._under_way: dict[int, _Moving] = {}
-        self._happened: deque[TransferEnd | TransferSettled] = deque()
+        self._happened: deque[TransportEvent] = deque()
         self._counts: Counter[str] = Counter()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -262,11 +263,12 @@ class MemoryTransport:
             raise InvalidArgument("ticket", "it is in use, or not 16 bytes")
         self.tickets[ticket] = _Ticket(dict(ranges), deadline_ns, write)
 
-    def revoke(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> bool:
         """See :class:`kvstore.transport.base.Transport`."""
         self.tickets.pop(ticket, None)
+        return True
 
-    def poll(self) -> list[TransferEnd | TransferSettled]:
+    def poll(self) -> list[TransportEvent]:
         """See :class:`kvstore.transport.base.Transport`."""
         found = list(self._happened)
         self._happened.clear()
@@ -338,6 +340,6 @@ class MemoryTransport:
     def _in_flight(self) -> int:
         return sum(one.transfer.total_bytes for one in self._under_way.values())
 
-    def _tell(self, happened: TransferEnd | TransferSettled) -> None:
+    def _tell(self, happened: TransportEvent) -> None:
         self._happened.append(happened)
         os.eventfd_write(self._event, 1)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.process.listeners import Listener, Tcp
-from kvstore.transport.base import PageTransfer, Range, TransferEnd, TransferSettled
+from kvstore.transport.base import PageTransfer, Range, TicketEnded, TransportEvent
 from kvstore.transport.frames import DataKind
 from kvstore.transport.grants import Tickets
 from kvstore.transport.owner import PageOwner
@@ -64,8 +64,8 @@ class TcpTransport:
             InvalidArgument: it cannot listen there; the message says why.
         """
         self._counts: Counter[str] = Counter()
-        self._tickets = Tickets()
-        self._ends: deque[TransferEnd | TransferSettled] = deque()
+        self._tickets = Tickets(lambda ticket: self._tell(TicketEnded(ticket)))
+        self._events: deque[TransportEvent] = deque()
         self._closed = False
         address = Tcp(*host_and_port(listen)) if listen else None
         self._listener = None if address is None else Listener("transfer_listen", address, 0)
@@ -102,11 +102,11 @@ class TcpTransport:
         """See :class:`kvstore.transport.base.Transport`."""
         self._tickets.grant(ticket, ranges, deadline_ns, write=write)
 
-    def revoke(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> bool:
         """See :class:`kvstore.transport.base.Transport`."""
-        self._tickets.revoke(ticket)
+        return self._tickets.revoke(ticket)
 
-    def poll(self) -> list[TransferEnd | TransferSettled]:
+    def poll(self) -> list[TransportEvent]:
         """See :class:`kvstore.transport.base.Transport`."""
         if self._closed:
             return []
@@ -114,9 +114,9 @@ class TcpTransport:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
-        found: list[TransferEnd | TransferSettled] = []
-        while self._ends:
-            found.append(self._ends.popleft())
+        found: list[TransportEvent] = []
+        while self._events:
+            found.append(self._events.popleft())
         return found
 
     def fileno(self) -> int:
@@ -156,9 +156,9 @@ class TcpTransport:
         if not self._closed and transfer.deadline_ns < self._wake_ns:
             os.eventfd_write(self._wake, 1)
 
-    def _tell(self, end: TransferEnd) -> None:
-        """Hand over an end; any thread."""
-        self._ends.append(end)
+    def _tell(self, event: TransportEvent) -> None:
+        """Hand over an event; any thread."""
+        self._events.append(event)
         if not self._closed:
             os.eventfd_write(self._event, 1)
 

@@ -10,7 +10,7 @@ from kvstore import mover
 from kvstore.errors import KVStoreError, NotFound, TransferError
 from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
-from kvstore.transport.base import PageArrival, PageTransfer, Range, TransferEnd, TransferSettled
+from kvstore.transport.base import PageArrival, PageTransfer, Range, TransferEnd, TransportEvent
 
 
 class Network:
@@ -27,6 +27,8 @@ class FakeTransport:
         held: None, or the transfers that wait until the test lets them go.
         damaged: positions of pages that arrive with a wrong byte.
         lingers: transfers end unsettled when they are cancelled.
+        lends_on: a revoked ticket is in use until the test tells its end.
+        revoked: revoked tickets.
     """
 
     def __init__(self, network: Network, endpoint: str, name: str = "fake") -> None:
@@ -34,9 +36,10 @@ class FakeTransport:
         self.tickets: dict[bytes, dict[Range, int]] = {}
         self.held: list[PageTransfer] | None = None
         self.damaged: set[int] = set()
-        self.lingers = False
+        self.lingers = self.lends_on = False
+        self.revoked: list[bytes] = []
         self._network = network
-        self._events: list[TransferEnd | TransferSettled] = []
+        self._events: list[TransportEvent] = []
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         network.transports[endpoint] = self
 
@@ -69,7 +72,7 @@ class FakeTransport:
                 good[at] = self._checked(transfer, at)
         self.tell(TransferEnd(transfer.number, bytes(good), error, settled=True))
 
-    def tell(self, event: TransferEnd | TransferSettled) -> None:
+    def tell(self, event: TransportEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self._eventfd, 1)
 
@@ -79,10 +82,12 @@ class FakeTransport:
     ) -> None:  # fmt: skip
         self.tickets[ticket] = dict(ranges)
 
-    def revoke(self, ticket: bytes) -> None:
+    def revoke(self, ticket: bytes) -> bool:
         self.tickets.pop(ticket, None)
+        self.revoked.append(ticket)
+        return not self.lends_on
 
-    def poll(self) -> list[TransferEnd | TransferSettled]:
+    def poll(self) -> list[TransportEvent]:
         events, self._events = self._events, []
         if events:
             os.eventfd_read(self._eventfd)

@@ -8,6 +8,7 @@ from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, 
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.state.tree.slots import Slot
 
+PLACE = "10.0.0.1:7400"
 LOCAL = LocalNode("blue", "b", b"b" * 16, "scheme 1")
 SHARD = ShardSpec(layout=CanonicalLayout(1024), layers=(0, 1), heads=(0, 1))
 KEYS = page_keys(range(8), 2)

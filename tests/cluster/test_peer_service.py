@@ -381,14 +381,6 @@ async def test_a_follower_of_events_gets_the_stream_with_every_byte_after_its_fi
         await eventually(lambda: made.service.stats()["followers"] == 0)
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.1.2.3:0", "[::]:0", "*:0", "host.example:1"])
-@in_loop
-async def test_listening_beyond_loopback_needs_certificates(listen):
-    with pytest.raises(ConfigError, match=r"cluster\.certificate"):
-        async with scene(listen=listen):
-            pass
-
-
 @pytest.mark.parametrize("listen", ["", "nonsense", "127.0.0.1", "127.0.0.1:99999"])
 @in_loop
 async def test_an_address_that_is_none_is_refused_by_its_key(listen):

@@ -29,14 +29,23 @@ from kvstore.errors import (
 )
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.transport.base import TransferEnd
-from tests.cluster.session_parts import KEYS, LOCAL, SHARD, addresses, identity, job, welcome
+from tests.cluster.session_parts import (
+    KEYS,
+    LOCAL,
+    PLACE,
+    SHARD,
+    addresses,
+    identity,
+    job,
+    welcome,
+)
 
 
 class Talk:
     """A session that is up, and what it wants."""
 
     def __init__(self) -> None:
-        self.session = PeerSession("a", LOCAL, ["fast", "tcp"])
+        self.session = PeerSession("a", LOCAL, ["fast", "tcp"], PLACE)
         self.session.opened(0)
         (hello,) = self.sent()
         assert hello == LOCAL.hello(hello.id)
@@ -137,7 +146,7 @@ def test_what_arrived_counts_although_the_session_broke_meanwhile():
     ],
 )
 def test_a_welcome_that_differs_closes_the_connection(told, cause):
-    session = PeerSession("a", LOCAL, ["tcp"])
+    session = PeerSession("a", LOCAL, ["tcp"], PLACE)
     session.opened(0)
     answer = welcome(session.effects.pop().message.id)
     for name, value in told.items():
@@ -160,7 +169,7 @@ def test_a_fetch_that_cannot_begin_ends_at_once():
     talk.session.fetch(job(2, 1_000), 6)
     assert isinstance(only(talk.effects(), Ended).end.error, CapacityError)
 
-    alone = PeerSession("a", LOCAL, ["fast"])
+    alone = PeerSession("a", LOCAL, ["fast"], PLACE)
     alone.fetch(job(1, 1_000), 5)
     assert isinstance(alone.effects.pop().end.error, PeerUnreachable)
     alone.opened(5)
@@ -184,7 +193,7 @@ def test_silence_is_asked_about_and_then_ends_the_connection():
     (closing,) = talk.effects()
     assert closing.cause == "silent"
 
-    greeting = PeerSession("a", LOCAL, ["tcp"])
+    greeting = PeerSession("a", LOCAL, ["tcp"], PLACE)
     greeting.opened(7)
     greeting.effects.clear()
     greeting.advance(6 + HELLO_NS)

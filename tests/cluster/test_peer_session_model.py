@@ -24,7 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
 from kvstore.transport.base import PageArrival, TransferEnd
-from tests.cluster.session_parts import KEYS, LOCAL, addresses, job, welcome
+from tests.cluster.session_parts import KEYS, LOCAL, PLACE, addresses, job, welcome
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = PeerSession("a", LOCAL, ["tcp"])
+        self.session = PeerSession("a", LOCAL, ["tcp"], PLACE)
         self.now_ns = 1
         self.connected = False
         self.asked: list[Any] = []

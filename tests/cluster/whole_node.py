@@ -111,7 +111,15 @@ class WholeNode:
         self.ends: list[FetchEnd] = []
         self.settled: list[int] = []
         self.holdings: dict[int, Sequence[Holding]] = {}
-        self.peers = Peers(self, self._take, self.slots, self.memory, [self.transport], self)
+        self.peers = Peers(
+            self,
+            self._take,
+            self.slots,
+            self.memory,
+            [self.transport],
+            self,
+            self.loans.ticket_ended,
+        )
         self._fetches = count(100)
 
     # what the peer side calls

@@ -164,7 +164,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process(spawn, tmp_path):
     patch = (
         "import threading\n"
         "daemon.END_WAIT_S = 0.1\n"
-        "def fail(*_arguments):\n"
+        "def fail(*_arguments, **_options):\n"
         "    threading.Thread(target=threading.Event().wait, name='stuck').start()\n"
         "    raise daemon.TierUnavailable('nothing works')\n"
         "daemon.Publication = fail"

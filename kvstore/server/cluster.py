@@ -1,0 +1,155 @@
+"""The side of a node towards the others of its cluster: all of its parts in one object.
+
+The node listens for others before its engines are served, and the engines of this node are served
+whether another node can be reached or not.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from kvstore.cluster.directory import PeersDirectory, index_settings
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.membership import LocalMembership
+from kvstore.cluster.records import SCHEME, NodeRecord
+from kvstore.cluster.serving import EventTunnels
+from kvstore.cluster.side import Peers
+from kvstore.cluster.tls import certificate_files, client_context, server_context
+from kvstore.config import ServerConfig
+from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.index.credentials import PeerCredentials
+from kvstore.index.process import IndexProcess
+from kvstore.node.desk import Desk
+from kvstore.process.logs import event
+from kvstore.server.loans import Loans
+from kvstore.server.peers import PeerService
+from kvstore.server.publish import Publication
+from kvstore.state.remote.jobs import PeerJob, PeerLimits
+from kvstore.tier.host import HostMemory
+from kvstore.transport.tcp import TcpTransport
+
+log = logging.getLogger(__name__)
+
+
+def join(
+    config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication, undo: ExitStack
+) -> "ClusterSide | None":
+    """Listen for the other nodes of the cluster; None if the node is alone.
+
+    Raises:
+        ConfigError: an address or a certificate cannot be used; names its key.
+    """
+    if not config.cluster.name:
+        return None
+    side = ClusterSide(config, desk, memory, publication)
+    undo.callback(side.close)
+    side.start()
+    event(log, logging.INFO, "listening for other nodes", cluster=config.cluster.name,
+          endpoint=side.service.endpoint)  # fmt: skip
+    return side
+
+
+class ClusterSide:
+    """A node's peer service, its sessions with other nodes, and its directory of their pages.
+
+    Args:
+        config: of the node; ``cluster.name`` is set.
+        desk: gets a peer side; other nodes get lines at it.
+        memory: the memory of the node's slots.
+        publication: the node's events, for other nodes.
+
+    Raises:
+        ConfigError: an address or a certificate cannot be used; names its key.
+
+    Attributes:
+        peers: the desk's peer side.
+        service: the peer service.
+    """
+
+    def __init__(
+        self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication
+    ) -> None:
+        """Listen for bytes of pages; see :meth:`start`."""
+        cluster, node = config.cluster, desk.node
+        assert cluster.name
+        self._places = {name: str(at) for name, at in cluster.others(node.name).items()}
+        self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
+        self._client = client_context(cluster)
+        server = server_context(cluster)
+        credentials = PeerCredentials(
+            cluster.name, node.name, SCHEME, certificate_files(cluster)
+        )  # fmt: skip
+        self._membership = LocalMembership(self._places)
+        self._directory = PeersDirectory(
+            IndexProcess(index_settings(cluster.index_pages_max)), self._membership, credentials
+        )
+        self._tunnels = EventTunnels(publication)
+        self._desk = desk
+        self._limits = PeerLimits(cluster.in_flight_bytes_max)
+        try:
+            self._transport = TcpTransport(
+                cluster.transfer_listen, cluster.in_flight_bytes_max,
+                server=server, client=self._client,
+            )  # fmt: skip
+        except InvalidArgument as error:
+            raise ConfigError(f"cluster.{error}") from error
+        self._loans = Loans(memory, [self._transport])
+        self.service = PeerService(
+            cluster.listen, self._local, self._places.__contains__, desk, self._loans,
+            self._tunnels.serve_events, server,
+        )  # fmt: skip
+        self.peers = Peers(
+            desk, self._take, node.pages.slots, memory, [self._transport], self._directory,
+            self._loans.ticket_ended,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Listen for other nodes; from now on the node asks them for what it has not.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        self.service.listen()
+        self._desk.node.join(self._limits)
+        self._desk.peers = self.peers
+
+    async def run(self) -> None:
+        """Serve the other nodes, and keep sessions with them, until cancelled."""
+        own = NodeRecord(
+            name=self._local.name, boot=self._local.boot, endpoint=self.service.endpoint
+        )
+        await self._membership.join(own)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.service.serve(), name="peer service")
+                tasks.create_task(self._directory.run(), name="directory of peers")
+                tasks.create_task(
+                    self.peers.run(self._local, self._places, self._client), name="sessions"
+                )
+        finally:
+            await self._membership.leave()
+
+    def close(self) -> None:
+        """End everything; nothing reads or writes the node's memory afterwards."""
+        self.service.close()
+        self._loans.close()
+        self._transport.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What other nodes there are, what they read here and this node there; plain values."""
+        return {
+            "name": self._local.cluster,
+            "endpoint": self.service.endpoint,
+            "service": self.service.stats(),
+            "events": self._tunnels.stats(),
+            "directory": self._directory.stats(),
+            **self.peers.stats(),
+        }
+
+    def _take(self) -> list[PeerJob]:
+        remote = self._desk.node.remote
+        assert remote is not None
+        taken = list(remote.jobs)
+        remote.jobs.clear()
+        return taken

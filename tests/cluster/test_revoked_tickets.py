@@ -1,0 +1,39 @@
+"""Goal: memory that another node reads stays as it is until that read has ended."""
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvstore.transport.base import TicketEnded
+from tests.cluster.test_two_nodes import two_nodes
+from tests.cluster.whole_node import KEYS, PAGE_BYTES, reading, serving
+from tests.loops import eventually, in_loop
+
+
+@in_loop
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_pages_stay_as_they_are_until_nobody_reads_them_with_a_revoked_ticket(leaves):
+    async with AsyncExitStack() as undo:
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.held = []
+        a.transport.lends_on = True
+        service = await undo.enter_async_context(serving(a))
+        async with reading(a, {}), reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            number = b.fetch(b.room(KEYS), wait_s=30.0 if leaves else 0.3)
+            await eventually(lambda: b.transport.held)
+            if not leaves:
+                await eventually(lambda: b.end(number))
+                await eventually(lambda: a.transport.revoked)
+                assert a.pinned_bytes() == 6 * PAGE_BYTES
+                a.transport.tell(TicketEnded(a.transport.revoked[0]))
+                await eventually(lambda: not a.pinned_bytes())
+        await eventually(lambda: a.transport.revoked)
+        if leaves:
+            assert a.pinned_bytes() == 6 * PAGE_BYTES
+            a.loans.ticket_ended(bytes(16))
+            assert a.pinned_bytes() == 6 * PAGE_BYTES, "that was another ticket"
+            a.loans.ticket_ended(a.transport.revoked[0])
+        assert not a.pinned_bytes()
+        assert not a.node.processes

@@ -1,0 +1,204 @@
+"""Nodes of one cluster as real processes on this machine, and clients of theirs."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client.space import Space
+from kvstore.client.store import KVStore
+from kvstore.page import PrefixKeys
+from kvstore.server import client
+from tests.conftest import Process, Spawn, wait_for
+from tests.faults import content
+
+READY = r"kvstore-server ready: socket (\S+) .*\badmin (unix://\S+)"
+JOIN_WAIT_S = 30.0
+CLEAN_WAIT_S = 10.0
+CAPACITY_BYTES = 64 << 20
+PEERS_PORT, PAGES_PORT = 7400, 7401
+_places = count(1)
+
+
+def _next_host() -> str:
+    """A loopback address that no other test uses, so that the ports can be the same always."""
+    number = os.getpid() * 256 + next(_places)
+    return f"127.{64 + (number >> 16) % 64}.{(number >> 8) & 255}.{number & 255}"
+
+
+class ClusterNode:
+    """One ``kvstore-server`` in a cluster.
+
+    Attributes:
+        name: its name.
+        host: its address; a restarted node has the same one.
+    """
+
+    def __init__(self, name: str, spawn: Spawn, folder: Path) -> None:
+        self.name = name
+        self.host = _next_host()
+        self._spawn = spawn
+        self._folder = folder
+        self._program: list[str] = []
+        self._process: Process | None = None
+
+    @property
+    def entry(self) -> str:
+        """Its entry in ``cluster.nodes``."""
+        return f"{self.name}={self.host}:{PEERS_PORT}"
+
+    def start(self, nodes: "list[ClusterNode]", **changed: object) -> None:
+        """Start it, with settings ``section__key=value``."""
+        settings: dict[str, object] = {
+            "node__name": self.name, "socket__path": self._folder / f"{self.name}.sock",
+            "http__port": 0, "host__capacity_bytes": CAPACITY_BYTES,
+            "host__extent_bytes": 16 << 20, "host__prefault": "false", "events__endpoint": "",
+            "events__replay_endpoint": "", "cluster__name": "blue",
+            "cluster__listen": f"{self.host}:{PEERS_PORT}",
+            "cluster__transfer_listen": f"{self.host}:{PAGES_PORT}",
+            "cluster__nodes": json.dumps([one.entry for one in nodes]),
+            "cluster__index_pages_max": 10_000, "debug__check_every_step": "true", **changed,
+        }  # fmt: skip
+        flags = [
+            part
+            for key, value in settings.items()
+            for part in ("--set", f"{key.replace('__', '.')}={value}")
+        ]
+        self._program = [sys.executable, "-m", "kvstore.server.daemon", *flags]
+        self.restart()
+
+    def restart(self) -> None:
+        """Start it as it was started before."""
+        self._process = self._spawn(self._program, ready=READY)
+
+    @property
+    def process(self) -> Process:
+        """Its process."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def address(self) -> str:
+        """Its socket."""
+        return self.process.ready.group(1)
+
+    def stats(self) -> dict[str, Any]:
+        """Its ``/v1/stats``."""
+        status, body = client.send(
+            self.process.ready.group(2), "GET", "/v1/stats", timeout_s=JOIN_WAIT_S
+        )
+        assert status == 200, body
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def reaches(self, other: "ClusterNode") -> bool:
+        """Whether it has a session with another node, and follows its events."""
+        cluster = self.stats()["cluster"]
+        follows = cluster["directory"]["peers"].get(other.name, {"current": False})
+        return bool(cluster["peers"][other.name]["up"] and follows["current"])
+
+    def knows(self, other: "ClusterNode", pages: int) -> None:
+        """Wait until its directory has so many pages of another node, summed over shards."""
+
+        def known() -> int:
+            told = self.stats()["cluster"]["directory"]["peers"].get(other.name, {"pages": {}})
+            return sum(told["pages"].values())
+
+        if not wait_for(lambda: known() == pages, JOIN_WAIT_S):
+            pytest.fail(f"{self.name} knows of {known()} pages of {other.name}, not {pages}")
+
+    def held(self) -> dict[str, Any]:
+        """What it holds for others now; empty when that is nothing."""
+        stats = self.stats()
+        held = {name: stats["host"][f"{name}_bytes"] for name in ("writing", "pinned", "limbo")}
+        held |= {name: stats[name] for name in ("leases", "puts", "waiting_requests")}
+        held |= {name: stats["remote"][name] for name in ("jobs", "unsettled_jobs", "locating")}
+        held["in_flight"] = stats["remote"]["in_flight_bytes"]
+        held["transfers"] = stats["cluster"]["transfers"]
+        held["loans"] = stats["cluster"]["service"]["loans"]["open"]
+        return {name: value for name, value in held.items() if value}
+
+
+class ClusterScene:
+    """The nodes and clients of one test."""
+
+    def __init__(self, spawn: Spawn, folder: Path) -> None:
+        self._spawn = spawn
+        self._folder = folder
+        self._stores: list[KVStore] = []
+        self.nodes: list[ClusterNode] = []
+
+    def add(self, *names: str) -> list[ClusterNode]:
+        """Nodes that are not started yet."""
+        made = [ClusterNode(name, self._spawn, self._folder) for name in names]
+        self.nodes += made
+        return made
+
+    def start(self, *names: str, **changed: object) -> list[ClusterNode]:
+        """Nodes that have found each other."""
+        made = self.add(*names)
+        for node in made:
+            node.start(made, **changed)
+        self.meet(*made)
+        return made
+
+    def meet(self, *nodes: ClusterNode) -> None:
+        """Wait until nodes have found each other."""
+        for one in nodes:
+            for other in nodes:
+                if one is not other and not wait_for(lambda: one.reaches(other), JOIN_WAIT_S):  # noqa: B023
+                    pytest.fail(f"{one.name} does not reach {other.name}: {one.stats()['cluster']}")
+
+    def connect(self, node: ClusterNode, timeout_s: float = 5.0) -> KVStore:
+        """A client of a node."""
+        store = KVStore.connect(node.address, name="test", timeout_s=timeout_s)
+        self._stores.append(store)
+        return store
+
+    def space(self, node: ClusterNode, timeout_s: float = 5.0) -> Space:
+        """The space of :mod:`tests.faults.content` at a node."""
+        return content.open_space(self.connect(node, timeout_s))
+
+    def end(self) -> None:
+        """All clients leave; then no node holds anything, and none has failed."""
+        for store in self._stores:
+            store.close()
+        for node in self.nodes:
+            if node.process.returncode is not None:
+                continue
+            if not wait_for(lambda: not node.held(), CLEAN_WAIT_S):  # noqa: B023
+                pytest.fail(f"{node.name} still holds {node.held()}", pytrace=False)
+            assert "Traceback" not in node.process.stderr, node.process.report()
+
+
+@pytest.fixture
+def scene(spawn: Spawn, tmp_path: Path) -> Iterator[ClusterScene]:
+    """Nodes and clients, and the check that ends the test."""
+    made = ClusterScene(spawn, tmp_path)
+    yield made
+    made.end()
+
+
+Fetched = Callable[..., list[bytes]]
+
+
+def found_at_peers(space: Space, keys: PrefixKeys) -> int:
+    """How many pages a lookup finds here, after other nodes were asked."""
+    return space.lookup(keys, wait_s=2.0).pages
+
+
+def fetch(space: Space, keys: PrefixKeys, shard: int = 0) -> int:
+    """Bring pages of other nodes here; returns how many are here then."""
+    space.lookup(keys, [shard], wait_s=2.0)
+    return space.prefetch(keys, shard).result(10.0)
+
+
+def read(space: Space, keys: PrefixKeys, shard: int = 0) -> list[bytes]:
+    """The bytes of the pages that are here."""
+    with space.get(keys, shard=shard) as views:
+        return [bytes(one) for one in views.arrays]
