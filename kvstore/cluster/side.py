@@ -67,7 +67,7 @@ class SlotMemory(Protocol):
         """Whether an extent's memory is still being created."""
 
 
-class Link(Protocol):
+class FetchLink(Protocol):
     """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
 
     def fetch(self, job: PeerFetch) -> None:
@@ -83,12 +83,20 @@ class Link(Protocol):
         """State and counts, as plain values."""
 
 
-def _later(delay_s: float, call: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    if delay_s:
-        loop.call_later(delay_s, call)
-    else:
-        loop.call_soon(call)
+class LoopTime:
+    """The time of the running loop."""
+
+    def now_ns(self) -> int:
+        """Monotonic time in nanoseconds."""
+        return monotonic_ns()
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Make a call after so many seconds, in a turn of its own."""
+        loop = asyncio.get_running_loop()
+        if delay_s:
+            loop.call_later(delay_s, call)
+        else:
+            loop.call_soon(call)
 
 
 class Peers:
@@ -102,15 +110,13 @@ class Peers:
         transports: the preferred one first; they are closed by their owner.
         directory: says who has which pages.
         ticket_ended: a ticket for peers that was revoked is not in use any more.
-        clock: monotonic time in nanoseconds.
-        later: makes a call after so many seconds, in a turn of its own.
+        time: of the loop; None = the running one.
     """
 
     def __init__(
         self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
         memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
-        ticket_ended: Callable[[bytes], None], clock: Callable[[], int] = monotonic_ns,
-        later: Callable[[float, Callable[[], None]], None] = _later,
+        ticket_ended: Callable[[bytes], None], time: LoopTime | None = None,
     ) -> None:  # fmt: skip
         self._desk = desk
         self._take = take
@@ -119,11 +125,10 @@ class Peers:
         self._transports = {one.name: one for one in transports}
         self._directory = directory
         self._ticket_ended = ticket_ended
-        self._clock = clock
-        self._later = later
-        self._links: dict[str, Link] = {}
+        self._time = time or LoopTime()
+        self._links: dict[str, FetchLink] = {}
         #: Fetch whose transfer is not settled → its link and transport.
-        self._reading: dict[int, tuple[Link, Transport]] = {}
+        self._reading: dict[int, tuple[FetchLink, Transport]] = {}
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
@@ -156,7 +161,7 @@ class Peers:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
 
-    def add(self, peer: str, link: Link) -> None:
+    def add(self, peer: str, link: FetchLink) -> None:
         """Fetches from this node go over this link from now on."""
         self._links[peer] = link
 
@@ -184,7 +189,7 @@ class Peers:
     # ---- what sessions decide ---------------------------------------------------------------
 
     def carry(
-        self, link: Link, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
+        self, link: FetchLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
     ) -> None:
         """Carry out what the session of a link has decided about a fetch."""
         match effect:
@@ -201,7 +206,7 @@ class Peers:
             case SlotsSettled(job):
                 self._complete(partial(self._desk.peer_settled, job))
 
-    def _start(self, link: Link, start: StartTransfer) -> None:
+    def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
         self._reading[job] = link, self._transports[start.transport]
         self._without_memory.add(job)
@@ -215,8 +220,8 @@ class Peers:
         pages = len(start.lent.digests) // DIGEST_BYTES
         places = [self._slots.address(slot) for slot in start.fetch.slots[:pages]]
         missing = any(self._memory.pending(extent) for extent, _, _ in places)
-        if missing and self._clock() < start.deadline_ns:
-            self._later(MEMORY_POLL_S, partial(self._read, start))
+        if missing and self._time.now_ns() < start.deadline_ns:
+            self._time.later(MEMORY_POLL_S, partial(self._read, start))
             return
         self._without_memory.remove(job)
         if missing:
@@ -229,7 +234,7 @@ class Peers:
 
     def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
         end = TransferEnd(job, bytes(pages), error, settled=True)
-        self._later(0.0, partial(self._transfer_ended, end))
+        self._time.later(0.0, partial(self._transfer_ended, end))
 
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
@@ -283,7 +288,7 @@ class Peers:
         """Tell the desk in a later turn, because it may be carrying out decisions now."""
         self._completions.append(completion)
         if len(self._completions) == 1:
-            self._later(0.0, self._tell)
+            self._time.later(0.0, self._tell)
 
     def _tell(self) -> None:
         told, self._completions = self._completions, deque()

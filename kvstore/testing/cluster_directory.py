@@ -11,7 +11,7 @@ from kvstore.state.ask.inventory import walk
 from kvstore.state.remote.jobs import Holding, Locate
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
-from kvstore.testing.cluster_wires import Circuit, End, Turn, Wires
+from kvstore.testing.cluster_wires import Circuit, CircuitEnd, Turn, Wires
 from kvstore.testing.timeline import Timeline
 
 Where = tuple[str, str, bytes]
@@ -92,8 +92,8 @@ class SimulatedDirectory:
             events.left(circuit)
 
         circuit = wires.connect(
-            End(peer, turn, lambda _: None, left),
-            End(node, self._turn, lambda told: self._hear(peer, told), closed),
+            CircuitEnd(peer, turn, lambda _: None, left),
+            CircuitEnd(node, self._turn, lambda told: self._hear(peer, told), closed),
         )
         turn(lambda: events.accept(circuit))
 

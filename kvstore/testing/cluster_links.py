@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvstore import wire
 from kvstore.cluster.session import CloseLink, PeerSession, Send
-from kvstore.cluster.side import Link, Peers
+from kvstore.cluster.side import FetchLink, Peers
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.testing.cluster_serving import Later
 from kvstore.testing.cluster_wires import Circuit
@@ -17,7 +17,7 @@ Dial = Callable[["SimulatedLink"], Circuit | None]
 """Connects a link, as end 0; None = nobody is there."""
 
 
-class SimulatedLink(Link):
+class SimulatedLink(FetchLink):
     """Keeps a session with one other node up, while its own node lives.
 
     Args:
@@ -78,22 +78,22 @@ class SimulatedLink(Link):
             self.closed(circuit)
 
     def fetch(self, job: PeerFetch) -> None:
-        """See :class:`kvstore.cluster.side.Link`."""
+        """See :class:`kvstore.cluster.side.FetchLink`."""
         self.session.fetch(job, self._clock())
         self._carry_out()
 
     def transfer_ended(self, end: TransferEnd) -> None:
-        """See :class:`kvstore.cluster.side.Link`."""
+        """See :class:`kvstore.cluster.side.FetchLink`."""
         self.session.transfer_ended(end)
         self._carry_out()
 
     def transfer_settled(self, job: int) -> None:
-        """See :class:`kvstore.cluster.side.Link`."""
+        """See :class:`kvstore.cluster.side.FetchLink`."""
         self.session.transfer_settled(job)
         self._carry_out()
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`kvstore.cluster.side.Link`."""
+        """See :class:`kvstore.cluster.side.FetchLink`."""
         return {"up": self.session.up, "fetches": self.session.fetches}
 
     def _carry_out(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.session import PeerSession
-from kvstore.cluster.side import Peers
+from kvstore.cluster.side import LoopTime, Peers
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -22,7 +22,7 @@ from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing.cluster_directory import SimulatedDirectory, SimulatedPublication, held_pages
 from kvstore.testing.cluster_links import SimulatedLink
 from kvstore.testing.cluster_serving import SimulatedLoans, SimulatedService
-from kvstore.testing.cluster_wires import Circuit, End, Wires
+from kvstore.testing.cluster_wires import Circuit, CircuitEnd, Wires
 from kvstore.testing.followers import KnownPages
 from kvstore.testing.slowtier import SimulatedTier
 from kvstore.testing.timeline import EXTENT_BYTES, PAGE_BYTES, Timeline, page_content
@@ -112,6 +112,22 @@ class ClusterMemory:
         made = self.extents[number] = bytearray(EXTENT_BYTES)
         self._kept.append(made)
         self._addresses[number] = np.frombuffer(made, dtype=np.uint8).ctypes.data
+
+
+class _TimeOfNode(LoopTime):
+    """The time of one life."""
+
+    def __init__(self, time: Timeline, later: Callable[[int, Callable[[], None]], None]) -> None:
+        self._time = time
+        self._make_later = later
+
+    def now_ns(self) -> int:
+        """See :meth:`kvstore.cluster.side.LoopTime.now_ns`."""
+        return self._time.now_ns
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """See :meth:`kvstore.cluster.side.LoopTime.later`."""
+        self._make_later(round(delay_s * 1e9) + 1, call)
 
 
 class _StoppableDesk(Desk):
@@ -230,7 +246,7 @@ class ClusterNode:
         self._coming.clear()
         desk.peers = self.peers = Peers(
             self, self._take, slots, self.memory, [transport], self.directory, lambda _: None,
-            lambda: time.now_ns, lambda delay_s, call: self.later(round(delay_s * 1e9) + 1, call),
+            _TimeOfNode(time, self.later),
         )  # fmt: skip
         self.links = {}
         for other in others:
@@ -378,9 +394,9 @@ class ClusterNode:
             return None
         served, service = other.service.accept(), other.service
         circuit = self._wires.connect(
-            End(self.name, self.turns(), lambda frame: link.receive(circuit, frame),
+            CircuitEnd(self.name, self.turns(), lambda frame: link.receive(circuit, frame),
                 lambda: link.closed(circuit)),
-            End(other.name, other.turns(), lambda frame: service.receive(served, frame),
+            CircuitEnd(other.name, other.turns(), lambda frame: service.receive(served, frame),
                 lambda: service.lost(served)),
         )  # fmt: skip
         served.circuit = circuit

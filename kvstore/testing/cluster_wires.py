@@ -15,7 +15,7 @@ Turn = Callable[[Callable[[], object]], None]
 
 
 @dataclass(frozen=True)
-class End:
+class CircuitEnd:
     """One end of a connection.
 
     Attributes:
@@ -39,7 +39,7 @@ class Circuit:
         lag_ns: what messages take longer than usual.
     """
 
-    def __init__(self, wires: "Wires", ends: tuple[End, End]) -> None:
+    def __init__(self, wires: "Wires", ends: tuple[CircuitEnd, CircuitEnd]) -> None:
         self.ends = ends
         self.lag_ns = 0
         self._wires = wires
@@ -117,7 +117,7 @@ class Wires:
         self.cuts: set[frozenset[str]] = set()
         self._circuits: list[Circuit] = []
 
-    def connect(self, one: End, other: End) -> Circuit:
+    def connect(self, one: CircuitEnd, other: CircuitEnd) -> Circuit:
         """A new connection; its ends are numbered 0 and 1."""
         made = Circuit(self, (one, other))
         self._circuits.append(made)

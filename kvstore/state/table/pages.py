@@ -255,12 +255,9 @@ class PageTable(Residents):
             self.actions.append(action)
             self.story.tell("stored", first, put.shard, len(action.keys))
         ready = statuses.count(PageStatus.STORED)
-        if replica:
-            self.counts["peer_fetched_pages"] += ready
-            self.counts["peer_fetched_bytes"] += ready * page_bytes
-        else:
-            self.counts["stored_pages"] += ready
-            self.counts["stored_bytes"] += ready * page_bytes
+        came = "peer_fetched" if replica else "stored"
+        self.counts[f"{came}_pages"] += ready
+        self.counts[f"{came}_bytes"] += ready * page_bytes
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
