@@ -51,7 +51,7 @@ class Actor:
         mapped: extents it has mapped; it uses them even after its connection broke.
         watched: the node is notified when it ends.
         boot: boot id of the node that welcomed it.
-        seen: key and generation of the pages that it read last.
+        earlier: boot id of that node before it restarted; empty if it has not.
     """
 
     pid: int
@@ -61,7 +61,7 @@ class Actor:
     alive: bool = True
     watched: bool = True
     boot: bytes = b""
-    seen: list[tuple[bytes, int]] = field(default_factory=list)
+    earlier: bytes = b""
     mapped: dict[int, bytearray] = field(default_factory=dict)
     origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
     awaited: int = 0
@@ -153,20 +153,14 @@ class Engines:
         welcome = yield hello
         if not isinstance(welcome, wire.Welcome):
             return -1
-        earlier = process.boot
-        if welcome.boot != earlier:  # what it has mapped was memory of another boot
+        if welcome.boot != process.boot:  # what it has mapped was memory of another boot
             process.mapped.clear()
-            process.boot = welcome.boot
+            process.earlier, process.boot = process.boot, welcome.boot
         process.session = self.sessions[process.tenant] = welcome.session
         # A script does one thing at a time: no copy of an earlier connection is in progress.
         self._tell(process, wire.Settled(number))
         opened = yield wire.OpenSpace(0, identity, [_SHARD])
-        if not isinstance(opened, wire.SpaceOpened):
-            return -1
-        if earlier and welcome.boot != earlier:  # reports that come much too late
-            for key, generation in process.seen:
-                self._tell(process, wire.Corrupt(opened.space, 0, key, generation, earlier))
-        return opened.space
+        return opened.space if isinstance(opened, wire.SpaceOpened) else -1
 
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
@@ -210,8 +204,10 @@ class Engines:
         if not isinstance(leased, wire.Acquired):
             return
         places = self._map(process, leased.addresses)
-        generations = [generation for _, generation, _ in wire.unpack_addresses(leased.addresses)]
-        process.seen = list(zip(keys, generations, strict=False))
+        if process.earlier and leased.addresses and self._random.random() < 0.2:
+            # A report of the node's earlier boot, in which the generation happened to be the same.
+            _, generation, _ = wire.unpack_addresses(leased.addresses)[0]
+            self._tell(process, wire.Corrupt(space, 0, keys[0], generation, process.earlier))
         for key, place in zip(keys, places, strict=False):
             if place is None:
                 break
