@@ -18,7 +18,7 @@ SOAKS: Final[Mapping[str, str]] = {
     "link": "who runs next in a client that is cut off, closed and cut off again",
     "log": "whatever may lie in the directories of the SSD log",
     "mover": "random jobs on the native mover under sanitizers",
-    "simulation": "histories of many clients of one node, with faults and failing disks",
+    "simulation": "histories of one node, and of a cluster, with faults and failing disks",
     "socket": "whatever is sent to a node's socket, and to its state",
 }
 """What each of them looks for; the Makefile has a target for each."""

@@ -24,7 +24,6 @@ from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
-from kvstore.tier.host import HostMemory
 from kvstore.transport.base import (
     PageTransfer,
     Range,
@@ -58,6 +57,48 @@ class PeerDesk(Protocol):
         """Nothing writes into the slots of an ended PeerFetch any more."""
 
 
+class SlotMemory(Protocol):
+    """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
+
+    def address(self, number: int) -> int:
+        """Where an extent is mapped."""
+
+    def pending(self, number: int) -> bool:
+        """Whether an extent's memory is still being created."""
+
+
+class FetchLink(Protocol):
+    """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
+
+    def fetch(self, job: PeerFetch) -> None:
+        """Begin a fetch."""
+
+    def transfer_ended(self, end: TransferEnd) -> None:
+        """A transfer that the session has started has ended."""
+
+    def transfer_settled(self, job: int) -> None:
+        """A transfer that had ended before does not write any more."""
+
+    def stats(self) -> dict[str, Any]:
+        """State and counts, as plain values."""
+
+
+class LoopTime:
+    """The time of the running loop."""
+
+    def now_ns(self) -> int:
+        """Monotonic time in nanoseconds."""
+        return monotonic_ns()
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Make a call after so many seconds, in a turn of its own."""
+        loop = asyncio.get_running_loop()
+        if delay_s:
+            loop.call_later(delay_s, call)
+        else:
+            loop.call_soon(call)
+
+
 class Peers:
     """All other nodes, as the desk's peer side.
 
@@ -69,12 +110,13 @@ class Peers:
         transports: the preferred one first; they are closed by their owner.
         directory: says who has which pages.
         ticket_ended: a ticket for peers that was revoked is not in use any more.
+        time: of the loop; None = the running one.
     """
 
     def __init__(
         self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
-        memory: HostMemory, transports: Sequence[Transport], directory: Locating,
-        ticket_ended: Callable[[bytes], None],
+        memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
+        ticket_ended: Callable[[bytes], None], time: LoopTime | None = None,
     ) -> None:  # fmt: skip
         self._desk = desk
         self._take = take
@@ -83,9 +125,10 @@ class Peers:
         self._transports = {one.name: one for one in transports}
         self._directory = directory
         self._ticket_ended = ticket_ended
-        self._links: dict[str, PeerLink] = {}
+        self._time = time or LoopTime()
+        self._links: dict[str, FetchLink] = {}
         #: Fetch whose transfer is not settled → its link and transport.
-        self._reading: dict[int, tuple[PeerLink, Transport]] = {}
+        self._reading: dict[int, tuple[FetchLink, Transport]] = {}
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
@@ -102,19 +145,25 @@ class Peers:
         """
         loop = asyncio.get_running_loop()
         names = list(self._transports)
+        links: list[PeerLink] = []
         for peer, place in places.items():
             session = PeerSession(peer, local, names, place)
-            self._links[peer] = PeerLink(session, place, tls, self._carry)
+            links.append(PeerLink(session, place, tls, self.carry))
+            self.add(peer, links[-1])
         for transport in self._transports.values():
-            loop.add_reader(transport.fileno(), self._poll, transport)
+            loop.add_reader(transport.fileno(), self.poll, transport)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for link in self._links.values():
+                for link in links:
                     tasks.create_task(link.run())
                 await loop.create_future()  # without links, others may still read here
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
+
+    def add(self, peer: str, link: FetchLink) -> None:
+        """Fetches from this node go over this link from now on."""
+        self._links[peer] = link
 
     def flush(self) -> None:
         """Start the node's jobs; never blocks, and completes none of them at once."""
@@ -139,9 +188,10 @@ class Peers:
 
     # ---- what sessions decide ---------------------------------------------------------------
 
-    def _carry(
-        self, link: PeerLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
+    def carry(
+        self, link: FetchLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
     ) -> None:
+        """Carry out what the session of a link has decided about a fetch."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -156,7 +206,7 @@ class Peers:
             case SlotsSettled(job):
                 self._complete(partial(self._desk.peer_settled, job))
 
-    def _start(self, link: PeerLink, start: StartTransfer) -> None:
+    def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
         self._reading[job] = link, self._transports[start.transport]
         self._without_memory.add(job)
@@ -170,8 +220,8 @@ class Peers:
         pages = len(start.lent.digests) // DIGEST_BYTES
         places = [self._slots.address(slot) for slot in start.fetch.slots[:pages]]
         missing = any(self._memory.pending(extent) for extent, _, _ in places)
-        if missing and monotonic_ns() < start.deadline_ns:
-            asyncio.get_running_loop().call_later(MEMORY_POLL_S, self._read, start)
+        if missing and self._time.now_ns() < start.deadline_ns:
+            self._time.later(MEMORY_POLL_S, partial(self._read, start))
             return
         self._without_memory.remove(job)
         if missing:
@@ -184,7 +234,7 @@ class Peers:
 
     def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
         end = TransferEnd(job, bytes(pages), error, settled=True)
-        asyncio.get_running_loop().call_soon(self._transfer_ended, end)
+        self._time.later(0.0, partial(self._transfer_ended, end))
 
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
@@ -210,7 +260,8 @@ class Peers:
 
     # ---- completions ------------------------------------------------------------------------
 
-    def _poll(self, transport: Transport) -> None:
+    def poll(self, transport: Transport) -> None:
+        """Take what has happened to the transfers of a transport."""
         for event in transport.poll():
             match event:
                 case TransferEnd():
@@ -237,7 +288,7 @@ class Peers:
         """Tell the desk in a later turn, because it may be carrying out decisions now."""
         self._completions.append(completion)
         if len(self._completions) == 1:
-            asyncio.get_running_loop().call_soon(self._tell)
+            self._time.later(0.0, self._tell)
 
     def _tell(self) -> None:
         told, self._completions = self._completions, deque()

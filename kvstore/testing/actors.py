@@ -6,14 +6,24 @@ they read with those that follow from the page's key.
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from itertools import count
+from random import Random
 from typing import Final
 
 import numpy as np
 
-from kvstore import wire
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore import mover, wire
+from kvstore.page import (
+    CanonicalLayout,
+    PrefixKeys,
+    ShardSpec,
+    SpaceIdentity,
+    digest_seed,
+    page_keys,
+    page_seeds,
+)
 from kvstore.state.tree.actions import PageStatus
 from kvstore.testing.followers import page_token
 from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
@@ -40,6 +50,8 @@ class Actor:
         connection: number of the open connection; 0 = none.
         mapped: extents it has mapped; it uses them even after its connection broke.
         watched: the node is notified when it ends.
+        boot: boot id of the node that welcomed it.
+        earlier: boot id of that node before it restarted; empty if it has not.
     """
 
     pid: int
@@ -48,12 +60,37 @@ class Actor:
     connection: int = 0
     alive: bool = True
     watched: bool = True
+    boot: bytes = b""
+    earlier: bytes = b""
     mapped: dict[int, bytearray] = field(default_factory=dict)
     origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
     awaited: int = 0
     script: Script | None = None
     serial: int = 0
     names: "count[int]" = field(default_factory=lambda: count(1))
+
+
+def _sha256(_identity: SpaceIdentity, _key: bytes, content: bytes) -> bytes:
+    return sha256(content).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What engines do.
+
+    Attributes:
+        actions: one is chosen each time.
+        wait_ms: for how long reads may wait; one is chosen each time.
+        ttl_ms: lifetime of pages, 0 = unlimited; one is chosen each time.
+        pause_ns: longest pause between two actions.
+        digest: computes the digest of a page from its space, key and bytes.
+    """
+
+    actions: tuple[str, ...] = ("put", "put", "read", "read", "wait", "persist")
+    wait_ms: tuple[int, ...] = (0, WAIT_MS - 1)
+    ttl_ms: tuple[int, ...] = (0, 0, 5)
+    pause_ns: int = DELAY_NS_MAX
+    digest: Callable[[SpaceIdentity, bytes, bytes], bytes] = _sha256
 
 
 class Engines:
@@ -64,6 +101,8 @@ class Engines:
         extents: the node's memory, by number.
         connect: opens a connection of a process.
         tell: sends a message of a process that has no answer.
+        habits: what they do.
+        prompts: tenant → its prompts; None = others than those of any other node.
 
     Attributes:
         sessions: tenant → the latest session token of its engine.
@@ -72,6 +111,7 @@ class Engines:
     def __init__(
         self, time: Timeline, extents: dict[int, bytearray],
         connect: Callable[[Actor], int], tell: Callable[[Actor, wire.Request], None],
+        habits: Habits = Habits(), prompts: dict[str, list[PrefixKeys]] | None = None,
     ) -> None:  # fmt: skip
         self.sessions: dict[str, bytes] = {}
         self._time = time
@@ -81,21 +121,25 @@ class Engines:
         self._extents = extents
         self._connect_process = connect
         self._tell = tell
-        self._prompts = {tenant: self._make_prompts(tenant) for tenant in ("red", "blue")}
+        self._habits = habits
+        self._actions = {
+            "put": self._put, "read": self._read, "restore": self._restore, "wait": self._wait,
+            "persist": self._persist,
+        }  # fmt: skip
+        self._prompts = prompts if prompts is not None else make_prompts(time.random)
 
     def live(self, process: Actor) -> Script:
         """The script of a process, from its start; it never returns."""
-        identity = SpaceIdentity(tenant=process.tenant, model="m", kv_dtype="uint8", page_tokens=1)
+        identity = _identity(process.tenant)
         space = -1
         while True:
             if not process.connection:
                 space = yield from self._connect(process, identity)
                 continue
             keys = self._prompt(process.tenant)
-            actions = (self._put, self._put, self._read, self._read, self._wait, self._persist)
-            action = self._random.choice(actions)
+            action = self._actions[self._random.choice(self._habits.actions)]
             yield from action(process, space, keys)
-            yield self._random.randrange(DELAY_NS_MAX)
+            yield self._random.randrange(self._habits.pause_ns)
 
     def _connect(self, process: Actor, identity: SpaceIdentity) -> Generator[
         int | wire.Request, wire.Answer | None, int
@@ -109,6 +153,9 @@ class Engines:
         welcome = yield hello
         if not isinstance(welcome, wire.Welcome):
             return -1
+        if welcome.boot != process.boot:  # what it has mapped was memory of another boot
+            process.mapped.clear()
+            process.earlier, process.boot = process.boot, welcome.boot
         process.session = self.sessions[process.tenant] = welcome.session
         # A script does one thing at a time: no copy of an earlier connection is in progress.
         self._tell(process, wire.Settled(number))
@@ -117,6 +164,7 @@ class Engines:
 
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
+        identity = _identity(process.tenant)
         wait_ms = self._random.choice((0, WAIT_MS))
         tokens = b"".join(map(page_token, keys)) if put % 3 else b""
         granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", tokens, wait_ms)
@@ -138,11 +186,11 @@ class Engines:
                     memory[offset + start : offset + start + len(piece)] = piece
                     self._outcome.late_pieces += not process.connection
                 yield self._piece_ns()
-            digests += sha256(content).digest()[:16]
+            digests += self._habits.digest(identity, key, content)
         if self._random.random() < 0.1 or None in places:
             self._tell(process, wire.AbortPut(put))
             return
-        ttl_ms = self._random.choice((0, 0, 5))
+        ttl_ms = self._random.choice(self._habits.ttl_ms)
         commit = wire.CommitPut(0, put, digests, ttl_ms, self._random.random() < 0.1)
         committed = yield commit
         if isinstance(committed, wire.Committed):
@@ -151,11 +199,15 @@ class Engines:
     def _read(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         lease = next(process.names)
         lease_ms = self._random.randrange(1, LEASE_MS_MAX + 1)
-        wait_ms = self._random.choice((0, WAIT_MS - 1))
+        wait_ms = self._random.choice(self._habits.wait_ms)
         leased = yield wire.Acquire(0, lease, space, 0, keys.packed, lease_ms, wait_ms)
         if not isinstance(leased, wire.Acquired):
             return
         places = self._map(process, leased.addresses)
+        if process.earlier and leased.addresses and self._random.random() < 0.2:
+            # A report of the node's earlier boot, in which the generation happened to be the same.
+            _, generation, _ = wire.unpack_addresses(leased.addresses)[0]
+            self._tell(process, wire.Corrupt(space, 0, keys[0], generation, process.earlier))
         for key, place in zip(keys, places, strict=False):
             if place is None:
                 break
@@ -168,6 +220,13 @@ class Engines:
                 yield self._piece_ns()
             self._outcome.pages_read += 1
         self._tell(process, wire.Release(lease))
+
+    def _restore(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
+        """Look a prompt up, and read what is to be had of it, here or elsewhere."""
+        wait_ms = self._random.choice(self._habits.wait_ms)
+        found = yield wire.Lookup(0, space, [0], keys.packed, wait_ms)
+        if isinstance(found, wire.Found) and found.pages + found.pending + found.remote:
+            yield from self._read(process, space, keys)
 
     def _wait(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
         before_ns = self._time.now_ns
@@ -195,12 +254,29 @@ class Engines:
         slow = self._random.random() < self._faults.slowness
         return LEASE_MS_MAX * 1_500_000 if slow else self._random.randrange(300_000)
 
-    def _make_prompts(self, tenant: str) -> list[PrefixKeys]:
-        """Prompts that branch: common starts, many ends."""
-        common = [len(tenant), 1, 2]
-        ends = [[self._random.randrange(3) for _ in range(6)] for _ in range(6)]
-        return [page_keys(common + end, 1) for end in ends]
-
     def _prompt(self, tenant: str) -> PrefixKeys:
         keys = self._random.choice(self._prompts[tenant])
         return keys[: self._random.randrange(1, len(keys) + 1)]
+
+
+def make_prompts(random: Random, count: int = 6) -> dict[str, list[PrefixKeys]]:
+    """So many prompts of each tenant that branch: common starts, many ends."""
+    prompts: dict[str, list[PrefixKeys]] = {}
+    for tenant in ("red", "blue"):
+        common = [len(tenant), 1, 2]
+        ends = [[random.randrange(3) for _ in range(6)] for _ in range(count)]
+        prompts[tenant] = [page_keys(common + end, 1) for end in ends]
+    return prompts
+
+
+@cache
+def digest_of_page(identity: SpaceIdentity, key: bytes, content: bytes) -> bytes:
+    """The digest that a transport compares with."""
+    page = np.frombuffer(content, dtype=np.uint8)
+    seeds = page_seeds(key, digest_seed(identity, _SHARD))
+    places = np.array([page.ctypes.data], dtype=np.uint64)
+    return mover.digest(places, len(content), seeds).tobytes()
+
+
+def _identity(tenant: str) -> SpaceIdentity:
+    return SpaceIdentity(tenant=tenant, model="m", kv_dtype="uint8", page_tokens=1)

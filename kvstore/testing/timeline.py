@@ -50,6 +50,12 @@ class SimulationOutcome:
     pages_persisted: int = 0
     pages_checked: int = 0
     extents_retired: int = 0
+    pages_fetched: int = 0
+    fetches_failed: int = 0
+    fetches_unsettled: int = 0
+    nodes_killed: int = 0
+    nodes_stopped: int = 0
+    partitions: int = 0
 
 
 class Timeline:

@@ -1,0 +1,220 @@
+"""What a simulated node shows to others: their sessions with it, and its loans to them.
+
+The sessions are the product's. Loans stand in for :class:`kvstore.server.loans.Loans`, which needs
+a loop and a thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Final, cast
+
+from kvstore import wire
+from kvstore.cluster.greeting import LocalNode
+from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.node.desk import Desk
+from kvstore.server.frames import FrameConnection
+from kvstore.server.loans import LentPages, Loan, Loans
+from kvstore.server.served import ServedPeer
+from kvstore.state.tree.sessions import Peer
+from kvstore.testing.cluster_wires import Circuit
+from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
+from kvstore.tier.vectored import memory_at
+from kvstore.transport.base import TICKET_BYTES, Range, Transport
+
+CHECK_NS_MAX: Final = 5_000_000
+"""Longest time of checking a reported page."""
+_FIRST_IDENTITY: Final = -(1 << 40)
+
+Later = Callable[[int, Callable[[], None]], None]
+"""Makes a call after so many nanoseconds, in a turn of one life of a node."""
+
+
+class SimulatedLoans:
+    """All leases of other nodes; see :class:`kvstore.server.loans.Loans`.
+
+    Attributes:
+        open: loans that have not been released.
+        counts: reports by outcome.
+        transports: the one of the simulation.
+    """
+
+    def __init__(
+        self, time: Timeline, later: Later, transport: Transport, address: Callable[[int], int]
+    ) -> None:
+        self.open: set[Loan] = set()
+        self.counts: Counter[str] = Counter()
+        self.transports: Sequence[Transport] = [transport]
+        self._time = time
+        self._later = later
+        self._address = address
+
+    def add(self, pages: LentPages, lease_ms: int, release: Callable[[], None]) -> Loan:
+        """Open leased pages to the transport."""
+        size = pages.page_bytes
+        ranges = [
+            (Range(extent, generation, offset, size), self._address(extent) + offset)
+            for extent, generation, offset in pages.addresses
+        ]
+        loan = Loan(pages, self._time.random.randbytes(TICKET_BYTES), release)
+        open_ns = lease_ms * 750_000  # so that a read can be broken off before the lease ends
+        for transport in self.transports:
+            transport.grant(loan.ticket, ranges, self._time.now_ns + open_ns)
+        self._later(open_ns, lambda: self.end(loan))
+        self.open.add(loan)
+        return loan
+
+    def end(self, loan: Loan, *, at_once: bool = False) -> None:
+        """Close the ticket, and release the lease after the checks of its pages."""
+        if not loan.ended:
+            loan.ended = True
+            for transport in self.transports:
+                transport.revoke(loan.ticket)
+            if self._time.random.random() < 0.3:  # a read that is being broken off
+                loan.transfers = 1
+                self._later(self._time.random.randrange(CHECK_NS_MAX), lambda: self._broken(loan))
+        if at_once:
+            for check in list(loan.checks):
+                check.cancel()
+            loan.checks.clear()
+        self._release(loan)
+
+    def _broken(self, loan: Loan) -> None:
+        loan.transfers = 0
+        self._release(loan)
+
+    def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], None]) -> None:
+        """Check a reported page; ``confirmed`` is called if its bytes are wrong here too."""
+        position = loan.pages.position(report)
+        if position < 0 or position in loan.checked:
+            return
+        loan.checked.add(position)
+        check: Future[bool] = Future()
+        loan.checks.add(check)
+        delay_ns = self._time.random.randrange(CHECK_NS_MAX)
+        self._later(delay_ns, lambda: self._check(loan, position, check, confirmed))
+
+    def _check(
+        self, loan: Loan, position: int, check: "Future[bool]", confirmed: Callable[[], None]
+    ) -> None:
+        loan.checks.discard(check)
+        if not check.cancelled():
+            extent, _, offset = loan.pages.addresses[position]
+            key = loan.pages.keys[position * 32 : (position + 1) * 32]
+            wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(key)
+            self.counts["reports_true" if wrong else "reports_false"] += 1
+            if wrong:
+                confirmed()
+        self._release(loan)
+
+    def _release(self, loan: Loan) -> None:
+        running = any(not check.cancelled() for check in loan.checks)
+        if loan.ended and not running and not loan.transfers and loan in self.open:
+            self.open.remove(loan)
+            loan.release()
+
+
+class ServedCircuit:
+    """The serving end of a connection; stands for a ``FrameConnection``.
+
+    Attributes:
+        circuit: the connection, of which this is end 1.
+        number: names it.
+        peer: as the desk knows it.
+        node: name of the other node; empty before its hello.
+    """
+
+    def __init__(self, number: int, lost: Callable[["ServedCircuit"], None]) -> None:
+        self.circuit: Circuit | None = None
+        self.number = number
+        self.peer = Peer(_FIRST_IDENTITY - number, watched=False, remote=True)
+        self.node = ""
+        self._lost = lost
+
+    def answer(self, answer: wire.Answer) -> None:
+        """Send an answer."""
+        assert self.circuit is not None
+        self.circuit.send(0, wire.encode(answer))
+
+    def cut(self) -> None:
+        """Close the connection."""
+        assert self.circuit is not None
+        self.circuit.close(1)
+        self._lost(self)
+
+
+class SimulatedService:
+    """The peer service of one life of a node; see :class:`kvstore.server.peers.PeerService`.
+
+    Args:
+        local: the node, as it introduces itself.
+        desk: of the node.
+        loans: lends pages.
+        later: of the node.
+        endpoint: of its transport.
+        known: names of the nodes of the cluster.
+    """
+
+    def __init__(
+        self, local: LocalNode, desk: Desk, loans: SimulatedLoans, later: Later, endpoint: str,
+        known: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._local = local
+        self._desk = desk
+        self._loans = loans
+        self._later = later
+        self._endpoint = endpoint
+        self._known = known
+        self._numbers = count(1)
+        self._served: dict[int, ServedPeer] = {}
+
+    def accept(self) -> ServedCircuit:
+        """A connection comes; its circuit is set by the caller."""
+        return ServedCircuit(
+            next(self._numbers), lambda served: self._later(0, lambda: self.lost(served))
+        )
+
+    def receive(self, served: ServedCircuit, frame: bytes) -> None:
+        """Process one message."""
+        for body in wire.FrameReader().feed(frame):
+            request = wire.decode_request(body)
+            if not served.node:
+                self._greet(served, request)
+                continue
+            session = self._served.get(served.number)
+            if session is None:
+                continue  # a newer connection of its node has taken its place
+            try:
+                session.receive(request)
+            except ProtocolError as error:
+                number = getattr(request, "id", 0)
+                served.answer(wire.Failure(number, error.code, str(error)))
+                served.cut()
+
+    def lost(self, served: ServedCircuit) -> None:
+        """A connection is gone."""
+        session = self._served.pop(served.number, None)
+        if session is not None:
+            session.lost()
+
+    def _greet(self, served: ServedCircuit, hello: wire.Request) -> None:
+        try:
+            if not isinstance(hello, wire.PeerHello):
+                raise ProtocolError(f"{type(hello).__name__} before PeerHello")
+            self._local.admit(hello, self._known.__contains__)
+        except KVStoreError as error:
+            served.answer(wire.Failure(1, error.code, str(error)))
+            served.cut()
+            return
+        for older in list(self._served.values()):
+            if older.node == hello.node:
+                older.connection.cut()
+                self.lost(cast("ServedCircuit", older.connection))
+        served.node = hello.node
+        self._served[served.number] = ServedPeer(
+            cast("FrameConnection", served), hello.node, self._desk, cast("Loans", self._loans)
+        )
+        local, major, minor = self._local, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
+        transports = {transport.name: self._endpoint for transport in self._loans.transports}
+        served.answer(wire.PeerWelcome(hello.id, major, minor, local.name, local.boot, transports))
