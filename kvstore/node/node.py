@@ -364,10 +364,11 @@ class Node:
         try:
             if isinstance(request, wire.Acquire):
                 waits = now_ns < waiter.deadline_ns
-                fetch = waiter.awaited if isinstance(waiter.awaited, Fetch) else None
                 answer, awaited = self._requests.acquire_again(
-                    process, request, now_ns, fetch, waits=waits
+                    process, request, now_ns, waiter.awaited, waits=waits
                 )
+            elif isinstance(request, wire.Lookup):
+                answer, awaited = self._requests.lookup(process, request, waiter.awaited)
             elif isinstance(waiter.awaited, Durable):
                 answer = acknowledge(request, waiter.awaited)
             else:

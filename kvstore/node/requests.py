@@ -85,8 +85,12 @@ class Requests:
 
     # ---- reading ----------------------------------------------------------------------------
 
-    def lookup(self, process: Process, request: wire.Lookup) -> Outcome:
-        """Look up the longest prefix; a better answer waits for its first pending page."""
+    def lookup(self, process: Process, request: wire.Lookup, awaited: Hashable = None) -> Outcome:
+        """Look up the longest prefix; a better answer waits for its first pending page.
+
+        ``awaited``: what it has waited for.
+        """
+        answer = awaited if isinstance(awaited, LocatedChain) else None
         space = self._space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
@@ -94,7 +98,7 @@ class Requests:
         table = self._pages
         pages, pending = table.lookup(space, request.shards, request.keys)
         on_disk = 0
-        awaited: Hashable = None
+        awaited = None
         if table.disk is not None:
             on_disk = table.on_disk(space, request.shards, request.keys, pages)
         if pending:
@@ -105,7 +109,9 @@ class Requests:
         remote, remote_s, missing = 0, 0.0, len(request.keys) // KEY_BYTES - pages
         if missing > pending:
             promise = Holding(request.holder, request.held) if request.holder else None
-            further = self.remote.further(space, request.shards, request.keys, pages, promise)
+            further = self.remote.further(
+                space, request.shards, request.keys, pages, promise, answer
+            )
             if isinstance(further, LocatedChain):
                 pending, awaited = missing, further
             else:
@@ -114,11 +120,12 @@ class Requests:
 
     def acquire(
         self, process: Process, request: wire.Acquire, now_ns: int, *, waits: bool,
-        earlier: Fetch | None = None,
+        earlier: Fetch | None = None, answer: LocatedChain | None = None,
     ) -> Outcome:  # fmt: skip
         """Lease the part of the run in memory; if it may wait, the others are brought there first.
 
-        Those on disk are loaded, and those that follow them are read from peers.
+        Those on disk are loaded, and those that follow them are read from peers. ``answer``: of the
+        directory, for which it has waited.
         """
         space = self._space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
@@ -142,8 +149,9 @@ class Requests:
         further: Span | None = None
         if remote is not None:
             found = remote.want(
-                space, shard, request.keys, ready, asks=earlier is None, begins=request.begins
-            )
+                space, shard, request.keys, ready, asks=earlier is None, begins=request.begins,
+                answer=answer,
+            )  # fmt: skip
             if isinstance(found, LocatedChain):
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
@@ -180,12 +188,14 @@ class Requests:
         return fetch, full
 
     def acquire_again(
-        self, process: Process, request: wire.Acquire, now_ns: int, fetch: Fetch | None, *,
+        self, process: Process, request: wire.Acquire, now_ns: int, awaited: Hashable, *,
         waits: bool,
     ) -> Outcome:  # fmt: skip
         """Continue loading missing pages; loaded ones stay in memory meanwhile."""
+        fetch = awaited if isinstance(awaited, Fetch) else None
+        answer = awaited if isinstance(awaited, LocatedChain) else None
         try:
-            return self.acquire(process, request, now_ns, waits=waits, earlier=fetch)
+            return self.acquire(process, request, now_ns, waits=waits, earlier=fetch, answer=answer)
         finally:
             if fetch is not None:
                 self._pages.end_fetch(process, fetch)

@@ -5,8 +5,8 @@ import pytest
 from kvstore import wire
 from kvstore.state.remote import located
 from kvstore.state.remote.jobs import Holding
-from tests.node.remote_world import RemoteWorld, leased
-from tests.state.world import FULL, chain
+from tests.node.remote_world import LEASE_MS, RemoteWorld, leased
+from tests.state.world import FULL, FULL_2, chain, identity
 
 
 @pytest.fixture
@@ -140,4 +140,70 @@ def test_no_name_of_a_holder_is_refused(world, engine, holder, held):
     answer = world.lookup(engine, "ab", holder=holder, held=held)
     assert isinstance(answer, wire.Failure)
     assert (answer.code, answer.field) == ("invalid_argument", "holder")
+    assert not len(world.remote.chains)
+
+
+def tell_all(world: RemoteWorld, pages: int) -> int:
+    """Answer questions, those that an answer leads to as well; how many rounds it took."""
+    for rounds in range(5):
+        if not world.locates:
+            return rounds
+        for number in list(world.locates):
+            del world.locates[number]
+            world.desk.located(number, [Holding("p", pages)])
+    return 5
+
+
+def test_two_lookups_that_begin_alike_do_not_replace_the_questions_of_each_other(world, engine):
+    other = world.engine()
+    assert world.lookup(engine, "abcd", wait_ms=60_000) is None
+    assert world.lookup(other, "abxy", wait_ms=60_000) is None
+    assert tell_all(world, 4) == 1
+    assert world.answer(engine).remote == world.answer(other).remote == 4
+
+
+def test_two_shards_of_a_prompt_are_asked_for_once_each():
+    world = RemoteWorld()
+    engines = [world.engine(), world.engine()]
+    for shard, engine in enumerate(engines):
+        assert world.lookup(engine, "abc", wait_ms=60_000, shards=(shard,)) is None
+    assert tell_all(world, 3) == 1
+    assert [world.answer(engine).remote for engine in engines] == [3, 3]
+
+
+def test_two_ranks_that_get_their_shards_of_a_prompt_ask_once_each():
+    world = RemoteWorld(shards=[FULL, FULL_2])
+    ranks = [world.engine(), world.engine()]
+    for shard, rank in enumerate(ranks):
+        keys = b"".join(chain("abc"))
+        asked = wire.Acquire(8, 1, 0, shard, keys, LEASE_MS, 10_000, begins=True)
+        assert world.ask(rank, asked) is None
+    assert tell_all(world, 3) == 1
+    world.end_all()
+    assert [leased(world.answer(rank)) for rank in ranks] == [3, 3]
+
+
+def test_what_lies_behind_the_longest_question_is_with_nobody(world, engine, monkeypatch):
+    monkeypatch.setattr(located, "LOCATE_KEYS_MAX", 4)
+    world.store(engine, "abcdef")
+    found = world.lookup(engine, "abcdefgh", wait_ms=60_000)
+    assert (found.pages, found.pending, found.remote) == (6, 0, 0)
+    assert not world.locates
+    found = world.lookup(engine, "abcdefgh", holder="p", held=8)
+    assert (found.pages, found.pending, found.remote) == (6, 0, 0)
+
+
+def test_a_question_whose_keys_a_later_one_had_can_be_forgotten(world, engine, monkeypatch):
+    opened = world.ask(engine, wire.OpenSpace(2, identity(model="other"), [FULL]))
+    assert world.lookup(engine, "abcd").pending == 4
+    assert world.lookup(engine, "axyz").pending == 4
+    first, second = world.locates
+    world.desk.located(second, [])
+    monkeypatch.setattr(located, "CHAINS_MAX", 2)
+    world.ask(engine, wire.Lookup(7, opened.space, [0], b"".join(chain("a"))))
+    world.check()
+
+    world.desk.located(first, [])
+    world.check()
+    world.go(located.LOCATE_NS + located.KEPT_NS)
     assert not len(world.remote.chains)

@@ -101,6 +101,18 @@ class Span(NamedTuple):
     start: int
     pages: int
 
+    def tells_all(self, left: int) -> bool:
+        """Whether an answer about the chain is one about the ``left`` pages of another as well."""
+        chain, end = self.chain, self.start + self.pages
+        if self.pages == left and (not chain.windowed or end * KEY_BYTES == len(chain.keys)):
+            return True
+        return not chain.asking and chain.most <= end  # nobody has more than they have in common
+
+    def agrees(self, promise: Holding, pages: int) -> bool:
+        """Whether it is known already that a peer has what it is said to have after ``pages``."""
+        known = self.chain.holdings.get(promise.peer, 0) - self.start
+        return min(known, self.pages) >= promise.pages - pages
+
 
 class LocatedChains:
     """All questions and answers of a node.
@@ -135,27 +147,37 @@ class LocatedChains:
         return len(self._asking)
 
     def find(
-        self, space: PrefixTree, mask: int, packed: bytes, at: int, oldest_ns: int
-    ) -> Span | None:
+        self, space: PrefixTree, mask: int, packed: bytes, at: int, oldest_ns: int,
+        answer: LocatedChain | None = None,
+    ) -> Span | None:  # fmt: skip
         """What is known of the page number ``at``, and those behind it, for all shards of a mask.
 
-        ``oldest_ns``: answers that came before do not count.
+        Args:
+            space: of the pages.
+            mask: bit i set = of shard i too.
+            packed: keys of a chain.
+            at: of these.
+            oldest_ns: answers that came before do not count.
+            answer: the one that is looked at, however old; None = the last that tells of the page.
         """
         key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-        chain = self._by_key.get(space.number, {}).get(key)
+        chain = answer or self._by_key.get(space.number, {}).get(key)
         if chain is None or mask & ~chain.mask or chain.space is not space:
             return None
-        if not chain.asking and chain.answered_ns < oldest_ns:
+        if answer is None and not chain.asking and chain.answered_ns < oldest_ns:
             return None
         start = _position(chain.keys, key, at)
-        return Span(chain, start, _alike(packed, at, chain.keys, start))
+        return Span(chain, start, _alike(packed, at, chain.keys, start)) if start >= 0 else None
 
     def ask(
         self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int
     ) -> LocatedChain | None:
-        """Ask who has this chain, of which page number ``at`` is missing here; None: too many."""
+        """Ask who has this chain, of which page number ``at`` is missing here.
+
+        None: there are too many questions, or it is longer than one may be.
+        """
         self.expire(now_ns)
-        if len(self._asking) >= ASKING_MAX:
+        if len(self._asking) >= ASKING_MAX or at >= LOCATE_KEYS_MAX:
             self._counts["locates_refused"] += 1
             return None
         made = self._begin(space, shards, packed, at, now_ns)
@@ -244,7 +266,8 @@ class LocatedChains:
 
     def _remember(self, chain: LocatedChain, end: int) -> None:
         keys = [chain.key(at) for at in range(max(chain.first, chain.end), end)]
-        self._by_key.setdefault(chain.space.number, {}).update(dict.fromkeys(keys, chain))
+        if keys:
+            self._by_key.setdefault(chain.space.number, {}).update(dict.fromkeys(keys, chain))
         chain.end = max(chain.end, end)
 
     def _make_room(self, keys: int) -> None:
@@ -258,21 +281,21 @@ class LocatedChains:
     def _forget(self, chain: LocatedChain) -> None:
         del self._chains[chain.number]
         self._keys -= len(chain.keys) // KEY_BYTES
-        known = self._by_key[chain.space.number]
+        known = self._by_key.get(chain.space.number, {})  # a later chain may have had all its keys
         for at in range(chain.first, chain.end):
             key = chain.key(at)
             if known.get(key) is chain:
                 del known[key]
         if not known:
-            del self._by_key[chain.space.number]
+            self._by_key.pop(chain.space.number, None)
 
 
 def _position(keys: bytes, key: PrefixKey, expected: int) -> int:
-    """Which of the keys one is; most requests begin where the chain does."""
+    """Which of the keys one is, -1 = none; most requests begin where the chain does."""
     if keys.startswith(key, expected * KEY_BYTES):
         return expected
     at = keys.find(key)
-    while at % KEY_BYTES:
+    while at > 0 and at % KEY_BYTES:
         at = keys.find(key, at + 1)
     return at // KEY_BYTES
 

@@ -102,7 +102,7 @@ class RemotePages:
 
     def further(
         self, space: PrefixTree, shards: list[int], packed: bytes, pages: int,
-        promise: Holding | None = None,
+        promise: Holding | None = None, answer: LocatedChain | None = None,
     ) -> LocatedChain | tuple[int, float]:  # fmt: skip
         """What peers have after the ``pages`` of a hit: a question under way, or pages and seconds.
 
@@ -112,18 +112,22 @@ class RemotePages:
             packed: keys of a chain, more than ``pages``.
             pages: of the hit here.
             promise: what a peer has, as far as the engine knows; the directory is not asked then.
+            answer: what the request has waited for; it does not ask a second time. Else two that
+                ask for the same page could replace each other's questions again and again.
         """
         mask = 0
         for shard in shards:
             mask |= 1 << shard
         now_ns, left = self._table.now_ns, len(packed) // KEY_BYTES - pages
-        span = self.chains.find(space, mask, packed, pages, now_ns - FRESH_NS)
+        span = self.chains.find(space, mask, packed, pages, now_ns - FRESH_NS, answer)
         if promise is not None and promise.pages > pages:
-            if span is None or span.chain.asking or not _agrees(span, promise, pages):
+            if span is None or span.chain.asking or not span.agrees(promise, pages):
                 span = self.chains.believe(space, shards, packed, pages, now_ns, promise)
-        elif span is not None and not _tells_all(span, left):
+        elif span is not None and answer is None and not span.tells_all(left):
             span = None
-        chain = span.chain if span else self.chains.ask(space, shards, packed, pages, now_ns)
+        chain = span.chain if span else None
+        if span is None and answer is None:
+            chain = self.chains.ask(space, shards, packed, pages, now_ns)
         if chain is None or chain.asking:
             return chain or (0, 0.0)
         assert span is not None
@@ -143,8 +147,9 @@ class RemotePages:
         return found, START_S + size / fastest
 
     def want(
-        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool, begins: bool
-    ) -> LocatedChain | Span | None:
+        self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, asks: bool, begins: bool,
+        answer: LocatedChain | None = None,
+    ) -> LocatedChain | Span | None:  # fmt: skip
         """What peers have of a run after its ``ready`` pages; None = nothing.
 
         Args:
@@ -155,10 +160,12 @@ class RemotePages:
             asks: a question may be asked first; it is returned while it has no answer. The page
                 before the first missing one has to be known for that.
             begins: there is none before the first one.
+            answer: what the request has waited for; see :meth:`further`.
         """
+        asks = asks and answer is None
         now_ns, may_ask = self._table.now_ns, asks and (ready > 0 or begins)
         oldest_ns = now_ns - (FRESH_NS if may_ask else KEPT_NS)
-        span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns)
+        span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns, answer)
         if span is None:
             return self.chains.ask(space, [shard], packed, ready, now_ns) if may_ask else None
         if span.chain.asking:
@@ -488,20 +495,6 @@ class RemotePages:
                 del known[key]
         if not known:
             self._by_key.pop(of, None)
-
-
-def _tells_all(span: Span, left: int) -> bool:
-    """Whether an answer about one chain is one about the ``left`` pages of another as well."""
-    chain, end = span.chain, span.start + span.pages
-    if span.pages == left and (not chain.windowed or end * KEY_BYTES == len(chain.keys)):
-        return True
-    return not chain.asking and chain.most <= end  # nobody has more than the two have in common
-
-
-def _agrees(span: Span, promise: Holding, pages: int) -> bool:
-    """Whether it is known already that a peer has what it is said to have after ``pages``."""
-    known = span.chain.holdings.get(promise.peer, 0) - span.start
-    return min(known, span.pages) >= promise.pages - pages
 
 
 def _present(chain: LocatedChain, shard: int, at: int) -> bool:
