@@ -3,6 +3,7 @@
 It has one line at the desk. Its session may open spaces of all tenants.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,9 +100,10 @@ class ServedPeer:
             raise InvalidArgument("id", f"{request.id} waits for its answer")
         if len(self._asked) >= ASKED_MAX:
             raise CapacityError(f"{ASKED_MAX} requests of this node wait for their answers")
-        if not isinstance(request, wire.OpenSpace):
-            self._space(request.space)
+        if isinstance(request, wire.Lookup):
+            self._refuse_unopened(request.space, request.shards)
         if isinstance(request, wire.Acquire):
+            self._refuse_unopened(request.space, [request.shard])
             waiting = (one for one in self._asked.values() if isinstance(one, wire.Acquire))
             if request.lease in self._leases or request.lease in {one.lease for one in waiting}:
                 raise InvalidArgument("lease", f"{request.lease} is in use")
@@ -113,6 +115,11 @@ class ServedPeer:
         if space is None:
             raise InvalidArgument("space", f"{number} is not open in this session")
         return space
+
+    def _refuse_unopened(self, space: int, shards: Sequence[int]) -> None:
+        """The node knows more shards of a space: those that others have open."""
+        if not set(shards) <= self._space(space).shards.keys():
+            raise InvalidArgument("shards", f"one is not open in space {space} of this session")
 
     def _report(self, report: wire.Corrupt) -> None:
         """Check a page of a lease; the node hears of it only if its bytes are wrong here."""

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore import wire
@@ -21,6 +22,7 @@ from tests.cluster.whole_node import (
     PAGE_BYTES,
     SCHEME,
     SHARD,
+    ByHand,
     WholeNode,
     context,
     local,
@@ -281,6 +283,28 @@ async def test_requests_that_cannot_be_right_are_refused_and_the_session_goes_on
         raw.send(wire.Release(1))
         await eventually(lambda: not made.node.pinned_bytes())
         assert not made.node.transport.tickets
+
+
+@in_loop
+async def test_pages_of_a_shard_that_was_not_opened_are_refused_though_an_engine_has_it_open():
+    async with scene() as made:
+        engine = ByHand(made.node, "default")
+        second = msgspec.structs.replace(SHARD, layers=(1, 2))
+        opened = engine.ask(wire.OpenSpace(0, IDENTITY, [SHARD, second]))
+        engine.ask(wire.BeginPut(0, 1, opened.space, opened.shards[1], KEYS.packed, b""))
+        engine.ask(wire.CommitPut(0, 1, bytes(16 * len(KEYS))))
+        raw = await made.connect()
+        space = (await raw.open()).space
+
+        shard = opened.shards[1]
+        assert (await raw.ask(wire.Acquire(0, 1, space, shard, KEYS.packed, 100))).field == "shards"
+        assert (await raw.ask(wire.Lookup(0, space, [0, shard], KEYS.packed))).field == "shards"
+
+        await raw.ask(wire.OpenSpace(0, IDENTITY, [second]))
+        lent = await raw.ask(wire.Acquire(0, 1, space, shard, KEYS.packed, 100))
+        assert isinstance(lent, wire.Lent)
+        raw.close()
+        made.node.desk.disconnect(engine.number, ended=True)
 
 
 @in_loop
