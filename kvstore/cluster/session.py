@@ -235,8 +235,9 @@ class PeerSession:
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``."""
         for fetch in list(self._fetches.values()):
-            if fetch.stage is not _Stage.UNSETTLED and now_ns >= fetch.job.deadline_ns:
-                self._overdue(fetch)
+            over = fetch.stage is _Stage.UNSETTLED or fetch.job.job not in self._fetches
+            if not over and now_ns >= fetch.job.deadline_ns:
+                self._overdue(fetch)  # may close the connection, which ends others
         if not self._connected:
             return
         if self._asked_ns:

@@ -231,3 +231,21 @@ def test_a_peer_that_never_answers_leases_is_given_up():
 
     assert only(talk.effects(), CloseLink).cause == "silent"
     assert not talk.session.up
+
+
+def test_a_peer_is_given_up_while_more_of_its_leases_are_late():
+    talk = Talk()
+    talk.session.fetch(job(1, 1_000 * MS), 2)
+    talk.session.received(wire.SpaceOpened(talk.sent()[0].id, 5, [3]), 2)
+    for number in range(LATE_MAX):
+        talk.session.fetch(job(10 + number, 2 * MS), 1 * MS)
+        talk.session.advance(2 * MS)
+    talk.effects()
+    last = [5_000, 5_001, 5_002]
+    for number in last:
+        talk.session.fetch(job(number, 3 * MS), 2 * MS)
+    talk.session.advance(3 * MS)
+
+    effects = talk.effects()
+    assert only(effects, CloseLink).cause == "silent"
+    assert [one.end.job for one in effects if isinstance(one, Ended)] == [5_000, 1, 5_001, 5_002]
