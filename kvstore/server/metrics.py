@@ -140,7 +140,7 @@ class _Snapshot:
             yield from _wear(ssd["wear"])
         if remote := stats["remote"]:
             yield from peer_series(remote)
-        if stats["cluster"]:
+        if stats.get("cluster"):
             yield from node_series(node_list(stats))
         if events := stats["events"]:
             yield from event_series(events)

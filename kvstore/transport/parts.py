@@ -19,7 +19,7 @@ _PARTS_PER_CONNECTION: Final = 2
 """More than one, so that a slow connection does less; each part costs a round trip."""
 
 
-class Part:
+class TransferPart:
     """Consecutive pages of a transfer that one connection carries.
 
     Attributes:
@@ -62,10 +62,10 @@ class UnderWay:
         self.cancelled = False
         self.good = bytearray(len(transfer.remote))
         self.error: KVStoreError | None = None
-        self.parts = [Part(self, *bounds) for bounds in _split(transfer, connections)]
+        self.parts = [TransferPart(self, *bounds) for bounds in _split(transfer, connections)]
         self._left = len(self.parts)
 
-    def end_part(self, part: Part, error: KVStoreError | None) -> bool:
+    def end_part(self, part: TransferPart, error: KVStoreError | None) -> bool:
         """Note that a part has ended; returns whether the whole transfer has."""
         assert part.of is self
         assert not part.ended, "a part ends once"

@@ -27,7 +27,7 @@ from kvstore.transport.frames import (
     pack_request,
     read_answer,
 )
-from kvstore.transport.parts import Part, UnderWay
+from kvstore.transport.parts import TransferPart, UnderWay
 from kvstore.transport.streams import DataStream, connect, host_and_port, receive_bytes
 
 CONNECTIONS: Final = 3
@@ -49,7 +49,7 @@ class _Lanes:
 
     def __init__(self, lock: threading.Lock) -> None:
         self.came = threading.Condition(lock)
-        self.waiting: deque[Part] = deque()
+        self.waiting: deque[TransferPart] = deque()
         self.threads = 0
         self.idle = 0
 
@@ -203,7 +203,7 @@ class PageReader:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _next(self, endpoint: str, lanes: _Lanes) -> Part | None:
+    def _next(self, endpoint: str, lanes: _Lanes) -> TransferPart | None:
         """Wait for the next part; None = none came, and this connection is not counted any more."""
         with self._lock:
             while not self._closed:
@@ -224,7 +224,7 @@ class PageReader:
         if not lanes.threads and self._lanes.get(endpoint) is lanes:
             del self._lanes[endpoint]
 
-    def _carry(self, part: Part, stream: DataStream | None) -> DataStream | None:
+    def _carry(self, part: TransferPart, stream: DataStream | None) -> DataStream | None:
         """Move a part; returns the connection if it can be used again."""
         transfer, reused = part.of.transfer, stream is not None
         try:
@@ -276,7 +276,7 @@ class PageReader:
             self._streams.discard(stream)
         stream.close()
 
-    def _begin(self, part: Part, stream: DataStream) -> bool:
+    def _begin(self, part: TransferPart, stream: DataStream) -> bool:
         """From now on bytes may arrive; False if the part has ended meanwhile.
 
         Raises:
@@ -290,7 +290,7 @@ class PageReader:
             part.stream = stream
             return True
 
-    def _ask(self, part: Part, stream: DataStream) -> None:
+    def _ask(self, part: TransferPart, stream: DataStream) -> None:
         """Send the request, and check the answer."""
         transfer = part.of.transfer
         ranges = part.of.packed[part.first : part.stop]
@@ -299,12 +299,12 @@ class PageReader:
         stream.send([request], transfer.deadline_ns)
         self._check_answer(part, stream)
 
-    def _check_answer(self, part: Part, stream: DataStream) -> None:
+    def _check_answer(self, part: TransferPart, stream: DataStream) -> None:
         transfer = part.of.transfer
         total = (part.stop - part.first) * transfer.page_bytes
         read_answer(receive_bytes(stream, ANSWER_BYTES, transfer.deadline_ns), total)
 
-    def _move(self, part: Part, stream: DataStream) -> None:
+    def _move(self, part: TransferPart, stream: DataStream) -> None:
         transfer = part.of.transfer
         if part.of.kind == DataKind.WRITE:
             stream.send(_memory(transfer, part.first, part.stop), transfer.deadline_ns)
@@ -323,7 +323,7 @@ class PageReader:
             if PageArrival.WRONG in found:
                 self._count("wrong_pages", found.count(PageArrival.WRONG))
 
-    def _end(self, part: Part, error: KVStoreError | None) -> None:
+    def _end(self, part: TransferPart, error: KVStoreError | None) -> None:
         with self._lock:
             if part.ended:  # its deadline passed while this thread was connecting
                 return

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvstore.client.results import MISS
 from kvstore.errors import PeerUnreachable
 from tests.conftest import WaitUntil
 from tests.faults import content
@@ -56,7 +57,7 @@ def test_what_a_put_raises_without_a_daemon_can_be_retried(frail: Scene, wait_un
         space.put(names, bytes_)
     assert raised.value.retryable
     out = [np.ones(content.PAGE_BYTES, dtype=np.uint8) for _ in range(HELD)]
-    assert space.lookup(names) == (0, 0, {}, 0.0)
+    assert space.lookup(names) == MISS
     assert space.get(names, out=out) == 0
     assert len(space.get(names)) == 0
     assert all((page == 1).all() for page in out), "a miss writes nothing"

@@ -112,7 +112,7 @@ def test_otherwise_no_step_looks_at_anything(world):
 
 @pytest.mark.parametrize("call", ["receive", "advance", "disconnect", "process_ended", "operate"])
 def test_a_mistake_in_any_call_of_the_node_tells_its_story(world, call, monkeypatch):
-    def fail(self: PageTable | WaitingRoom, *_arguments: object) -> None:
+    def fail(self: PageTable | WaitingRoom, *_arguments: object, **_options: object) -> None:
         raise AssertionError("a mistake")
 
     monkeypatch.setattr(PageTable, "release", fail)

@@ -127,7 +127,7 @@ def test_hostile_bodies_are_protocol_errors(body):
 
 
 def test_a_later_minor_version_may_add_fields_at_the_end():
-    longer = msgspec.msgpack.encode([9, 5, "a field of protocol 1.1"])
+    longer = msgspec.msgpack.encode([9, 5, True, "a field of a later protocol"])
 
     assert wire.decode_request(longer) == wire.Release(5)
 

@@ -42,6 +42,7 @@ class Desk:
         memory = SimpleNamespace(read=self._read)
         status = SimpleNamespace(
             unready=str, stats=dict, tiers=list, event_source=dict,
+            nodes=lambda: {"joined": "off"}, others=None,
             policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
                             "configured": "lru"},
         )  # fmt: skip

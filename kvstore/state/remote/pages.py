@@ -21,11 +21,11 @@ again, and what is still missing is asked of the holders that are left.
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
 from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
 from kvstore.state.remote.rates import START_S, PeerRates
@@ -33,7 +33,7 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch, Peer, Process, Put, Session
+from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
 
 TURN_PAGES: Final = 128
 """Pages that one turn begins to fetch; each may have to make room first."""
@@ -41,36 +41,6 @@ PARTS_MAX: Final = 4
 """Peers that share a run of pages."""
 PART_BYTES_MIN = 4 << 20
 """A run is not split into smaller parts than these."""
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """Pages of one job.
-
-    Attributes:
-        job: its number; another one once the rest is asked of another peer.
-        put: number of the put, the only one of ``process``.
-        chain: where its pages are.
-        at: which page of the chain is the first one.
-        waiters: who waits for the end of the job.
-        lost: nobody waits any more, and its slots are in LIMBO until it has settled.
-    """
-
-    job: int
-    put: int
-    process: Process
-    peer: str
-    chain: LocatedChain
-    shard: int
-    at: int
-    deadline_ns: int
-    waiters: list[Fetch] = field(default_factory=list)
-    lost: bool = False
-
-    @property
-    def pages(self) -> Put:
-        """The pages that have not come yet."""
-        return self.process.puts[self.put]
 
 
 class RemotePages:

@@ -254,9 +254,12 @@ class PageTable(Residents):
             self.actions.append(action)
             self.story.stored(first, put.shard, len(action.keys), peer)
         ready = statuses.count(PageStatus.STORED)
-        how = "peer_fetched" if peer else "stored"
-        self.counts[f"{how}_pages"] += ready
-        self.counts[f"{how}_bytes"] += ready * page_bytes
+        if peer:
+            self.counts["peer_fetched_pages"] += ready
+            self.counts["peer_fetched_bytes"] += ready * page_bytes
+        else:
+            self.counts["stored_pages"] += ready
+            self.counts["stored_bytes"] += ready * page_bytes
         if peer or self.eviction.has_replicas:
             self.eviction.mark_replicas(stored, put.shard, copied=bool(peer))
         for node in stored:

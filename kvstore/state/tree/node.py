@@ -129,8 +129,7 @@ class PrefixNode:
         self.depth: int = above.depth + count if above is not None else 0
         self.access = 0
         self.expires = _NEVER
-        self.read_once = 0
-        self.memory_only = 0
+        self.read_once = self.memory_only = 0
         self.replica = False
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0

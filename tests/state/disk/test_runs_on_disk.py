@@ -350,7 +350,10 @@ class BothDisks(RuleBasedStateMachine):
             run = side.table.ready_run(side.mine, shard, b"".join(chain(path)))
             if not run:
                 return 0
-            fetch = side.table.fetch(side.me, run, shard)
+            keys = b"".join([node.keys for node in run])
+            size = len(keys) // 32 * side.mine.shards[shard].slot_bytes
+            fetch = side.table.begin_fetch(side.me, size)
+            side.table.fetch(fetch, side.mine, shard, keys)
             side.settle("")
             side.table.end_fetch(side.me, fetch)
             return len(run)
