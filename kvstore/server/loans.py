@@ -1,9 +1,9 @@
 """Loans: leases of other nodes, and the tickets that open their pages to the transports.
 
 A lease is released when nobody reads with its ticket any more: until then its memory must stay as
-it is. So a ticket ends a little before its lease. A page that a reader reports as corrupt is
-checked here first, in a thread, because a bad link must not delete good pages; the lease stays
-until the check has ended, so that the check reads the bytes of that page.
+it is. So a ticket ends before its lease (see :mod:`kvstore.server.served`). A page that a reader
+reports as corrupt is checked here first, in a thread, because a bad link must not delete good
+pages; the lease stays until the check has ended, so that the check reads the bytes of that page.
 """
 
 import asyncio
@@ -26,8 +26,6 @@ from kvstore.transport.base import Range, Transport
 CHECKS_MAX: Final = 256
 """Maximum reported pages that wait for their check; further reports are only counted."""
 _TICKET_BYTES: Final = 16
-_MARGIN_MS_MAX: Final = 250
-"""A ticket ends so long before its lease, or a quarter of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class Loans:
 
         Args:
             pages: the leased pages.
-            lease_ms: when the lease ends by itself.
+            lease_ms: when the loan ends by itself; the lease lasts longer.
             release: releases the lease.
 
         Raises:
@@ -145,8 +143,7 @@ class Loans:
             for extent, generation, offset in pages.addresses
         ]
         loan = Loan(pages, secrets.token_bytes(_TICKET_BYTES), release)
-        open_ms = lease_ms - min(_MARGIN_MS_MAX, lease_ms // 4)
-        deadline_ns = monotonic_ns() + open_ms * 1_000_000
+        deadline_ns = monotonic_ns() + lease_ms * 1_000_000
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
@@ -154,7 +151,7 @@ class Loans:
             for transport in self.transports:
                 transport.revoke(loan.ticket)
             raise
-        loan.timer = asyncio.get_running_loop().call_later(open_ms / 1000, self._expire, loan)
+        loan.timer = asyncio.get_running_loop().call_later(lease_ms / 1000, self._expire, loan)
         self._open.add(loan)
         self.counts["lent_pages"] += len(ranges)
         return loan

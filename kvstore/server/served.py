@@ -14,6 +14,9 @@ from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.server.frames import FrameConnection
 from kvstore.server.loans import LentPages, Loan, Loans
 
+BREAK_OFF_MS: Final = 2_000
+"""A lease lasts so long after its ticket, at most as long as that: a transfer that still reads its
+memory is broken off meanwhile."""
 ASKED_MAX: Final = 1024
 """Maximum requests of one node that wait for their answers."""
 
@@ -105,8 +108,11 @@ class ServedPeer:
         if isinstance(request, wire.Acquire):
             self._refuse_unopened(request.space, [request.shard])
             waiting = (one for one in self._asked.values() if isinstance(one, wire.Acquire))
-            if request.lease in self._leases or request.lease in {one.lease for one in waiting}:
+            held = (one.pages for one in self._held)
+            if request.lease in {one.lease for one in (*waiting, *held)}:
                 raise InvalidArgument("lease", f"{request.lease} is in use")
+            if request.lease_ms > 0:
+                request.lease_ms += BREAK_OFF_MS
         self._asked[request.id] = request
         self._desk.receive(self._number, request)
 
@@ -167,6 +173,7 @@ class ServedPeer:
     def _lend(self, request: wire.Acquire, answer: wire.Acquired) -> wire.Answer:
         """Open leased pages to the transports."""
         addresses = wire.unpack_addresses(answer.addresses)
+        open_ms = answer.lease_ms - min(BREAK_OFF_MS, answer.lease_ms // 2)
         ticket = b""
         if addresses:
             space = self._space(request.space)
@@ -185,7 +192,7 @@ class ServedPeer:
                     self._desk.receive(self._number, wire.Release(request.lease, loan.read))
 
             try:
-                loan = self._loans.add(pages, answer.lease_ms, release)
+                loan = self._loans.add(pages, open_ms, release)
             except KVStoreError as error:
                 self._desk.receive(self._number, wire.Release(request.lease, read=False))
                 return wire.Failure(request.id, error.code, str(error))
@@ -194,5 +201,5 @@ class ServedPeer:
             ticket = loan.ticket
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,
-            answer.lease_ms, ticket,
+            open_ms, ticket,
         )  # fmt: skip

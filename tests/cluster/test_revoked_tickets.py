@@ -1,5 +1,6 @@
 """Goal: memory that another node reads stays as it is until that read has ended."""
 
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -37,3 +38,24 @@ async def test_pages_stay_as_they_are_until_nobody_reads_them_with_a_revoked_tic
             a.loans.ticket_ended(a.transport.revoked[0])
         assert not a.pinned_bytes()
         assert not a.node.processes
+
+
+@in_loop
+async def test_a_lease_lasts_until_a_transfer_that_outlives_its_ticket_has_been_broken_off():
+    async with AsyncExitStack() as undo:
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.held = []
+        a.transport.lends_on = True
+        service = await undo.enter_async_context(serving(a))
+        async with reading(a, {}), reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            b.fetch(b.room(KEYS), wait_s=0.2)
+            await eventually(lambda: a.transport.revoked)
+            (process,) = a.node.processes.values()
+            (lease,) = process.leases.values()
+            a.desk.advance()
+            assert a.pinned_bytes() == 6 * PAGE_BYTES
+            assert lease.deadline_ns > time.monotonic_ns() + 1_000_000_000, "seconds, not a moment"
+            a.transport.tell(TicketEnded(a.transport.revoked[0]))
+            await eventually(lambda: not a.pinned_bytes())
