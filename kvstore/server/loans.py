@@ -186,8 +186,11 @@ class Loans:
             del self._ending[ticket]
             self._release(loan)
 
-    def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], None]) -> None:
-        """Check a reported page; ``confirmed`` is called if its bytes are wrong here too."""
+    def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], bool]) -> None:
+        """Check a reported page; ``confirmed`` is called if its bytes are wrong here too.
+
+        It says whether these were still the bytes of the page.
+        """
         position = loan.pages.position(report)
         if position < 0 or position in loan.checked or self._waiting >= CHECKS_MAX:
             self.counts["reports_ignored"] += 1
@@ -202,7 +205,7 @@ class Loans:
             lambda done: loop.call_soon_threadsafe(self._checked, loan, done, confirmed)
         )
 
-    def _checked(self, loan: Loan, check: Future[bool], confirmed: Callable[[], None]) -> None:
+    def _checked(self, loan: Loan, check: Future[bool], confirmed: Callable[[], bool]) -> None:
         self._waiting -= 1
         loan.checks.discard(check)
         if not check.cancelled():
@@ -210,8 +213,7 @@ class Loans:
             if isinstance(error, TierUnavailable):
                 self.counts["reports_unreadable"] += 1
             elif check.result():
-                self.counts["reports_true"] += 1
-                confirmed()
+                self.counts["reports_true" if confirmed() else "reports_late"] += 1
             else:
                 self.counts["reports_false"] += 1
         self._release(loan)

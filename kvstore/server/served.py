@@ -108,8 +108,8 @@ class ServedPeer:
         if isinstance(request, wire.Acquire):
             self._refuse_unopened(request.space, [request.shard])
             waiting = (one for one in self._asked.values() if isinstance(one, wire.Acquire))
-            held = (one.pages for one in self._held)
-            if request.lease in {one.lease for one in (*waiting, *held)}:
+            used = {one.lease for one in waiting} | {one.pages.lease for one in self._held}
+            if request.lease in used:
                 raise InvalidArgument("lease", f"{request.lease} is in use")
             if request.lease_ms > 0:
                 request.lease_ms += BREAK_OFF_MS
@@ -135,11 +135,19 @@ class ServedPeer:
             self._loans.counts["reports_ignored"] += 1
             return
 
-        def confirmed() -> None:
-            if not self._lost:
-                self._desk.receive(self._number, report)
+        def confirmed() -> bool:
+            # A node that was stopped may have let go of the lease before it made the check.
+            if self._lost or not self._is_leased(loan.pages.lease):
+                return False
+            self._desk.receive(self._number, report)
+            return True
 
         self._loans.report(loan, report, confirmed)
+
+    def _is_leased(self, number: int) -> bool:
+        """Whether the node holds the pages of a lease for this session still."""
+        process = self._desk.node.processes.get(self._number)
+        return process is not None and number in process.leases
 
     def _leave(self) -> None:
         """Disconnect at the desk, which releases everything, once nothing is held any more."""

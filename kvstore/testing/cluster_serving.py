@@ -84,7 +84,7 @@ class SimulatedLoans:
         loan.transfers = 0
         self._release(loan)
 
-    def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], None]) -> None:
+    def report(self, loan: Loan, report: wire.Corrupt, confirmed: Callable[[], bool]) -> None:
         """Check a reported page; ``confirmed`` is called if its bytes are wrong here too."""
         position = loan.pages.position(report)
         if position < 0 or position in loan.checked:
@@ -96,16 +96,15 @@ class SimulatedLoans:
         self._later(delay_ns, lambda: self._check(loan, position, check, confirmed))
 
     def _check(
-        self, loan: Loan, position: int, check: "Future[bool]", confirmed: Callable[[], None]
+        self, loan: Loan, position: int, check: "Future[bool]", confirmed: Callable[[], bool]
     ) -> None:
         loan.checks.discard(check)
         if not check.cancelled():
             extent, _, offset = loan.pages.addresses[position]
             key = loan.pages.keys[position * 32 : (position + 1) * 32]
             wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(key)
-            self.counts["reports_true" if wrong else "reports_false"] += 1
-            if wrong:
-                confirmed()
+            true = wrong and confirmed()
+            self.counts["reports_true" if true else "reports_false"] += 1
         self._release(loan)
 
     def _release(self, loan: Loan) -> None:

@@ -1,13 +1,17 @@
 """Goal: memory that another node reads stays as it is until that read has ended."""
 
+import threading
 import time
 from contextlib import AsyncExitStack
 
 import pytest
 
+from kvstore.page import DIGEST_BYTES
+from kvstore.server import loans
 from kvstore.transport.base import TicketEnded
 from tests.cluster.test_two_nodes import two_nodes
 from tests.cluster.whole_node import KEYS, PAGE_BYTES, reading, serving
+from tests.loops import WAIT_S as LOOP_WAIT_S
 from tests.loops import eventually, in_loop
 
 
@@ -59,3 +63,28 @@ async def test_a_lease_lasts_until_a_transfer_that_outlives_its_ticket_has_been_
             assert lease.deadline_ns > time.monotonic_ns() + 1_000_000_000, "seconds, not a moment"
             a.transport.tell(TicketEnded(a.transport.revoked[0]))
             await eventually(lambda: not a.pinned_bytes())
+
+
+@in_loop
+async def test_a_check_after_the_end_of_its_lease_quarantines_nothing(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(loans, "_is_wrong", lambda *_: gate.wait(LOOP_WAIT_S))
+    async with AsyncExitStack() as undo:
+        undo.callback(gate.set)
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.damaged = {0}
+        service = await undo.enter_async_context(serving(a))
+        async with reading(a, {}), reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            b.fetch(b.room(KEYS))
+            await eventually(lambda: b.ends and a.loans.stats()["open"] == 1)
+            a.node.advance(time.monotonic_ns() + 60_000_000_000)
+            assert not a.pinned_bytes(), "as if the node had been stopped for a minute"
+            gate.set()
+            await eventually(lambda: a.loans.counts["reports_late"] == 1)
+
+            b.transport.damaged = set()
+            b.fetch(b.room(KEYS[:2], "t"), keys=KEYS[:2])
+            await eventually(lambda: len(b.ends) == 2)
+            assert len(b.ends[1].digests) == 2 * DIGEST_BYTES, "good pages are still there"
