@@ -257,7 +257,9 @@ def test_a_cancelled_restore_ends_and_reports_only_pages_that_are_whole(store, o
 
 
 @pytest.mark.parametrize("looked_at", ["copied", "viewed"])
-def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(store, looked_at):
+def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(
+    store, looked_at, wait_until
+):
     space = open_space(store)
     keys, pages = new_keys(space, 6), content(6, SIZE)
     space.put(keys, pages)
@@ -281,8 +283,8 @@ def test_a_flipped_byte_is_a_miss_counted_and_gone_and_nothing_else_is(store, lo
 
     assert store.troubles == {"corrupt": 1}
     assert space.lookup(keys).pages == 3
-    after = store.stats()["counts"]["removed_corrupt"]
-    assert after - before == 3, "it and what follows it"
+    # A node that needed long for its statistics gives them out once more.
+    wait_until(lambda: store.stats()["counts"].get("removed_corrupt", 0) == before + 3)
     assert [bytes(one) for one in out[:3]] == [bytes(page) for page in pages[:3]]
     assert read(other, keys) == [bytes(page) for page in pages]
     assert space.put(keys, pages) == PutResult(stored=3, existing=3)
