@@ -441,6 +441,9 @@ class PeerSession:
         settled: bool = True,
     ) -> None:  # fmt: skip
         """Tell the end of a fetch; what may still be written over is not delivered."""
+        place = self._places.get((fetch.job.identity, fetch.job.shard))
+        if fetch.stage is _Stage.OPENING and place is not None and fetch in place.waiting:
+            place.waiting.remove(fetch)  # its OpenSpace may never be answered
         if settled:
             del self._fetches[fetch.job.job]
         else:

@@ -249,3 +249,13 @@ def test_a_peer_is_given_up_while_more_of_its_leases_are_late():
     effects = talk.effects()
     assert only(effects, CloseLink).cause == "silent"
     assert [one.end.job for one in effects if isinstance(one, Ended)] == [5_000, 1, 5_001, 5_002]
+
+
+def test_fetches_that_ended_before_their_space_was_opened_are_forgotten():
+    talk = Talk()
+    for number in range(20):
+        talk.session.fetch(job(number, 10 + number), 2)
+        talk.session.advance(10 + number)
+    assert len([one for one in talk.effects() if isinstance(one, Ended)]) == 20
+    (place,) = talk.session._places.values()
+    assert place.waiting == []
