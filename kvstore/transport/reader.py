@@ -197,6 +197,11 @@ class PageReader:
         try:
             while (part := self._next(endpoint, lanes)) is not None:
                 stream = self._carry(part, stream)
+        except BaseException:  # a bug: another thread may take this one's place
+            with self._lock:
+                lanes.threads -= 1
+                self._forget_idle(endpoint, lanes)
+            raise
         finally:
             if stream is not None:
                 self._close(stream)

@@ -14,6 +14,7 @@ from kvstore.testing.transport import TransferPages
 from kvstore.transport import owner as owners
 from kvstore.transport.base import TicketEnded
 from kvstore.transport.frames import ANSWER_BYTES, HEAD_BYTES, MAGIC, RANGE_BYTES, VERSION
+from kvstore.transport.reader import PageReader
 from kvstore.transport.tcp import TcpTransport
 from tests.transport.transports import context
 
@@ -362,3 +363,23 @@ def test_a_wrong_page_is_counted(opened, end_of):
 
     assert end_of(reader).good == b"\1\2"
     assert reader.stats()["wrong_pages"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_a_bug_leaves_room_for_another(opened, monkeypatch, wait_until):
+    owner, reader, pages = opened(), opened(), TransferPages(4096, 2)
+    owner.grant(TICKET, pages.granted(), later())
+
+    def bug(*_):
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageReader, "_carry", bug)
+        reader.read(pages.transfer(1, owner.endpoint, TICKET, later(0.2)))
+        ended = []
+        wait_until(lambda: ended.extend(reader.poll()) or ended)
+        assert ended[0].good == bytes(2)
+    wait_until(lambda: not reader._reader._lanes)
+    reader.read(pages.transfer(2, owner.endpoint, TICKET, later()))
+    wait_until(lambda: len(ended) == 2 or ended.extend(reader.poll()))
+    assert ended[1].good == b"\1\1"
