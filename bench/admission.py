@@ -229,6 +229,7 @@ class Cache:
     def _end_jobs(self) -> None:
         while self.disk.jobs or self.disk.busy:
             self.disk.advance(self.table.now_ns)  # the pages of a segment leave in turns
-            jobs, self.disk.jobs = self.disk.jobs, []
+            jobs = list(self.disk.jobs)
+            self.disk.jobs.clear()
             for job in jobs:
                 self.disk.completed(job.job, None)

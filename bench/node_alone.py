@@ -129,7 +129,8 @@ class TakesAll:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self.pages.go_on()
         while self.pages.jobs:
-            jobs, self.pages.jobs = self.pages.jobs, []
+            jobs = list(self.pages.jobs)
+            self.pages.jobs.clear()
             self._begun += [job.job for job in jobs]
             if self._at_once:
                 self._end(len(self._begun), self._node.pages.now_ns)

@@ -145,6 +145,7 @@ class Cache:
         disk = self.table.disk
         while disk is not None and (disk.jobs or disk.busy):
             disk.advance(0)  # the pages of a segment leave in turns
-            jobs, disk.jobs = disk.jobs, []
+            jobs = list(disk.jobs)
+            disk.jobs.clear()
             for job in jobs:
                 disk.completed(job.job, None)

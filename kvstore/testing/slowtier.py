@@ -57,7 +57,8 @@ class SimulatedTier:
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self.pages.go_on()
-        jobs, self.pages.jobs = self.pages.jobs, []
+        jobs = list(self.pages.jobs)
+        self.pages.jobs.clear()
         for job in jobs:
             delay_ns = self._random.randrange(DELAY_NS_MAX)
             self._time.at(delay_ns, partial(self._end, job))

@@ -10,8 +10,9 @@ from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.page import PrefixKey
-from kvstore.state.disk.jobs import DiskCheck, DiskJob, DiskTokens, page_name
+from kvstore.state.disk.jobs import DiskCheck, DiskTokens, page_name
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -67,21 +68,19 @@ class DiskChecks:
 
     Args:
         log: which record lies where.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        queue: gets jobs for the tier; :meth:`completed` is told of its end.
         quarantine: takes a bad record out: ``quarantine(node, shard, cause)``.
         counts: what is counted.
         loading: how many loads are under way.
     """
 
     def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
+        self, log: SegmentLog, queue: DiskQueue,
         quarantine: Callable[[PrefixNode, int, str], None], counts: Counter[str],
         loading: Callable[[], int],
     ) -> None:  # fmt: skip
         self._log = log
-        self._number = number
-        self._submit = submit
+        self._queue = queue
         self._quarantine = quarantine
         self._counts = counts
         self._loading = loading
@@ -118,12 +117,12 @@ class DiskChecks:
             return
         kind, position = DiskTokens if run.tokens_only else DiskCheck, node.position(key)
         place = node.place_at(shard, position)
-        job = kind(self._number(), place, page_name(node, shard, position))
+        job = kind(self._queue.number(), place, page_name(node, shard, position))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
         self._bytes += _size(job)
         run.under_way += 1
-        self._submit(job)
+        self._queue.submit(job)
 
     def completed(
         self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes

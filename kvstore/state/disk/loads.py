@@ -1,12 +1,13 @@
 """Pages on their way from the SSD log to memory, and who waits for them. Pure."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskRead, PageLoad, PageMemory, page_name
+from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, page_name
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.sessions import Fetch
 
@@ -20,18 +21,15 @@ class DiskLoads:
     Args:
         memory: the memory side.
         log: which record lies where.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`loaded` is told of its end.
+        queue: gets jobs for the tier; :meth:`loaded` is told of its end.
     """
 
     def __init__(
-        self, memory: PageMemory, log: SegmentLog, number: Callable[[], int],
-        submit: Callable[[DiskJob], None],
+        self, memory: PageMemory, log: SegmentLog, queue: DiskQueue,
     ) -> None:  # fmt: skip
         self._memory = memory
         self._log = log
-        self._number = number
-        self._submit = submit
+        self._queue = queue
         self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
         #: Fetches of which not all loads are begun, the first one first.
         self._beginning: deque[Fetch] = deque()
@@ -123,7 +121,7 @@ class DiskLoads:
             return None
         assert (node, shard) not in self._loads
         self._log.pin_segment(place.segment)
-        job = DiskRead(self._number(), place, page_name(node, shard), slots[0], node)
+        job = DiskRead(self._queue.number(), place, page_name(node, shard), slots[0], node)
         load = self._loads[node, shard] = PageLoad(self._memory.now_ns)
-        self._submit(job)
+        self._queue.submit(job)
         return load

@@ -17,7 +17,6 @@ disk; whoever put it durably is told after the next sync that began later.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
@@ -30,8 +29,6 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
     DiskCheck,
-    DiskCopy,
-    DiskJob,
     DiskRead,
     DiskRules,
     DiskSync,
@@ -46,6 +43,7 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
@@ -56,8 +54,6 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
-_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
-"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -84,36 +80,30 @@ class DiskPages:
         self.log = log
         self.admission = admission
         self.rules = rules
-        self.jobs: list[DiskJob] = []
+        self._queue = DiskQueue(memory.story)
+        self.jobs = self._queue.pending
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self._memory = memory
-        self._number = count(1).__next__
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
-        #: Job number → job; all and only those under way.
-        self._under_way: dict[int, DiskJob] = {}
         self.unfinished = False
         self._backlog = Backlog()
-        self._syncs = Syncs(
-            rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
-        )
-        self.loads = DiskLoads(memory, log, self._number, self._submit)
+        self._syncs = Syncs(rules, self._queue, self._end_durable)
+        self.loads = DiskLoads(memory, log, self._queue)
         self._checks = DiskChecks(
-            log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
+            log, self._queue, self._quarantine, memory.counts, self.loads.__len__
         )
         #: What spaces may and must have on disk.
         self.limits = DiskLimits(memory, self.forget)
         self._reclaimer = SegmentReclaimer(
-            log, admission, self._number, self._submit, self._lose, self.limits.kept,
-            memory.counts, rules.retry_ns,
-        )  # fmt: skip
+            log, admission, self._queue, self._lose, self.limits.kept, memory.counts, rules.retry_ns
+        )
         #: Pages that were taken out on purpose, until their tombstones are written.
-        self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
+        self.graves = Graves(log, self._queue, self._syncs, memory.counts)
         self.writes = Writes(
-            memory, log, admission, self.limits, self.graves, self._syncs, self._number,
-            self._submit,
-        )  # fmt: skip
+            memory, log, admission, self.limits, self.graves, self._syncs, self._queue
+        )
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -361,8 +351,7 @@ class DiskPages:
             whether there may be more room than before: not as long as a run is written in part.
         """
         writes = len(self.writes)
-        ended = self._under_way.pop(job)
-        self._tell("ended" if error is None else error.code, ended)
+        ended = self._queue.end(job, error)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
@@ -455,18 +444,6 @@ class DiskPages:
                 self.forget(at, shard)
             elif at.on_disk >> shard & 1:
                 self._memory.drop(at, shard, cause)
-
-    def _submit(self, job: DiskJob) -> None:
-        self._under_way[job.job] = job
-        self.jobs.append(job)
-        self._tell("begun", job)
-
-    def _tell(self, what: str, job: DiskJob) -> None:
-        if isinstance(job, _TOLD):
-            page = job.page
-            self._memory.story.tell_page(
-                f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
-            )
 
 
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:

@@ -16,6 +16,7 @@ from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskS
 from kvstore.state.disk.limits import is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
 
@@ -44,8 +45,7 @@ class SegmentReclaimer:
     Args:
         log: which record lies where.
         admission: what is worth being carried over, and who is charged for it.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        queue: gets jobs for the tier; :meth:`completed` is told of its end.
         lose: takes the pages of a node off the disk for good: ``lose(node, shard)``.
         kept: the pages of a segment that must not go, closed towards heads.
         counts: what is counted.
@@ -53,14 +53,13 @@ class SegmentReclaimer:
     """
 
     def __init__(
-        self, log: SegmentLog, admission: Admission, number: Callable[[], int],
-        submit: Callable[[DiskJob], None], lose: Callable[[PrefixNode, int], None],
+        self, log: SegmentLog, admission: Admission, queue: DiskQueue,
+        lose: Callable[[PrefixNode, int], None],
         kept: Callable[[Segment], set[tuple[PrefixNode, int]]], counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
         self._log = log
         self._admission = admission
-        self._number = number
-        self._submit = submit
+        self._queue = queue
         self._lose = lose
         self._kept = kept
         self._counts = counts
@@ -94,7 +93,7 @@ class SegmentReclaimer:
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
-                self._submit(DiskSeal(self._number(), segment.number))
+                self._queue.submit(DiskSeal(self._queue.number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
         elif self._victim is not None and self._stage is _Drain.DROPPING:
@@ -227,7 +226,7 @@ class SegmentReclaimer:
         self._copies += 1
         self._admission.charge(space.shards[shard].record_bytes)
         page = page_name(node, shard, position)
-        self._submit(DiskCopy(self._number(), source, placed.place, page))
+        self._queue.submit(DiskCopy(self._queue.number(), source, placed.place, page))
 
     def _there(self, victim: Segment, part: Part, number: int) -> tuple[PrefixNode, int] | None:
         """The node of a page that has its record in the victim still, and where in the node."""
@@ -240,12 +239,12 @@ class SegmentReclaimer:
     def _go_on(self, victim: Segment) -> None:
         if self._stage is _Drain.COPYING and not self._copies:
             self._stage = _Drain.SYNCING
-            self._sync = self._number()
-            self._submit(DiskSync(self._sync))
+            self._sync = self._queue.number()
+            self._queue.submit(DiskSync(self._sync))
         elif self._stage is _Drain.READ and not victim.readers:
             self._stage = _Drain.DELETING
             assert not victim.pages, "pages would lose their records"
-            self._submit(DiskDrop(self._number(), victim.number))
+            self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
         page, source = job.page, job.source

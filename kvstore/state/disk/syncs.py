@@ -7,7 +7,8 @@ A sync covers what was written before it began. At most one is under way: with t
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
-from kvstore.state.disk.jobs import DiskRules, Durable, SyncPolicy
+from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
+from kvstore.state.disk.queue import DiskQueue
 
 
 class Syncs:
@@ -15,15 +16,15 @@ class Syncs:
 
     Args:
         rules: when to sync.
-        begin: begins a sync; :meth:`ended` is told of its end.
+        queue: gets jobs for the tier; :meth:`ended` is told of their end.
         acknowledge: a durable put or removal is synced, or failed.
     """
 
     def __init__(
-        self, rules: DiskRules, begin: Callable[[], None], acknowledge: Callable[[Durable], None]
+        self, rules: DiskRules, queue: DiskQueue, acknowledge: Callable[[Durable], None]
     ) -> None:
         self._rules = rules
-        self._begin = begin
+        self._queue = queue
         self._acknowledge = acknowledge
         #: Whether something was written since the last sync began, and whether one is under way.
         self._unsynced = False
@@ -67,7 +68,7 @@ class Syncs:
         self._unsynced, self._under_way = False, True
         assert not self._present
         self._present, self._next = self._next, []
-        self._begin()
+        self._queue.submit(DiskSync(self._queue.number()))
 
     @property
     def idle(self) -> bool:

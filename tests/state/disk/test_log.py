@@ -1,7 +1,6 @@
 """Goal: whatever is put, taken out, reclaimed and cut off, the log and its index agree."""
 
 from dataclasses import dataclass
-from itertools import count
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +25,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import CARRY_SHARE, SegmentLog, SegmentState
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
@@ -77,22 +77,28 @@ class LogMachine(RuleBasedStateMachine):
         world.table.disk = DiskPages(world.table, self.log, admission, RULES)
         self.space: PrefixTree = world.table.spaces.adopt(identity(), [FULL])[0]
         adopt(world.table, found, [(identity(), FULL)], max(self.files.used_numbers, default=0) + 1)
-        numbers, self.jobs = count(1), dict[int, DiskJob]()
+        self.jobs: dict[int, DiskJob] = {}
+        self.queue = DiskQueue(world.table.story)
         counts = world.table.counts
         self.records: dict[int, Record] = {}
         self.covered: dict[int, list[Record]] = {}
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
-        self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
+        self.syncs = Syncs(RULES, self.queue, self._acknowledge)
         self.keeper = SegmentReclaimer(
-            self.log, admission, lambda: next(numbers), self._submit, self._lose,
-            lambda _: set(), counts, RULES.retry_ns,
-        )  # fmt: skip
-        self.graves = Graves(self.log, lambda: next(numbers), self._submit, self.syncs, counts)
+            self.log, admission, self.queue, self._lose, lambda _: set(), counts, RULES.retry_ns
+        )
+        self.graves = Graves(self.log, self.queue, self.syncs, counts)
 
     # ---- the disk -----------------------------------------------------------------------------
 
-    def _submit(self, job: DiskJob) -> None:
+    def _take_jobs(self) -> None:
+        jobs = list(self.queue.pending)
+        self.queue.pending.clear()
+        for job in jobs:
+            self._take_job(job)
+
+    def _take_job(self, job: DiskJob) -> None:
         self.jobs[job.job] = job
         match job:
             case DiskTombstone(place=place, keys=keys):
@@ -149,6 +155,7 @@ class LogMachine(RuleBasedStateMachine):
             assert place.pages == 1
             self.writes.append(Write(node, self.files.record(place.place, RECORD, (name,))))
         self.keeper.advance_reclaim(self.tick)
+        self._take_jobs()
 
     @rule(
         first=st.sampled_from(range(10)),
@@ -252,6 +259,7 @@ class LogMachine(RuleBasedStateMachine):
         self.graves.write()
         self.keeper.advance(0, self.tick)
         self.syncs.advance(0)
+        self._take_jobs()
 
     @rule()
     def time_passes(self) -> None:
@@ -271,6 +279,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _end_job(self, number: int, *, fails: bool) -> None:
         job = self.jobs.pop(number)
+        self.queue.end(number, None)
         error = ERROR if fails and isinstance(job, DiskCopy | DiskTombstone | DiskDrop) else None
         record = self.records.pop(number, None)
         if record is not None:
