@@ -91,7 +91,7 @@ class Node:
         self._room_may_be = False
         #: Ended processes that hold more than one turn releases.
         self._ending: dict[Process, None] = {}
-        self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
+        self.retirement = Retirement(self.pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
@@ -214,7 +214,8 @@ class Node:
             self.pages.disk.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
-        self.retirement.advance(now_ns)
+        for process in self.retirement.advance(now_ns):
+            self._end(process)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
         self._after(now_ns)

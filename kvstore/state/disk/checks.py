@@ -4,7 +4,6 @@ Loads go first: little is read at a time, and next to nothing while somebody wai
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,21 +68,13 @@ class DiskChecks:
     Args:
         log: which record lies where.
         queue: gets jobs for the tier; :meth:`completed` is told of its end.
-        quarantine: takes a bad record out: ``quarantine(node, shard, cause)``.
         counts: what is counted.
-        loading: how many loads are under way.
     """
 
-    def __init__(
-        self, log: SegmentLog, queue: DiskQueue,
-        quarantine: Callable[[PrefixNode, int, str], None], counts: Counter[str],
-        loading: Callable[[], int],
-    ) -> None:  # fmt: skip
+    def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:
         self._log = log
         self._queue = queue
-        self._quarantine = quarantine
         self._counts = counts
-        self._loading = loading
         self._runs: deque[CheckRun] = deque()
         #: Job number → whose it is; all and only those under way.
         self._jobs: dict[int, CheckRun] = {}
@@ -93,22 +84,17 @@ class DiskChecks:
         return len(self._jobs)
 
     def begin(self, run: CheckRun) -> None:
-        """Take a run on."""
+        """Take a run on; :meth:`go_on` begins to read."""
         self._runs.append(run)
-        self.go_on()
 
-    def go_on(self) -> None:
-        """Read as much as may be read now."""
-        while self._runs and self._may_begin:
+    def go_on(self, loads: int) -> None:
+        """Read as much as may be read now, while so many loads are under way."""
+        most = 1 if loads else CHECKS_MAX
+        while self._runs and len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX:
             run = self._runs.popleft()
             if run.waiting:
                 self._begin(run, *run.waiting.popleft())
                 self._runs.append(run)
-
-    @property
-    def _may_begin(self) -> bool:
-        most = 1 if self._loading() else CHECKS_MAX
-        return len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX
 
     def _begin(self, run: CheckRun, space: PrefixTree, shard: int, key: PrefixKey) -> None:
         node = space.index.get(key)
@@ -126,8 +112,12 @@ class DiskChecks:
 
     def completed(
         self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
-    ) -> None:
-        """One has been read; ``tokens`` are what its record has of them."""
+    ) -> PrefixNode | None:
+        """One has been read; ``tokens`` are what its record has of them.
+
+        Returns:
+            the page, as a node of its own, if its record is not what was written.
+        """
         page, run = job.page, self._jobs.pop(job.job)
         node = page.space.index.get(page.key)
         self._bytes -= _size(job)
@@ -143,10 +133,10 @@ class DiskChecks:
             if error is not None:
                 run.corrupt += 1
                 self._counts["disk_corrupt_records"] += 1
-                alone = page.space.exact(node, node.position(page.key), 1)
-                self._quarantine(alone, page.shard, "corrupt")
+                return page.space.exact(node, node.position(page.key), 1)
         else:
             run.unreadable += 1
+        return None
 
 
 def _is_at(node: PrefixNode, job: DiskCheck | DiskTokens) -> bool:

@@ -47,7 +47,6 @@ from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
-from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -89,15 +88,13 @@ class DiskPages:
         self._now_ns = self._retry_ns = 0
         self.unfinished = False
         self._backlog = Backlog()
-        self._syncs = Syncs(rules, self._queue, self._end_durable)
+        self._syncs = Syncs(rules, self._queue)
         self.loads = DiskLoads(memory, log, self._queue)
-        self._checks = DiskChecks(
-            log, self._queue, self._quarantine, memory.counts, self.loads.__len__
-        )
+        self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
-        self.limits = DiskLimits(memory, self.forget)
+        self.limits = DiskLimits(memory, log)
         self._reclaimer = SegmentReclaimer(
-            log, admission, self._queue, self._lose, self.limits.kept, memory.counts, rules.retry_ns
+            log, admission, self._queue, self.limits, memory.counts, rules.retry_ns
         )
         #: Pages that were taken out on purpose, until their tombstones are written.
         self.graves = Graves(log, self._queue, self._syncs, memory.counts)
@@ -217,6 +214,7 @@ class DiskPages:
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
+            self._end_durables()
         return durable
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
@@ -275,19 +273,10 @@ class DiskPages:
         """Less may have to be kept."""
         self._reclaimer.reconsider()
 
-    def forget(self, node: PrefixNode, shard: int) -> None:
-        """The pages of a node leave the disk, if they are there."""
-        if node.on_disk >> shard & 1:
-            self.log.remove(node, shard)
-            node.forget_disk(shard)
-            if node.memory >> shard & 1:
-                self._memory.emit(TierRemoved, node, shard, "ssd")
-        if node.above is not None:
-            self.add_candidate(node.above)  # also when they were only being written
-
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
         self._reclaimer.advance_reclaim(self._memory.tick)
+        self._lose_reclaimed()
         return begun
 
     def _pump(self) -> None:
@@ -309,6 +298,11 @@ class DiskPages:
             if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
+    def _end_durables(self) -> None:
+        """Acknowledge what is synced, or failed."""
+        while self._syncs.ended:
+            self._end_durable(self._syncs.ended.pop(0))
+
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
         self._memory.fetches.unpin(durable.pinned)
@@ -325,20 +319,22 @@ class DiskPages:
         """Read the pages of nodes again where they lie on disk; what fails is quarantined."""
         run = CheckRun(_names(pages))
         self._checks.begin(run)
+        self._checks.go_on(len(self.loads))
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read the tokens of the pages of nodes from their records, and nothing more of them."""
         run = CheckRun(_names(pages), tokens_only=True)
         self._checks.begin(run)
+        self._checks.go_on(len(self.loads))
         return run
 
-    def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
+    def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
         if node.memory >> shard & 1:
             self._lose(node, shard, "head_lost")
         else:
-            self._memory.drop(node, shard, cause)
+            self._memory.drop(node, shard, "corrupt")
 
     # ---- what the tier says -----------------------------------------------------------------
 
@@ -363,7 +359,9 @@ class DiskPages:
                 self.loads.loaded(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.tick)
             case DiskCheck() | DiskTokens():
-                self._checks.completed(ended, error, tokens)
+                bad = self._checks.completed(ended, error, tokens)
+                if bad is not None:
+                    self._quarantine(bad, ended.page.shard)
                 self._reclaimer.advance_reclaim(self._memory.tick)
             case DiskTombstone():
                 if error is not None:
@@ -372,9 +370,11 @@ class DiskPages:
             case DiskSync() if not self._reclaimer.is_mine(job):
                 if error is not None:
                     self._fail(error)
-                self._syncs.ended(error)
+                self._syncs.completed(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.tick)
+        self._lose_reclaimed()
+        self._end_durables()
         settled = error is not None or len(self.writes) != writes
         self.go_on()
         return settled or not isinstance(ended, DiskWrite)
@@ -395,13 +395,15 @@ class DiskPages:
         if not self.degraded:
             self.graves.write()
         self._pump()
-        self._checks.go_on()
+        self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
+        self._end_durables()
 
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.tick)
+        self._lose_reclaimed()
         self.go_on()
 
     def stats(self) -> dict[str, Any]:
@@ -433,6 +435,14 @@ class DiskPages:
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
+    def _lose_reclaimed(self) -> None:
+        """Take out the pages that a reclaim gives up; it goes on when they have left."""
+        while self._reclaimer.lost:
+            lost, self._reclaimer.lost = self._reclaimer.lost, []
+            for node, shard in lost:
+                self._lose(node, shard)
+            self._reclaimer.resume(self._memory.tick)
+
     def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
         """The pages leave the disk for good, and what follows them; without memory, the index."""
         losing = [node]
@@ -441,7 +451,7 @@ class DiskPages:
                 losing += at.below.values()
         for at in reversed(losing):
             if at.on_disk & at.memory & 1 << shard:
-                self.forget(at, shard)
+                self.limits.forget(at, shard)
             elif at.on_disk >> shard & 1:
                 self._memory.drop(at, shard, cause)
 

@@ -231,7 +231,7 @@ class Residents:
         places = (*here, "ssd") if node.on_disk >> shard & 1 else here
         slots = self._forget(node, shard) if here else []
         if self.disk is not None:
-            self.disk.forget(node, shard)
+            self.disk.limits.forget(node, shard)
             if cause in BURIED:
                 self.disk.graves.bury(node, shard)
         keys = node.key_list()[::-1]

@@ -417,7 +417,7 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
     world.store(world.me, world.mine, "a", shard=1)
     world.store(world.me, world.mine, "ab", start=1, shard=1)
     world.end_all()
-    world.disk.forget(world.node("ab"), 1)  # it stays in memory, so that its node stays
+    world.disk.limits.forget(world.node("ab"), 1)  # it stays in memory, so that its node stays
     world.store(world.me, world.mine, "ab", start=1)
     assert not world.disk.limits.shrink(world.mine, 1, 1 << 40), "nothing is a leaf now"
 

@@ -49,7 +49,7 @@ def test_a_page_whose_head_is_written_anew_counts_when_that_has_ended():
     world.persist("a")
     world.end_all()
     first = world.persist("ab")
-    world.disk.forget(world.node("a"), 0)
+    world.disk.limits.forget(world.node("a"), 0)
     second = world.persist("a")
 
     world.end_job(world.write_of("ab"))

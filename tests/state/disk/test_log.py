@@ -84,9 +84,9 @@ class LogMachine(RuleBasedStateMachine):
         self.covered: dict[int, list[Record]] = {}
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
-        self.syncs = Syncs(RULES, self.queue, self._acknowledge)
+        self.syncs = Syncs(RULES, self.queue)
         self.keeper = SegmentReclaimer(
-            self.log, admission, self.queue, self._lose, lambda _: set(), counts, RULES.retry_ns
+            self.log, admission, self.queue, world.table.disk.limits, counts, RULES.retry_ns
         )
         self.graves = Graves(self.log, self.queue, self.syncs, counts)
 
@@ -111,11 +111,20 @@ class LogMachine(RuleBasedStateMachine):
             case DiskSync():
                 self.covered[job.job] = [one for one in self.files.records() if one.written]
 
-    def _acknowledge(self, durable: Durable) -> None:
-        durable.ended = True
-        for waiting, names in self.burials:
-            if waiting is durable and durable.error is None:
-                self.gone |= names
+    def _settle(self) -> None:
+        """Apply what the parts say, and take their jobs."""
+        while self.keeper.lost:
+            lost, self.keeper.lost = self.keeper.lost, []
+            for node, shard in lost:
+                self._lose(node, shard)
+            self.keeper.resume(self.tick)
+        for durable in self.syncs.ended:
+            durable.ended = True
+            for waiting, names in self.burials:
+                if waiting is durable and durable.error is None:
+                    self.gone |= names
+        self.syncs.ended.clear()
+        self._take_jobs()
 
     # ---- what is asked for --------------------------------------------------------------------
 
@@ -155,7 +164,7 @@ class LogMachine(RuleBasedStateMachine):
             assert place.pages == 1
             self.writes.append(Write(node, self.files.record(place.place, RECORD, (name,))))
         self.keeper.advance_reclaim(self.tick)
-        self._take_jobs()
+        self._settle()
 
     @rule(
         first=st.sampled_from(range(10)),
@@ -259,7 +268,7 @@ class LogMachine(RuleBasedStateMachine):
         self.graves.write()
         self.keeper.advance(0, self.tick)
         self.syncs.advance(0)
-        self._take_jobs()
+        self._settle()
 
     @rule()
     def time_passes(self) -> None:
@@ -296,7 +305,7 @@ class LogMachine(RuleBasedStateMachine):
                 if self.keeper.is_mine(number):
                     self.keeper.completed(job, None, self.tick)
                 else:
-                    self.syncs.ended(None)
+                    self.syncs.completed(None)
             case _:
                 if isinstance(job, DiskSeal):
                     file = self.files.by_number[job.segment]

@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[DiskWorld], object]] = {
     "a page leaves": lambda world: world.table.drop(world.node("ab"), 0, "operator"),
     "a page leaves memory": lambda world: world.table.release_memory(world.node("ab")),
     "a page comes to disk": lambda world: world.end_job(world.write_of("x")),
-    "a page leaves the disk": lambda world: world.disk.forget(world.node("ab"), 0),
+    "a page leaves the disk": lambda world: world.disk.limits.forget(world.node("ab"), 0),
     "a page is lent": lambda world: world.acquire(world.me, world.mine, "q"),
     "a page is given back": lambda world: world.table.lose(world.me),
 }
