@@ -119,7 +119,9 @@ class TakesAll:
             int(config.sync_interval_s * 1e9), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
         admission = Admission(config.admission, 0, log.capacity_bytes)
-        self.pages = node.pages.disk = DiskPages(node.pages, log, admission, rules)
+        self.pages = node.pages.residents.disk = DiskPages(
+            node.pages.residents, log, admission, rules
+        )
         node.pages.pins.disk_budget_bytes = log.capacity_bytes // 4
         self._node = node
         self._at_once = at_once

@@ -103,7 +103,9 @@ class DiskTier:
             int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
         admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
-        self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
+        self.pages = node.pages.residents.disk = DiskPages(
+            node.pages.residents, segments, admission, rules
+        )
         self.recovery_s = 0.0
         self._recover()
 

@@ -50,8 +50,8 @@ class SimulatedTier:
         pages = desk.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(
-            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        self.pages = pages.residents.disk = DiskPages(
+            pages.residents, log, Admission("all", 0, log.capacity_bytes), rules
         )
 
     def flush(self) -> None:
@@ -95,7 +95,7 @@ class SimulatedTier:
         quota = random.choice((0, 2, 3, 6))
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
-            table.add_candidate(node)
+            table.residents.add_candidate(node)
         self.pages.limits.all_offered(space)
         self.pages.limits.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]

@@ -15,7 +15,7 @@ from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
-from kvstore.state.tree.story import Story
+from kvstore.state.tree.story import Moment, Story
 
 
 class WritePolicy(StrEnum):
@@ -265,15 +265,8 @@ class PageMemory(Protocol):
     fetches: Fetches
     counts: Counter[str]
     meter: Meter
-    now_ns: int
-    tick: int
+    moment: Moment
     story: Story
-
-    def allocate(
-        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
-    ) -> list[Slot]:
-        """Slots in state WRITING for pages behind ``head``, made room for if need be."""
-        ...
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""

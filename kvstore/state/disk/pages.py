@@ -152,7 +152,7 @@ class DiskPages:
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
-            self.admission.leaves(node, 0, self._memory.tick)
+            self.admission.leaves(node, 0, self._memory.moment.tick)
         for shard in list(node.slot_columns):
             if not self.writes.is_dirty(node, shard):
                 continue
@@ -275,7 +275,7 @@ class DiskPages:
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
-        self._reclaimer.advance_reclaim(self._memory.tick)
+        self._reclaimer.advance_reclaim(self._memory.moment.tick)
         self._lose_reclaimed()
         return begun
 
@@ -357,12 +357,12 @@ class DiskPages:
                 self._wrote(ended, error)
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
-                self._reclaimer.advance_reclaim(self._memory.tick)
+                self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskCheck() | DiskTokens():
                 bad = self._checks.completed(ended, error, tokens)
                 if bad is not None:
                     self._quarantine(bad, ended.page.shard)
-                self._reclaimer.advance_reclaim(self._memory.tick)
+                self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskTombstone():
                 if error is not None:
                     self._fail(error, ended.place)
@@ -372,7 +372,7 @@ class DiskPages:
                     self._fail(error)
                 self._syncs.completed(error)
             case _:
-                self._reclaimer.completed(ended, error, self._memory.tick)
+                self._reclaimer.completed(ended, error, self._memory.moment.tick)
         self._lose_reclaimed()
         self._end_durables()
         settled = error is not None or len(self.writes) != writes
@@ -402,7 +402,7 @@ class DiskPages:
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._reclaimer.advance(now_ns, self._memory.tick)
+        self._reclaimer.advance(now_ns, self._memory.moment.tick)
         self._lose_reclaimed()
         self.go_on()
 
@@ -441,7 +441,7 @@ class DiskPages:
             lost, self._reclaimer.lost = self._reclaimer.lost, []
             for node, shard in lost:
                 self._lose(node, shard)
-            self._reclaimer.resume(self._memory.tick)
+            self._reclaimer.resume(self._memory.moment.tick)
 
     def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
         """The pages leave the disk for good, and what follows them; without memory, the index."""

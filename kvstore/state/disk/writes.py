@@ -100,7 +100,7 @@ class Writes:
         size = space.shards[shard].record_bytes
         if durable is None:
             pairs = [(one, shard) for one in chain]
-            admitted = self._admission.admit(pairs, size, now_ns, self._memory.tick)
+            admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
         begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
         if durable is None and begun < admitted:
@@ -164,7 +164,7 @@ class Writes:
         """Start to write the pages of a node, in as many writes as it takes; how many pages."""
         begun = 0
         while True:
-            placed = self._log.place(node.space, shard, node.keys, self._memory.tick)
+            placed = self._log.place(node.space, shard, node.keys, self._memory.moment.tick)
             if placed is None:
                 return begun
             begun += placed.pages

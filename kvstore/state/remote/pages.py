@@ -260,7 +260,7 @@ class RemotePages:
             assert list(arrival.process.puts) == [arrival.put]
             size += put.size_bytes
             for key, slot in zip(put.keys, put.slots, strict=True):
-                if self._table.owner(slot) is not None:
+                if self._table.residents.owner(slot) is not None:
                     assert self._by_key[put.space.number, put.shard][key] is arrival
         assert size == self._session.used_bytes
         for keys in self._by_key.values():

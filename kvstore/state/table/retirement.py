@@ -81,7 +81,7 @@ class Retirement:
             self._retiring.add(position)
             table.counts["retired_extents"] += 1
         for position in list(self._retiring):
-            if not table.vacate(position, VACATE_PAGES):
+            if not table.residents.vacate(position, VACATE_PAGES):
                 self._again_ns = now_ns
             elif slots.retirable(position, held):
                 slots.replace(position)

@@ -74,7 +74,7 @@ class LogMachine(RuleBasedStateMachine):
         world = World()
         self.log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         admission = Admission("all", 0, self.log.capacity_bytes)
-        world.table.disk = DiskPages(world.table, self.log, admission, RULES)
+        world.table.residents.disk = DiskPages(world.table.residents, self.log, admission, RULES)
         self.space: PrefixTree = world.table.spaces.adopt(identity(), [FULL])[0]
         adopt(world.table, found, [(identity(), FULL)], max(self.files.used_numbers, default=0) + 1)
         self.jobs: dict[int, DiskJob] = {}
