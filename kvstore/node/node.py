@@ -433,8 +433,7 @@ class Node:
         """Collect the effects since the last call; requests that waited for them become ready."""
         ended: list[Hashable] = []
         actions, fetched, disk = self.pages.actions, self.pages.fetches.ended, self.pages.disk
-        if actions:
-            self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         if fetched:
             ended += fetched
             fetched.clear()

@@ -35,46 +35,48 @@ class Room:
     """
 
     def __init__(self, residents: Residents) -> None:
-        self._residents = residents
-        self._slots, self._moment = residents.slots, residents.moment
-        self._counts = residents.counts
-        self._eviction, self._quotas = residents.eviction, residents.quotas
-        self._draining, self._ghosts = residents.draining, residents.ghosts
+        self._held = residents
 
     def allocate(
         self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
     ) -> list[Slot]:
         """Slots in state WRITING for pages behind ``head``; fewer if there is no more room."""
-        taken = self._slots.allocate(count, space.identity.tenant, slot_bytes)
-        if len(taken) == count:
-            if self._draining.grown is not None:
-                self._look_ahead(space, slot_bytes)
-            return taken
-        self._ghosts.wanted = (space.number, slot_bytes)
-        self._eviction.now_ns = self._moment.now_ns
+        taken = self._held.slots.allocate(count, space.identity.tenant, slot_bytes)
+        if len(taken) < count:
+            self._free(space, head, slot_bytes, count, taken)
+        elif self._held.draining.grown is not None:
+            self._look_ahead(space, slot_bytes)
+        return taken
+
+    def _free(
+        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int, taken: list[Slot]
+    ) -> None:
+        """Make room until ``taken`` has so many slots, or there is no more room to make."""
+        held, tenant = self._held, space.identity.tenant
+        held.ghosts.wanted = (space.number, slot_bytes)
+        held.eviction.now_ns = held.moment.now_ns
         victims_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
         while len(taken) < count and victims_left > 0:
             victims_left -= 1
             if not self._make_room(space, slot_bytes, count - len(taken)) and (
-                self._draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
+                held.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
             ):
                 break
-            taken += self._slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
-        self._eviction.end_choice()
-        self._ghosts.wanted = None
-        return taken
+            taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
+        held.eviction.end_choice()
+        held.ghosts.wanted = None
 
     def shrink(self, space: PrefixTree, pages_max: int, more_bytes: int = 0) -> bool:
         """Evict leaves of a space until so much more is within its quota; whether it is."""
         left = pages_max
-        while left and self._quotas.exceeded(space, more_bytes) and self._evict_own(space):
+        while left and self._held.quotas.exceeded(space, more_bytes) and self._evict_own(space):
             left -= 1
-        self._eviction.end_choice()
-        return not self._quotas.exceeded(space, more_bytes)
+        self._held.eviction.end_choice()
+        return not self._held.quotas.exceeded(space, more_bytes)
 
     def within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
         """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
-        if not self._quotas.is_limited(space):
+        if not self._held.quotas.is_limited(space):
             return count
         for more in range(count):
             if not self.shrink(space, SHRINK_MAX, (more + 1) * slot_bytes):
@@ -83,12 +85,12 @@ class Room:
 
     def _evict_own(self, space: PrefixTree) -> bool:
         """Evict a leaf of a space with limits, or have it written first; False when none may go."""
-        chosen = self._eviction.own_victim(space)
+        chosen = self._held.eviction.own_victim(space)
         verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
         if chosen is not None and verdict is Verdict.EVICT:
-            self._ghosts.wanted = (space.number, 0)
-            self._residents.evict(chosen)
-            self._ghosts.wanted = None
+            self._held.ghosts.wanted = (space.number, 0)
+            self._held.evict(chosen)
+            self._held.ghosts.wanted = None
         return verdict is not Verdict.FULL
 
     def _make_room(self, space: PrefixTree, slot_bytes: int, slots: int) -> bool:
@@ -96,9 +98,9 @@ class Room:
 
         False when there is none, or none yet: an extent of many pages is drained in turns.
         """
-        while (node := self._eviction.victim(space, slot_bytes)) is not None:
+        while (node := self._held.eviction.victim(space, slot_bytes)) is not None:
             # Of a space with limits each page is asked for: the next one may be reserved.
-            most = 1 if self._quotas.is_limited(node.space) else slots
+            most = 1 if self._held.quotas.is_limited(node.space) else slots
             pages = -(-most // slots_of_a_page(node, slot_bytes))
             verdict = self._verdict(node, pages)
             if verdict is Verdict.FULL:
@@ -107,11 +109,11 @@ class Room:
                 break
         if self._take_extent(space, slot_bytes, node):
             if node is not None:
-                self._residents.add_candidate(node)
-            return self._draining.now is None
+                self._held.add_candidate(node)
+            return self._held.draining.now is None
         if node is None:
             return False
-        self._residents.evict(node, pages)
+        self._held.evict(node, pages)
         return True
 
     def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
@@ -119,7 +121,7 @@ class Room:
 
         A prompt larger than memory has no leaf to give but itself.
         """
-        if self._residents.disk is None:
+        if self._held.disk is None:
             return False
         heads: list[PrefixNode] = []
         at, unwritten = head, 0
@@ -132,15 +134,15 @@ class Room:
                 heads.append(at)
             at = before
         for page in reversed(heads):
-            if slot_bytes not in classes(page) or not self._eviction.releasable(page):
+            if slot_bytes not in classes(page) or not self._held.eviction.releasable(page):
                 continue
             unwritten += bool(page.memory & ~page.on_disk)
             if unwritten > SPILL_WRITES:
                 return False
-            if self._residents.disk.before_eviction(page) is not Verdict.EVICT:
+            if self._held.disk.before_eviction(page) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
             if not page.memory & ~page.on_disk:
-                self._residents.evict(page)
+                self._held.evict(page)
                 return True
             return False  # not worth writing, and what follows it must not lose it
         return False
@@ -148,25 +150,25 @@ class Room:
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
         verdict = Verdict.EVICT
-        if self._residents.disk is not None:
-            verdict = self._residents.disk.before_eviction(node, pages)
+        if self._held.disk is not None:
+            verdict = self._held.disk.before_eviction(node, pages)
         if verdict is Verdict.FULL:
-            self._residents.add_candidate(node)
+            self._held.add_candidate(node)
         return verdict
 
     def _take_extent(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
         """Whether an extent of another class, colder than ``own``, is empty or is being drained."""
-        draining, left, now_ns = self._draining, EMPTY_MAX, self._moment.now_ns
-        draining.tick = self._moment.tick  # what this request used stays
+        draining, left, now_ns = self._held.draining, EMPTY_MAX, self._held.moment.now_ns
+        draining.tick = self._held.moment.tick  # what this request used stays
         while left > 0:
             begun = draining.now is not None or draining.begin(space, slot_bytes, own, now_ns)
             if not begun:
                 return False
             if not draining.serves(space, slot_bytes):
                 return False
-            moved = self._counts["moved_extents"]
+            moved = self._held.counts["moved_extents"]
             left -= max(LOOKS, self.drain(left))
-            if draining.now is not None or self._counts["moved_extents"] > moved:
+            if draining.now is not None or self._held.counts["moved_extents"] > moved:
                 return True
         return False
 
@@ -176,44 +178,45 @@ class Room:
         Returns:
             the steps that were taken; fewer when the extent is empty, or left to its class.
         """
-        if self._draining.now is None:
+        if self._held.draining.now is None:
             return 0
-        taken, self._draining.tick = 0, self._moment.tick
-        for page in self._draining.pages(steps):
+        taken, self._held.draining.tick = 0, self._held.moment.tick
+        for page in self._held.draining.pages(steps):
             taken += 1
             if page is not None:
-                self._residents.leave_memory(*page)
+                self._held.leave_memory(*page)
         if taken < steps:
-            self._counts["moved_extents"] += self._draining.end(self._moment.now_ns)
+            self._held.counts["moved_extents"] += self._held.draining.end(self._held.moment.now_ns)
         return taken
 
     def _look_ahead(self, space: PrefixTree, slot_bytes: int) -> None:
         """Begin to drain the next extent for a class that has used half of the one it got last."""
-        if self._draining.is_half_used(space, slot_bytes):
-            self._eviction.now_ns, self._draining.tick = self._moment.now_ns, self._moment.tick
-            own = self._eviction.victim(space, slot_bytes)
-            self._draining.begin(space, slot_bytes, own, self._moment.now_ns)
+        eviction, draining, moment = self._held.eviction, self._held.draining, self._held.moment
+        if draining.is_half_used(space, slot_bytes):
+            eviction.now_ns, draining.tick = moment.now_ns, moment.tick
+            own = eviction.victim(space, slot_bytes)
+            draining.begin(space, slot_bytes, own, moment.now_ns)
             if own is not None:
-                self._residents.add_candidate(own)
-            self._eviction.end_choice()
+                self._held.add_candidate(own)
+            eviction.end_choice()
 
     # ---- pages that are on disk only --------------------------------------------------------
 
     def fetch(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
         """Keep a run of READY pages in memory for a fetch, and load what is on disk only."""
-        if self._residents.disk is not None:
-            self.load(fetch, self._residents.ready_run(space, shard, packed), shard)
+        if self._held.disk is not None:
+            self.load(fetch, self._held.ready_run(space, shard, packed), shard)
             return
         for node in leading_in_memory(space, packed, shard):
-            self._residents.fetches.keep(fetch, node.slots_of(shard))
-        self._residents.fetches.tell(fetch)
+            self._held.fetches.keep(fetch, node.slots_of(shard))
+        self._held.fetches.tell(fetch)
 
     def load(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory.
 
         Of many loads some begin now, and the others in the turns that come.
         """
-        disk = self._residents.disk
+        disk = self._held.disk
         assert disk is not None
         disk.loads.add(fetch, nodes, shard)
         self._begin_loads(disk.loads, fetch, LOADS_TURN)
@@ -222,7 +225,7 @@ class Room:
 
     def load_more(self) -> None:
         """Begin more of the loads that somebody waits for, as many as one turn does."""
-        disk, left = self._residents.disk, LOADS_TURN
+        disk, left = self._held.disk, LOADS_TURN
         while disk is not None and disk.loads.beginning and left > 0:
             fetch = disk.loads.beginning[0]
             left -= self._begin_loads(disk.loads, fetch, left)
