@@ -186,7 +186,7 @@ class LoneNode:
             "alone", bytes(16), slots, limits, lambda: next(tokens).to_bytes(16, "little"), policy
         )
         node.pages.pins.budget_bytes = capacity_bytes // 4
-        node.pages.ghosts = Ghosts(AdminConfig().ghosts_max)
+        node.pages.residents.ghosts = Ghosts(AdminConfig().ghosts_max)
         node.pages.ghosts.policy = policy
         self._later: deque[Callable[[], None]] = deque()
         self.pages_max = capacity_bytes // PAGE_BYTES

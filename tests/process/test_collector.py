@@ -105,7 +105,7 @@ def _use(world: World) -> None:
     number, _ = world.acquire(engine, space, "h" * 30)
     for letter in "stuvw":
         world.store(other, theirs, letter * 40)
-        while world.table.unfinished:
+        while world.table.residents.unfinished:
             world.table.residents.sweep(64)
             world.table.room.drain(64)
     world.table.release(engine, number)

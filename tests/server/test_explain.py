@@ -163,7 +163,7 @@ def test_the_shard_that_left_says_why_while_another_stays(asked):
 
 
 def test_what_may_have_been_forgotten_is_not_called_never_stored(asked):
-    asked.table.ghosts = Ghosts(1)
+    asked.table.residents.ghosts = Ghosts(1)
     asked.world.store(asked.process, asked.space, "ab")
     drop_below(asked.table, asked.space.root, "operator")
 
@@ -307,7 +307,7 @@ def test_tokens_that_a_space_with_other_pages_has_say_so(asked, prompt):
 
 def test_a_page_whose_head_left_with_its_own_head_a_thousand_times_is_explained(asked):
     name = "a" * 1_000
-    asked.table.ghosts = Ghosts(10_000)
+    asked.table.residents.ghosts = Ghosts(10_000)
     for depth in range(len(name), 1, -1):
         node = PrefixNode(asked.space, key(name[:depth]), None)
         asked.table.ghosts.head = key(name[: depth - 1])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.deadlines import Deadlines
@@ -53,7 +54,7 @@ class PageTable:
         self.room = Room(held)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
-        self.actions, self.story, self.ghosts = held.actions, held.story, held.ghosts
+        self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
         self.pins = Pins()
         self._deadlines = Deadlines()
@@ -62,6 +63,11 @@ class PageTable:
     def disk(self) -> DiskPages | None:
         """The disk side; None without an SSD tier."""
         return self.residents.disk
+
+    @property
+    def ghosts(self) -> Ghosts:
+        """What left the index a while ago."""
+        return self.residents.ghosts
 
     @property
     def now_ns(self) -> int:
@@ -478,8 +484,7 @@ class PageTable:
 
     def _tell_of(self, what: str, held: list[PrefixNode], lease: Lease) -> None:
         if held:
-            shard = shard_of(held[0], lease.slots[0])
-            self.story.tell(what, held[0], shard, len(lease.slots))
+            self.story.tell(what, held[0], shard_of(held[0], lease.slots[0]), len(lease.slots))
 
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)
