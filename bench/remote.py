@@ -16,7 +16,8 @@ from typing import Final
 from bench import remote_capacity, remote_get, remote_lookup, remote_transport, remote_ttft
 from bench.measure import Progress, Report
 
-_PARTS: Final = (remote_transport, remote_get, remote_lookup, remote_capacity, remote_ttft)
+PARTS: Final = (remote_transport, remote_get, remote_lookup, remote_capacity, remote_ttft)
+"""Modules with cases: their ``names()``, and ``results(name, seconds)`` of one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
-    found = [(part, name) for part in _PARTS for name in part.names()]
+    found = [(part, name) for part in PARTS for name in part.names()]
     wanted = [(part, name) for part, name in found if options.cases.search(name)]
     if not wanted:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")

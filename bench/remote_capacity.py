@@ -61,8 +61,7 @@ def results(name: str, seconds: float) -> Iterator[Result]:
             hits += _request(choose.choice(spaces), keys)
             whole += _request(single, keys)
         fetched = sum(
-            node.get("/v1/stats")["counts"].get("peer_fetched_pages", 0)
-            for node in nodes.values()
+            node.get("/v1/stats")["counts"].get("peer_fetched_pages", 0) for node in nodes.values()
         )
     pages = requests * SHAPE.pages
     sys.stderr.write(f"{NAME}: {requests} requests, {fetched} pages read from the other node\n")

@@ -1,9 +1,9 @@
 """How fast does a client get pages that only another node has?
 
 ``get/8MiB/x16``: a client of one node gets 16 pages of 8 MiB that only the other node has, and that
-nobody has asked for before: it looks them up until it knows who has them, its node leases and reads
-them, and it copies them into buffers, verified. ``bound/get/…`` is the least that this needs: the bare socket,
-then a digest of each page, then one copy.
+nobody has asked for before. It looks them up until it knows who has them, its node leases and reads
+them, and it copies them into buffers, verified. ``bound/get/…`` is the least that this needs: the
+bare socket, then a digest of each page, then one copy.
 """
 
 import ctypes

@@ -25,7 +25,6 @@ from bench.host import ROUND_TRIPS, Shape, open_space, random_keys
 from bench.measure import Measured, Result
 from bench.remote_nodes import pair, running
 from kvstore.client.space import Space
-from kvstore.client.store import KVStore
 from kvstore.testing.lookups import PAUSE_S, Engine, Looked
 
 PAGES: Final = 2048
@@ -109,9 +108,7 @@ def _beside_announcers(seconds: float) -> Iterator[Result]:
     beside: list[Looked] = []
     with running(POOL_BYTES, knows, prefault=False) as nodes, contextlib.ExitStack() as undo:
         rate = ANNOUNCED_PER_S // len(ANNOUNCERS)
-        announcers = [
-            undo.enter_context(Announcer(nodes[one].address, rate)) for one in ANNOUNCERS
-        ]
+        announcers = [undo.enter_context(Announcer(nodes[one].address, rate)) for one in ANNOUNCERS]
         engine = Engine(nodes["b"].address, nodes["b"].pid, PAGES)
         undo.callback(engine.close)
         slices = max(SLICES_MIN, round(seconds / SLICE_S))
@@ -129,9 +126,7 @@ def _beside_announcers(seconds: float) -> Iterator[Result]:
                 announced += one.rest()
             took_s += (time.perf_counter() - began) * announces
     assert all(one.hit for one in (*quiet, *beside)), "a lookup did not find all pages"
-    whole = [
-        measure.percentile([one.took_s for one in each], 99) * 1e6 for each in (beside, quiet)
-    ]
+    whole = [measure.percentile([one.took_s for one in each], 99) * 1e6 for each in (beside, quiet)]
     _note(f"{P99}: {announced / took_s:,.0f} pages/s announced; with the time that processes waited"
           f" for a core {whole[0]:.0f} us, without announcements {whole[1]:.0f} us;"
           f" {len(beside)} and {len(quiet)} lookups")  # fmt: skip

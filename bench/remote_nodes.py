@@ -18,7 +18,7 @@ from kvstore.testing.server import Server, wait_for
 
 MEET_WAIT_S: Final = 60.0
 _LAG_S: Final = 0.02
-"""Until events are known elsewhere, as a rule; twice as long after a question that found nothing."""
+"""Until events are known elsewhere, as a rule; doubled after a question that found nothing."""
 _TRIES_MAX: Final = 8
 _INDEX_PAGES_MAX: Final = 1_000_000
 

@@ -23,7 +23,7 @@ from bench.measure import Result
 NAME: Final = "ttft/two-nodes"
 PROMPT_TOKENS: Final = 2048
 QUESTION_TOKENS: Final = 40
-TURNS_MIN: Final = 5
+TURNS_MIN: Final = 3
 _WARM: Final = 0.9
 
 
@@ -64,16 +64,12 @@ async def _turns(clusters: list[Cluster], seconds: float) -> list[list[float]]:
     return found
 
 
-async def _ask(
-    session: aiohttp.ClientSession, cluster: Cluster, rng: np.random.Generator
-) -> float:
+async def _ask(session: aiohttp.ClientSession, cluster: Cluster, rng: np.random.Generator) -> float:
     """TTFT of one warm prompt."""
     tokens = rng.integers(32, 127, PROMPT_TOKENS + QUESTION_TOKENS).tolist()
     alone = tokens[:PROMPT_TOKENS]
     await complete(session, cluster.engine_urls["P1"], alone, max_tokens=1, temperature=0.0)
-    answer = await complete(
-        session, cluster.conductor_url, tokens, max_tokens=4, temperature=0.0
-    )
+    answer = await complete(session, cluster.conductor_url, tokens, max_tokens=4, temperature=0.0)
     url = f"{cluster.conductor_url}/v1/decisions/{answer.request_id}"
     prefilled = request("GET", url)["attempts"][-1].get("prefilled") or {}
     restored = prefilled.get("restored_tokens") or 0

@@ -1,7 +1,7 @@
 """A process that stores fresh pages at a node at a constant rate, so that others hear of them.
 
-``python -m bench.remote_writer ADDRESS PAGES_PER_S``: prints ``ready``; stores from a line ``go`` to
-a line ``rest`` on standard input, then prints how many pages; ends when that does.
+``python -m bench.remote_writer ADDRESS PAGES_PER_S``: prints ``ready``; stores from a line ``go``
+to a line ``rest`` on standard input, then prints how many pages; ends when that does.
 """
 
 import os
