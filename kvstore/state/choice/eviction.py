@@ -198,16 +198,16 @@ class Eviction:
     def _pop_replica(self, name: str, slot_bytes: int) -> PrefixNode | None:
         """The replica of a queue that was unused for longest."""
         line = self._replicas.get((name, slot_bytes))
-        while line is not None and (node := line.pop(self._tick)) is not None:
-            if self.quotas.queue_name(node.space) != name:
-                self.add_candidate(node)  # its space has limits now, so queues of its own
-                self._strays += 1
-                if self._strays >= TAKE_OVER_MAX:
-                    return None
-            elif slot_bytes in classes(node) and self.evictable(node):
-                if node.replica:
-                    return node
-                self.add_candidate(node)  # a client has stored it since
+        while line is not None and self._strays < TAKE_OVER_MAX:
+            node = line.pop(self._tick)
+            if node is None:
+                return None
+            if not (slot_bytes in classes(node) and self.evictable(node)):
+                continue
+            if node.replica and self.quotas.queue_name(node.space) == name:
+                return node
+            self.add_candidate(node)  # a client has stored it since, or its space has limits now
+            self._strays += 1
         return None
 
     def _pop_other(self, name: str, slot_bytes: int) -> PrefixNode | None:
