@@ -151,7 +151,8 @@ class ToldMembership:
             self._nodes.set({n: one for n, one in self._nodes.present.items() if n != own.name})
 
     def began(self) -> None:
-        """The index process has started again and knows nothing."""
+        """The index process has started, and knows nothing yet."""
+        self._stand(MemberStanding(why="the index process has started"))
         if self._own is not None:
             self._tell(Join(self._own))
 
