@@ -8,10 +8,23 @@ from typing import Final
 
 import msgspec
 
-from kvstore.cluster.records import MemberStanding, NodeRecord
-from kvstore.cluster.store import StoreSettings
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.records import JoinStanding, NodeRecord
+from kvstore.cluster.stores import StoreKind
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.reading import read
+
+
+class StorePlace(msgspec.Struct, frozen=True):
+    """Where a store is.
+
+    Attributes:
+        kind: ``etcd`` or ``redis``.
+        servers: its servers.
+    """
+
+    kind: StoreKind
+    servers: StoreServers
 
 
 class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,11 +32,11 @@ class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         credentials: what to show to other nodes.
-        store: where the membership is kept; None = nowhere.
+        membership: where the membership is kept; None = nowhere.
     """
 
     credentials: PeerCredentials
-    store: StoreSettings | None = None
+    membership: StorePlace | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -48,12 +61,10 @@ class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
     Attributes:
         nodes: by name, as the store has them.
         standing: of this node.
-        unreadable: records that were left out, because they describe no node.
     """
 
     nodes: dict[str, NodeRecord]
-    standing: MemberStanding
-    unreadable: int = 0
+    standing: JoinStanding
 
 
 ToChild = Begin | Join | Leave

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
+from kvstore.cluster.messages import StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
-from kvstore.cluster.stores import check_stores, store_settings
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, read_address
@@ -183,5 +184,5 @@ def _members(
         places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
         return LocalMembership(places), IndexProcess(settings)
     index = IndexProcess(settings, "kvstore.cluster.child")
-    store = store_settings(config, cluster.membership)
-    return ToldMembership.over(index, store, credentials), index
+    place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+    return ToldMembership.over(index, place, credentials), index
