@@ -14,7 +14,7 @@ from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.messages import (
-    Begin,
+    BeginCluster,
     ChildSettings,
     Join,
     Leave,
@@ -90,7 +90,7 @@ class ClusterCompanion:
         """See :class:`kvstore.index.child.Companion`."""
         message = message_to_child(body)
         match message:
-            case Begin(settings):
+            case BeginCluster(settings):
                 if self._settings is not None:
                     raise UnreadableError("it has begun already")
                 self._settings = settings

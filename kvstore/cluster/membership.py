@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, Self
 import msgspec
 
 from kvstore.cluster.messages import (
-    Begin,
+    BeginCluster,
     ChildSettings,
     Join,
     Leave,
@@ -155,7 +155,7 @@ class ToldMembership:
             store: where the records are.
             shown: what to show to another node that has this node's name.
         """
-        begin = Begin(ChildSettings(credentials=shown, membership=store))
+        begin = BeginCluster(ChildSettings(credentials=shown, membership=store))
         membership = cls(store.kind, lambda message: index.aside(encode_message(message)))
 
         def began() -> None:
