@@ -275,9 +275,16 @@ def of_store(advertise: str = "", listen: str = "127.0.0.1:0", **redis: Any) -> 
     return {one.name: one for one in peer_checks(config, None)}
 
 
+@contextmanager
+def accepting() -> Iterator[str]:
+    """What accepts connections; yields where."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield f"127.0.0.1:{one.getsockname()[1]}"
+
+
 def test_a_store_that_answers_is_ok_and_one_that_does_not_is_told() -> None:
     gone = f"127.0.0.1:{unused_port()}"
-    with answering(lambda _: []) as place:
+    with accepting() as place:
         found = of_store(endpoints=(place, gone))
 
     assert found[f"redis {place}"].status == "ok"
@@ -304,7 +311,7 @@ def test_a_file_of_a_store_that_cannot_be_read_keeps_the_node_from_starting() ->
 
 @pytest.mark.parametrize("advertise", ["", "127.0.0.1:7400"])
 def test_an_address_that_other_machines_cannot_reach_is_warned_of(advertise: str) -> None:
-    with answering(lambda _: []) as place:
+    with accepting() as place:
         assert "cluster.advertise" not in of_store(advertise, endpoints=(place,))
     gone = f"kvstore.invalid:{unused_port()}"
     one = of_store(advertise, endpoints=(gone,))["cluster.advertise"]
