@@ -22,10 +22,10 @@ def open_store(kind: StoreKind, servers: StoreServers, cluster: str) -> RecordSt
     """
     try:
         if kind == "etcd":
-            from kvstore.cluster.etcd import EtcdStore  # noqa: PLC0415
+            from kvstore.cluster.etcd import EtcdStore
 
             return EtcdStore(servers, cluster)
-        from kvstore.cluster.redis_records import RedisStore  # noqa: PLC0415
+        from kvstore.cluster.redis_records import RedisStore
 
         return RedisStore(servers, cluster)
     except ModuleNotFoundError as error:
