@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from time import monotonic
@@ -30,9 +29,6 @@ from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
 from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, reason
 from kvstore.process.faults import printable
-from kvstore.process.logs import event
-
-log = logging.getLogger(__name__)
 
 BACKOFF_S: Final = (0.1, 5.0)
 """The first and the longest pause before a store that is away is tried again."""
@@ -69,7 +65,6 @@ class LeasedMembership:
     """The nodes of a cluster whose records are in a store.
 
     While the store is away, what it told last stays true. A node that is refused knows no others.
-    Each change of the standing is one line in the log.
 
     Attributes:
         standing: whether this node is one of the cluster, as the store has it.
@@ -248,13 +243,8 @@ class LeasedMembership:
         self._stand("joining")
 
     def _stand(self, state: StandingState, field: str = "", why: str = "") -> None:
-        """Change the standing; says so in the log if it is another one."""
-        before, why = self.standing, printable(why)
-        self.standing = JoinStanding(state, field, why, self._roster.unreadable)
-        if (before.state, before.field) != (state, field):
-            known = {key: text for key, text in (("field", field), ("why", why)) if text}
-            level = logging.INFO if state in ("joined", "joining") else logging.WARNING
-            event(log, level, f"membership {state}", nodes=len(self._roster.nodes), **known)
+        """Change the standing, and tell it."""
+        self.standing = JoinStanding(state, field, printable(why), self._roster.unreadable)
         self._tell()
 
     def _tell(self) -> None:
