@@ -118,11 +118,27 @@ def usable_prefixes(found: FoundEntries, windows: Sequence[int]) -> list[HolderP
                 )
     usable = []
     for holder in set(found.holders.values()):
-        shards = [[(count, holder in known[text]) for count, text in runs] for runs in found.runs]
+        shards = [_merged(holder, runs, known) for runs in found.runs]
         pages = _usable(shards, windows)
         if pages:
             usable.append(HolderPages(holder, pages))
     return sorted(usable, key=lambda one: (-one.pages, one.holder))
+
+
+def _merged(
+    holder: NumberHolder,
+    runs: Sequence[tuple[int, str]],
+    known: Mapping[str, frozenset[NumberHolder]],
+) -> list[tuple[int, bool]]:
+    """How many consecutive pages a holder has or has not, in turns."""
+    merged: list[tuple[int, bool]] = []
+    for count, text in runs:
+        is_there = holder in known[text]
+        if merged and merged[-1][1] == is_there:
+            merged[-1] = (merged[-1][0] + count, is_there)
+        else:
+            merged.append((count, is_there))
+    return merged
 
 
 def _usable(shards: Sequence[Sequence[tuple[int, bool]]], windows: Sequence[int]) -> int:
@@ -132,14 +148,14 @@ def _usable(shards: Sequence[Sequence[tuple[int, bool]]], windows: Sequence[int]
         met: list[npt.NDArray[np.bool_]] = []
         at = 0
         for count, is_there in runs:
-            lengths = np.arange(1, count + 1)
-            from_start = at == 0 or (not window and bool(met[-1][-1]))
             if not is_there:
                 met.append(np.zeros(count, dtype=np.bool_))
             elif window:
-                met.append(np.ones(count, dtype=np.bool_) if at == 0 else lengths >= window)
+                met.append(
+                    np.ones(count, dtype=np.bool_) if at == 0 else np.arange(1, count + 1) >= window
+                )
             else:
-                met.append(np.full(count, from_start))
+                met.append(np.full(count, at == 0))
             at += count
         whole = np.concatenate(met) if met else np.zeros(0, dtype=np.bool_)
         usable = whole if usable is None else usable[: len(whole)] & whole[: len(usable)]

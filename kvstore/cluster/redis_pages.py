@@ -149,7 +149,7 @@ local holder, size = KEYS[1], tonumber(ARGV[1])
 """
     + _LIVE
     + """
-local seen, holders, shards = {}, {}, {}
+local seen, known, holders, shards = {}, {}, {}, {}
 for shard = 2, #ARGV do
   local names, runs, last = ARGV[shard], {}, nil
   for start = 1, #names, size do
@@ -161,8 +161,8 @@ for shard = 2, #ARGV do
       if not seen[text] then
         seen[text] = true
         for number in string.gmatch(text, '%d+') do
-          if not seen[number] then
-            seen[number] = true
+          if not known[number] then
+            known[number] = true
             if is_live(number) then
               local one = redis.call('HMGET', holder .. number, 'node', 'boot')
               holders[#holders + 1] = {number, one[1], one[2]}
