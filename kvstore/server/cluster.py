@@ -13,7 +13,6 @@ from typing import Any
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
-from kvstore.cluster.messages import Begin, ChildSettings, encode_message, message_from_child
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
@@ -183,15 +182,6 @@ def _members(
     if cluster.membership == "local":
         places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
         return LocalMembership(places), IndexProcess(settings)
-    store = store_settings(config, cluster.membership)
-    begin = Begin(ChildSettings(credentials=credentials, store=store))
     index = IndexProcess(settings, "kvstore.cluster.child")
-    told = ToldMembership(store.kind, lambda message: index.aside(encode_message(message)))
-
-    def began() -> None:
-        index.aside(encode_message(begin))
-        told.began()
-
-    index.began = began
-    index.heard = lambda body: told.heard(message_from_child(body))
-    return told, index
+    store = store_settings(config, cluster.membership)
+    return ToldMembership.over(index, store, credentials), index

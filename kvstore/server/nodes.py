@@ -141,7 +141,7 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
         "boot": boot,
         "endpoint": cluster["endpoint"],
         "joined": _joined(sum(row["state"] == "up" for row in rows), len(rows)),
-        "membership": cluster["membership"],
+        "membership": cluster.get("membership"),  # an older node does not say it
         "nodes": rows,
         "index": {name: directory[name] for name in NodeIndex.__struct_fields__},
         "not_followed": directory["refused"],
