@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections import Counter
 from time import monotonic_ns
-from typing import Any, Final
+from typing import Final
 
 from kvstore.cluster.announcing import (
     Announcement,
@@ -22,6 +22,7 @@ from kvstore.cluster.announcing import (
     Withdraw,
 )
 from kvstore.cluster.entries import EntryNames
+from kvstore.cluster.messages import DirectoryReport
 from kvstore.cluster.page_store import DirectoryFault, PageStore
 from kvstore.index.blocks import Workspace
 from kvstore.index.control import Source, SourceBounds
@@ -82,25 +83,19 @@ class PageAnnouncer:
         finally:
             await self._leave()
 
-    def stats(self) -> dict[str, Any]:
-        """What is announced, as plain values."""
+    def report(self) -> DirectoryReport:
+        """What is announced."""
         state = self._announcing
-        return {
-            "current": state.present is not None,
-            "pages": state.pages,
-            "waiting": sum(one.waiting for one in state.announcements),
-            "announcements": state.completed,
-            "faults": dict(state.faults + Counter(self._follower_faults())),
-            "why": "; ".join(
-                follower.why for follower, _ in self._following.values() if follower.why
-            ),
-        }
-
-    def _follower_faults(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for follower, _ in self._following.values():
-            counts.update(follower.faults.counts)
-        return counts
+        following = [follower for follower, _ in self._following.values()]
+        faults = Counter(state.faults)
+        for follower in following:
+            faults.update(follower.faults.counts)
+        return DirectoryReport(
+            current=state.present is not None, announced=state.pages,
+            waiting=sum(one.waiting for one in state.announcements),
+            announcements=state.completed, faults=dict(faults),
+            why="; ".join(one.why for one in following if one.why),
+        )  # fmt: skip
 
     async def _carry_out(self, step: Step) -> None:
         """Carry out one step.

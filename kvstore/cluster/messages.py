@@ -14,16 +14,32 @@ from kvstore.index.credentials import PeerCredentials
 from kvstore.index.reading import read
 
 
+class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that nodes share.
+
+    Attributes:
+        store: where it is.
+        endpoint: ``host:port`` of this node's own peer service, whose events are announced.
+        boot: boot id of this node.
+    """
+
+    store: StoreSettings
+    endpoint: str
+    boot: bytes
+
+
 class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the index process of a node needs to know of the cluster.
 
     Attributes:
         credentials: what to show to other nodes.
         store: where the membership is kept; None = nowhere.
+        directory: the directory that nodes share; None = there is none.
     """
 
     credentials: PeerCredentials
     store: StoreSettings | None = None
+    directory: DirectorySettings | None = None
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -56,8 +72,59 @@ class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
     unreadable: int = 0
 
 
-ToChild = Begin | Join | Leave
-FromChild = NodesTold
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Which nodes have these pages?
+
+    Attributes:
+        number: names the question.
+        space: hex digest of their space.
+        shards: for each shard its hex digest, and how many of the last pages suffice; 0 = all.
+        keys: their prefix keys, 32 bytes each.
+    """
+
+    number: int
+    space: str
+    shards: list[tuple[str, int]]
+    keys: bytes
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to an :class:`Ask`.
+
+    Attributes:
+        number: of the question.
+        holdings: name and boot id of each node, and how many leading pages it has; the longest
+            prefix first.
+    """
+
+    number: int
+    holdings: list[tuple[str, bytes, int]]
+
+
+class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
+    """What the process does for the shared directory, from time to time.
+
+    Attributes:
+        current: all pages of this node are announced, but for those that wait.
+        announced: pages announced, changes included.
+        waiting: pages that wait.
+        announcements: how often all pages were announced.
+        asked: questions that were answered.
+        faults: what went wrong, by cause.
+        why: why the node's own events cannot be followed; empty if they can.
+    """
+
+    current: bool = False
+    announced: int = 0
+    waiting: int = 0
+    announcements: int = 0
+    asked: int = 0
+    faults: dict[str, int] = {}
+    why: str = ""
+
+
+ToChild = Begin | Join | Leave | Ask
+FromChild = NodesTold | Told | DirectoryReport
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_CHILD: Final[msgspec.msgpack.Decoder[ToChild]] = msgspec.msgpack.Decoder(ToChild)

@@ -5,16 +5,17 @@ name keys that they were not given, so one server has all of them: Redis Cluster
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from redis import exceptions
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import ChangedPages, DirectoryFault
+from kvstore.errors import InvalidArgument
+from kvstore.process.faults import printable
 
 ENTRY_MS: Final = 3_600_000
 """An entry expires so long after it was announced."""
@@ -24,6 +25,8 @@ _MARGIN_MS: Final = 60_000
 CALL_S: Final = 2.0
 _FOUND_NAMES: Final = 4_096
 """Entries of one call; other clients of the server wait meanwhile: a millisecond."""
+
+_LOGIN: Final = (exceptions.AuthenticationError, exceptions.NoPermissionError)
 
 _NOW: Final = """
 local time = redis.call('TIME')
@@ -183,29 +186,38 @@ class RedisPages:
     """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
 
     Args:
-        client: one server; without retries, and not decoding. It is closed by its owner.
+        connect: a client of one server, not decoding and without retries; called again when its
+            server is away, so that another one is tried.
         cluster: name of the cluster.
         entry_ms: lifetime of an entry.
         number_ms: lifetime of a number that is not renewed.
     """
 
     def __init__(
-        self, client: Redis, cluster: str, entry_ms: int = ENTRY_MS, number_ms: int = NUMBER_MS
-    ) -> None:
+        self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
+        number_ms: int = NUMBER_MS,
+    ) -> None:  # fmt: skip
         """Call nothing yet."""
+        self._connect = connect
         self._numbers = f"kvstore:{{{cluster}}}:numbers"
         self._holder = f"kvstore:{{{cluster}}}:holder:"
         self._entry_ms = entry_ms
         self._lease_ms = number_ms
         self._keep_ms = entry_ms + number_ms + _MARGIN_MS
-        self._claim, self._renew, self._withdraw, self._change, self._find = (
-            client.register_script(one) for one in (_CLAIM, _RENEW, _WITHDRAW, _CHANGE, _FIND)
-        )
+        self._client: Redis | None = None
+        self._scripts: dict[str, AsyncScript] = {}
+
+    async def close(self) -> None:
+        """Disconnect; the next call connects again."""
+        client, self._client = self._client, None
+        self._scripts.clear()
+        if client is not None:
+            await client.aclose()
 
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
         arguments = [node, boot.hex(), token, self._lease_ms, self._keep_ms]
-        return int(await _call(self._claim([self._numbers, self._holder], arguments)))
+        return int(await self._call(_CLAIM, [self._numbers, self._holder], arguments))
 
     async def change(
         self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
@@ -214,18 +226,18 @@ class RedisPages:
         arguments: list[Any] = [number, token, batch, self._entry_ms, NAME_BYTES]
         for one in changes:
             arguments += ["+" if one.stored else "-", one.sign, one.names]
-        return bool(await _call(self._change([self._holder], arguments)))
+        return bool(await self._call(_CHANGE, [self._holder], arguments))
 
     async def renew(self, tokens: Mapping[int, str]) -> list[int]:
         """See :meth:`kvstore.cluster.page_store.PageStore.renew`."""
         arguments: list[Any] = [self._lease_ms, self._keep_ms]
         for number, token in tokens.items():
             arguments += [number, token]
-        return list(await _call(self._renew([self._holder], arguments)))
+        return list(await self._call(_RENEW, [self._holder], arguments))
 
     async def withdraw(self, number: int, token: str) -> None:
         """See :meth:`kvstore.cluster.page_store.PageStore.withdraw`."""
-        await _call(self._withdraw([self._holder], [number, token]))
+        await self._call(_WITHDRAW, [self._holder], [number, token])
 
     async def find(self, shards: Sequence[bytes]) -> FoundEntries:
         """See :meth:`kvstore.cluster.page_store.PageStore.find`."""
@@ -235,7 +247,7 @@ class RedisPages:
         for start in range(0, max(map(len, shards), default=0), step):
             parts = [names[start : start + step] for names in shards]
             arguments: list[Any] = [NAME_BYTES, *parts]
-            told, found = await _call(self._find([self._holder], arguments))
+            told, found = await self._call(_FIND, [self._holder], arguments)
             try:
                 for number, node, boot in told:
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
@@ -246,21 +258,35 @@ class RedisPages:
                 shard += zip(counts[::2], texts, strict=True)
         return FoundEntries(runs, holders)
 
+    async def _call(self, text: str, keys: list[str], arguments: list[Any]) -> Any:
+        """Run a script, with its deadline.
 
-async def _call(call: Awaitable[Any]) -> Any:
-    """Make a call, with its deadline.
+        Raises:
+            DirectoryFault: it failed.
+        """
+        try:
+            script = self._script(text)
+            async with asyncio.timeout(CALL_S):
+                return await script(keys, arguments)
+        except InvalidArgument as error:
+            raise DirectoryFault("login", str(error)) from error
+        except _LOGIN as error:
+            raise DirectoryFault("login", "Redis does not take the login") from error
+        except (TimeoutError, exceptions.TimeoutError) as error:
+            await self.close()
+            raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error
+        except (OSError, exceptions.ConnectionError) as error:
+            await self.close()
+            raise DirectoryFault("away", f"Redis: {printable(str(error))}") from error
+        except exceptions.OutOfMemoryError as error:
+            raise DirectoryFault("full", "Redis takes no more: see its maxmemory") from error
+        except exceptions.RedisError as error:
+            raise DirectoryFault("refused", f"Redis: {printable(str(error))}") from error
 
-    Raises:
-        DirectoryFault: it failed.
-    """
-    try:
-        async with asyncio.timeout(CALL_S):
-            return await call
-    except (TimeoutError, RedisTimeoutError) as error:
-        raise DirectoryFault("late", "Redis did not answer in time") from error
-    except (OSError, RedisConnectionError) as error:
-        raise DirectoryFault("away", str(error) or type(error).__name__) from error
-    except OutOfMemoryError as error:
-        raise DirectoryFault("full", f"Redis takes no more: {error}") from error
-    except RedisError as error:
-        raise DirectoryFault("refused", f"Redis refuses: {error}") from error
+    def _script(self, text: str) -> AsyncScript:
+        script = self._scripts.get(text)
+        if script is None:
+            if self._client is None:
+                self._client = self._connect()
+            script = self._scripts[text] = self._client.register_script(text)
+        return script

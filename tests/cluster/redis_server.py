@@ -73,15 +73,16 @@ class OpenedRedis:
 
     def __init__(self, server: RedisServer, *, kill: bool) -> None:
         self.server = server
-        self.clients: list[Redis] = []
+        self.stores: list[RedisPages] = []
         self._kill = kill
 
     def store(self) -> PageStore:
-        self.clients.append(self.server.client())
-        return RedisPages(self.clients[-1], "c", entry_ms=60_000, number_ms=1_500)
+        self.stores.append(RedisPages(self.server.client, "c", entry_ms=60_000, number_ms=1_500))
+        return self.stores[-1]
 
     async def empty(self) -> None:
-        await self.clients[0].flushall()
+        async with self.server.client() as client:
+            await client.flushall()
 
     async def stop(self) -> None:
         if self._kill:
@@ -107,6 +108,6 @@ async def opened_redis(folder: Path, *, kill: bool = False) -> AsyncIterator[Ope
     try:
         yield opened
     finally:
-        for client in opened.clients:
-            await client.aclose()
+        for store in opened.stores:
+            await store.close()
         server.end()
