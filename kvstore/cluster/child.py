@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.messages import (
+    Ask,
     Begin,
     ChildSettings,
     Join,
@@ -88,6 +89,8 @@ class ClusterCompanion:
         self._settings: ChildSettings | None = None
         self._record: NodeRecord | None = None
         self._changed = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._ask: Callable[[Ask], None] | None = None
 
     async def run(self, tell: Tell) -> None:
         """Be the node that is asked for; leave when cancelled, within :data:`LEAVE_S`.
@@ -95,6 +98,28 @@ class ClusterCompanion:
         Args:
             tell: gets all nodes, and the standing, after each change.
         """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._share(tell), name="shared directory")
+            await self._belong(tell)
+
+    async def _share(self, tell: Tell) -> None:
+        """Use the directory that nodes share, if there is one, until cancelled."""
+        await self._begun.wait()
+        settings = self._settings
+        assert settings is not None
+        if settings.directory is not None:
+            # Its client is an extra package.
+            from kvstore.cluster.sharing import SharedDirectory
+
+            shared = SharedDirectory(
+                settings.directory, settings.credentials,
+                lambda message: tell(encode_message(message)),
+            )  # fmt: skip
+            self._ask = shared.ask
+            await shared.run()
+
+    async def _belong(self, tell: Tell) -> None:
+        """Keep the record of the node until cancelled."""
         while True:
             self._changed.clear()
             settings, record = self._settings, self._record
@@ -111,6 +136,11 @@ class ClusterCompanion:
                 if self._settings is not None:
                     raise UnreadableError("it has begun already")
                 self._settings = settings
+                self._begun.set()
+            case Ask():
+                if self._ask is not None:  # else whoever asks does not wait for long
+                    self._ask(message)
+                return
             case Join(record):
                 if record == self._record:
                     return

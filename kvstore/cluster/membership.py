@@ -9,21 +9,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 from kvstore.cluster.messages import (
-    Begin,
-    ChildSettings,
     Join,
     Leave,
     NodesTold,
-    encode_message,
-    message_from_child,
 )
 from kvstore.cluster.records import MemberStanding, NodeRecord
-from kvstore.cluster.store import StoreSettings
-from kvstore.index.credentials import PeerCredentials
-from kvstore.index.process import IndexProcess
 from kvstore.process.faults import printable
 from kvstore.process.logs import event
 
@@ -144,26 +137,6 @@ class ToldMembership:
         self._nodes = _Nodes({})
         self._changes: Counter[str] = Counter()
         self._unreadable = 0
-
-    @classmethod
-    def over(cls, index: IndexProcess, store: StoreSettings, shown: PeerCredentials) -> Self:
-        """The membership that an index process keeps in a store.
-
-        Args:
-            index: runs :mod:`kvstore.cluster.child`; it is told everything again when it starts.
-            store: where the records are.
-            shown: what to show to another node that has this node's name.
-        """
-        begin = Begin(ChildSettings(credentials=shown, store=store))
-        membership = cls(store.kind, lambda message: index.aside(encode_message(message)))
-
-        def began() -> None:
-            index.aside(encode_message(begin))
-            membership.began()
-
-        index.began = began
-        index.heard = lambda body: membership.heard(message_from_child(body))
-        return membership
 
     async def join(self, record: NodeRecord) -> None:
         """See :meth:`Membership.join`; returns before it is a node."""

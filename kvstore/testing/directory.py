@@ -39,7 +39,7 @@ from kvstore.cluster.entries import (
     usable_prefixes,
 )
 from kvstore.cluster.page_store import ChangedPages, DirectoryFault, PageStore
-from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
+from kvstore.events.publisher import Event, EventBatch, RemovedEvent, StoredEvent
 from kvstore.index.blocks import Workspace
 from kvstore.page import KEY_BYTES, page_keys
 
@@ -211,14 +211,7 @@ class AnnouncingNode:
         self._publish(pages, stored=False)
 
     def _publish(self, pages: Iterable[Page], *, stored: bool) -> None:
-        kind = StoredEvent if stored else RemovedEvent
-        more = {"parent_block_hash": None, "token_ids": [], "block_size": 16} if stored else {}
-        events = [
-            kind(
-                block_hashes=[key], medium=medium, space=_SPACE, shard=0, shard_digest=shard, **more
-            )
-            for medium, shard, key in pages
-        ]
+        events: list[Event] = [_event(page, stored=stored) for page in pages]
         payload = _ENCODER.encode(EventBatch(1.0, events))
         for one in self.announcing.announcements:
             if one.token in self._told:
@@ -272,6 +265,18 @@ class AnnouncingNode:
         while True:
             if isinstance(await self.step(monotonic_ns()), Pause):
                 await asyncio.sleep(0.002)
+
+
+def _event(page: Page, *, stored: bool) -> Event:
+    medium, shard, key = page
+    if not stored:
+        return RemovedEvent(
+            block_hashes=[key], medium=medium, space=_SPACE, shard=0, shard_digest=shard
+        )
+    return StoredEvent(
+        block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=16, medium=medium,
+        space=_SPACE, shard=0, shard_digest=shard,
+    )  # fmt: skip
 
 
 def pages_of(first: int, end: int, shard: int = 0, medium: str = "CPU") -> list[Page]:
