@@ -5,11 +5,12 @@ import ssl
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.cluster.stores import check_stores
+from kvstore.cluster.access import StoreServers, tls_context
+from kvstore.cluster.configured import check_stores, store_servers
+from kvstore.cluster.stores import StoreKind
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import is_loopback, read_address
 from kvstore.config.machine import Check
-from kvstore.config.stores import StoreConfig
 from kvstore.errors import ConfigError, reason
 
 _TIMEOUT_S: Final = 3.0
@@ -33,10 +34,10 @@ def store_checks(config: ServerConfig) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("stores", "fail", str(error), "correct it; the node does not start")
         return
-    for section in cluster.stores:
-        yield from _servers(section, getattr(config, section))
+    for kind in cluster.stores:
+        yield from _servers(kind, store_servers(config, kind))
     advertised = cluster.advertise or cluster.listen
-    servers = [one for section in cluster.stores for one in getattr(config, section).endpoints]
+    servers = [one for kind in cluster.stores for one in store_servers(config, kind).endpoints]
     if is_loopback(read_address(advertised).host) and not all(
         is_loopback(read_address(one).host) for one in servers
     ):
@@ -46,13 +47,8 @@ def store_checks(config: ServerConfig) -> Iterator[Check]:
         )
 
 
-def _servers(section: str, store: StoreConfig) -> Iterator[Check]:
-    try:
-        tls = _context(store)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        yield Check(section, "fail", f"{section}.authority, .certificate: {reason(error)}",
-                    "PEM files are needed; the node never joins")  # fmt: skip
-        return
+def _servers(section: StoreKind, store: StoreServers) -> Iterator[Check]:
+    tls = tls_context(store)
     for endpoint in store.endpoints:
         name = f"{section} {endpoint}"
         try:
@@ -68,12 +64,3 @@ def _servers(section: str, store: StoreConfig) -> Iterator[Check]:
             yield Check(name, "warn", reason(error), _AWAY)
         else:
             yield Check(name, "ok", "it accepts connections" + (" over TLS" if tls else ""))
-
-
-def _context(store: StoreConfig) -> ssl.SSLContext | None:
-    if not store.authority:
-        return None
-    context = ssl.create_default_context(cafile=store.authority)
-    if store.certificate:
-        context.load_cert_chain(store.certificate, store.key, password=lambda: b"")
-    return context

@@ -6,13 +6,13 @@ not wait until its lease has run out.
 """
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import Final, Protocol
 
+from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.messages import (
     Ask,
     Begin,
@@ -20,72 +20,38 @@ from kvstore.cluster.messages import (
     Join,
     Leave,
     NodesTold,
+    StorePlace,
     encode_message,
     message_to_child,
 )
-from kvstore.cluster.probe import is_alive
-from kvstore.cluster.records import MemberStanding, NodeRecord
-from kvstore.cluster.store import RecordStore, StoreSettings
+from kvstore.cluster.presence import PresenceCheck
+from kvstore.cluster.records import NodeRecord
+from kvstore.cluster.store import RecordStore
+from kvstore.cluster.stores import open_store
+from kvstore.errors import InvalidArgument
 from kvstore.index.child import serve
 from kvstore.index.reading import UnreadableError
 
-LEAVE_S: Final = 1.0
-"""Limit of leaving the membership when the node has ended."""
-LOOK_S: Final = 0.1
-"""Between looks whether the standing has changed."""
-
+OpenStore = Callable[[StorePlace, str], RecordStore]
+"""Makes the store of a cluster of that name."""
 Tell = Callable[[bytes], None]
-Alive = Callable[[NodeRecord], Awaitable[bool | None]]
-"""Whether the node of a record runs there; None = that cannot be said."""
 
 
-class HeldMembership(Protocol):
-    """The record of one node in a store, and the records of all.
-
-    Attributes:
-        standing: of this node.
-        unreadable: records that describe no node, of those told last.
-    """
-
-    standing: MemberStanding
-    unreadable: int
-
-    def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
-        """See :meth:`kvstore.cluster.membership.Membership.watch`."""
-        ...
-
-    async def run(self) -> None:
-        """Be the node until cancelled, whatever happens to the store."""
-        ...
-
-    async def leave(self) -> None:
-        """Take the record away if it is still this node's; called once :meth:`run` has ended."""
-        ...
-
-
-Hold = Callable[[StoreSettings, NodeRecord, Alive], HeldMembership]
-
-
-def open_store(settings: StoreSettings) -> RecordStore:
-    """The store of these settings; it is not connected to yet."""
-    raise NotImplementedError(settings.kind)
-
-
-def hold(settings: StoreSettings, record: NodeRecord, alive: Alive) -> HeldMembership:
-    """The membership of a node in a store."""
-    raise NotImplementedError(open_store(settings), record, alive)
+def configured_store(place: StorePlace, cluster: str) -> RecordStore:
+    """The etcd or Redis of the configuration."""
+    return open_store(place.kind, place.servers, cluster)
 
 
 class ClusterCompanion:
     """What the index process of a node does besides the index: it keeps the node's record.
 
     Args:
-        make: makes the membership of a node.
+        make_store: makes the store of the membership.
     """
 
-    def __init__(self, make: Hold = hold) -> None:
+    def __init__(self, make_store: OpenStore = configured_store) -> None:
         """Do nothing yet; see :meth:`run`."""
-        self._make = make
+        self._make_store = make_store
         self._settings: ChildSettings | None = None
         self._record: NodeRecord | None = None
         self._changed = asyncio.Event()
@@ -93,7 +59,7 @@ class ClusterCompanion:
         self._ask: Callable[[Ask], None] | None = None
 
     async def run(self, tell: Tell) -> None:
-        """Be the node that is asked for; leave when cancelled, within :data:`LEAVE_S`.
+        """Be the node that is asked for; leave when cancelled, which takes a second at most.
 
         Args:
             tell: gets all nodes, and the standing, after each change.
@@ -119,14 +85,31 @@ class ClusterCompanion:
             await shared.run()
 
     async def _belong(self, tell: Tell) -> None:
-        """Keep the record of the node until cancelled."""
-        while True:
-            self._changed.clear()
-            settings, record = self._settings, self._record
-            if settings is None or settings.store is None or record is None:
-                await self._changed.wait()
-            else:
-                await self._be(settings, settings.store, record, tell)
+        """Be the node that is asked for, until cancelled."""
+        while self._settings is None:
+            await self._wait()
+        settings = self._settings
+        place = settings.membership
+        if place is None:
+            return
+        store = self._make_store(place, settings.credentials.cluster)
+        membership = LeasedMembership(store, self._presence)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(membership.run(), name="membership"),
+                tasks.create_task(_report(membership, tell), name="nodes"),
+            ]
+            try:
+                while True:
+                    if self._record is not None:
+                        await membership.join(self._record)
+                    else:
+                        await membership.leave()
+                    await self._wait()
+            finally:
+                await membership.leave()
+                for task in running:
+                    task.cancel()
 
     def hear(self, body: bytes) -> None:
         """See :class:`kvstore.index.child.Companion`."""
@@ -142,54 +125,35 @@ class ClusterCompanion:
                     self._ask(message)
                 return
             case Join(record):
-                if record == self._record:
-                    return
                 self._record = record
             case Leave():
                 self._record = None
         self._changed.set()
 
-    async def _be(
-        self, settings: ChildSettings, where: StoreSettings, record: NodeRecord, tell: Tell
-    ) -> None:
-        """Be this node until something else is asked for."""
+    async def _wait(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def _presence(self, there: NodeRecord) -> Presence:
+        """Whether the node of a record lives, which has the name of this one."""
+        own, settings = self._record, self._settings
+        assert settings is not None
+        if own is None:
+            return Presence.SILENT
         shown = settings.credentials
-        local = LocalNode(shown.cluster, record.name, record.boot, record.scheme)
-        membership = self._make(where, record, lambda one: is_alive(one, local, shown.files))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(membership.run(), name="membership"),
-                    tasks.create_task(_report(membership, tell), name="nodes"),
-                ]
-                await self._changed.wait()
-                for task in running:
-                    task.cancel()
-        finally:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_S):
-                    await membership.leave()
+            tls = shown.files.connecting() if shown.files is not None else None
+        except InvalidArgument:  # a new certificate may be on its way
+            return Presence.SILENT
+        local = LocalNode(shown.cluster, own.name, own.boot, own.scheme)
+        return await PresenceCheck(local, tls)(there)
 
 
-async def _report(membership: HeldMembership, tell: Tell) -> None:
+async def _report(membership: LeasedMembership, tell: Tell) -> None:
     """Tell the nodes and the standing after each change, until cancelled."""
-    nodes: Mapping[str, NodeRecord] = {}
-    told: NodesTold | None = None
-
-    async def follow() -> None:
-        nonlocal nodes
-        async with aclosing(membership.watch()) as changes:
-            async for found in changes:
-                nodes = found
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(follow())
-        while True:
-            now = NodesTold(dict(nodes), membership.standing, membership.unreadable)
-            if now != told:
-                told = now
-                tell(encode_message(now))
-            await asyncio.sleep(LOOK_S)
+    async with aclosing(membership.told()) as changes:
+        async for nodes, standing in changes:
+            tell(encode_message(NodesTold(dict(nodes), standing)))
 
 
 def main() -> int:

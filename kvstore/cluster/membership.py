@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from kvstore.cluster.messages import (
     Join,
     Leave,
     NodesTold,
 )
-from kvstore.cluster.records import MemberStanding, NodeRecord
+from kvstore.cluster.records import JoinStanding, NodeRecord
 from kvstore.process.faults import printable
 from kvstore.process.logs import event
 
@@ -33,7 +35,7 @@ class Membership(Protocol):
         """Be a node of the cluster from now on, in place of an earlier start of the same node.
 
         A membership that is kept elsewhere returns before it is one; see
-        :class:`kvstore.cluster.records.MemberStanding`.
+        :class:`kvstore.cluster.records.JoinStanding`.
 
         Args:
             record: about this node.
@@ -130,13 +132,12 @@ class ToldMembership:
             kind: of the store, for operators.
             tell: tells the index process; what is told while it is away is lost.
         """
-        self.standing = MemberStanding()
+        self.standing = JoinStanding()
         self._kind = kind
         self._tell = tell
         self._own: NodeRecord | None = None
         self._nodes = _Nodes({})
         self._changes: Counter[str] = Counter()
-        self._unreadable = 0
 
     async def join(self, record: NodeRecord) -> None:
         """See :meth:`Membership.join`; returns before it is a node."""
@@ -156,13 +157,12 @@ class ToldMembership:
 
     def began(self) -> None:
         """The index process has started, and knows nothing yet."""
-        self._stand(MemberStanding(why="the index process has started"))
+        self._stand(JoinStanding(why="the index process has started"))
         if self._own is not None:
             self._tell(Join(self._own))
 
     def heard(self, told: NodesTold) -> None:
         """The index process has told something."""
-        self._unreadable = told.unreadable
         self._stand(told.standing)
         own = self._own
         if own is None:
@@ -188,18 +188,16 @@ class ToldMembership:
         return {
             "kind": self._kind, "state": standing.state, "field": standing.field,
             "why": standing.why, "changes": dict(self._changes),
-            "unreadable_records": self._unreadable,
+            "unreadable_records": standing.unreadable,
         }  # fmt: skip
 
     def _is_own(self, record: NodeRecord | None) -> bool:
         assert self._own is not None
         return record is not None and record.boot == self._own.boot
 
-    def _stand(self, standing: MemberStanding) -> None:
+    def _stand(self, standing: JoinStanding) -> None:
         before = self.standing
-        self.standing = MemberStanding(
-            standing.state, printable(standing.field), printable(standing.why)
-        )
+        self.standing = msgspec.structs.replace(standing, why=printable(standing.why))
         if (standing.state, standing.field) == (before.state, before.field):
             return
         self._changes[standing.state] += 1

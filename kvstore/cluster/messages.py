@@ -8,22 +8,35 @@ from typing import Final
 
 import msgspec
 
-from kvstore.cluster.records import MemberStanding, NodeRecord
-from kvstore.cluster.store import StoreSettings
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.records import JoinStanding, NodeRecord
+from kvstore.cluster.stores import StoreKind
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.reading import read
+
+
+class StorePlace(msgspec.Struct, frozen=True):
+    """Where a store is.
+
+    Attributes:
+        kind: ``etcd`` or ``redis``.
+        servers: its servers.
+    """
+
+    kind: StoreKind
+    servers: StoreServers
 
 
 class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True):
     """A directory that nodes share.
 
     Attributes:
-        store: where it is.
+        servers: of Redis.
         endpoint: ``host:port`` of this node's own peer service, whose events are announced.
         boot: boot id of this node.
     """
 
-    store: StoreSettings
+    servers: StoreServers
     endpoint: str
     boot: bytes
 
@@ -33,12 +46,12 @@ class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         credentials: what to show to other nodes.
-        store: where the membership is kept; None = nowhere.
+        membership: where the membership is kept; None = nowhere.
         directory: the directory that nodes share; None = there is none.
     """
 
     credentials: PeerCredentials
-    store: StoreSettings | None = None
+    membership: StorePlace | None = None
     directory: DirectorySettings | None = None
 
 
@@ -64,12 +77,10 @@ class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
     Attributes:
         nodes: by name, as the store has them.
         standing: of this node.
-        unreadable: records that were left out, because they describe no node.
     """
 
     nodes: dict[str, NodeRecord]
-    standing: MemberStanding
-    unreadable: int = 0
+    standing: JoinStanding
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):

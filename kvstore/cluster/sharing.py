@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from kvstore.cluster.access import StoreServers
 from kvstore.cluster.announcer import PageAnnouncer
 from kvstore.cluster.entries import EntryNames, usable_prefixes
 from kvstore.cluster.messages import Ask, DirectoryReport, DirectorySettings, Told
@@ -42,9 +41,9 @@ class SharedDirectory:
         tell: Callable[[Told | DirectoryReport], None],
     ) -> None:  # fmt: skip
         """Do nothing yet; see :meth:`run`."""
-        at = settings.store
-        servers = StoreServers(at.endpoints, at.login, at.authority, at.certificate, at.key)
-        self._stores = [RedisPages(redis_clients(servers, CALL_S), shown.cluster) for _ in range(2)]
+        self._stores = [
+            RedisPages(redis_clients(settings.servers, CALL_S), shown.cluster) for _ in range(2)
+        ]
         endpoint = PEER + settings.endpoint
         source = Source(
             worker=shown.node, domain=f"node/{shown.node}", endpoint=endpoint,

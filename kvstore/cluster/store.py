@@ -1,89 +1,61 @@
-"""A store outside of the nodes: records under a lease, and one record of settings. Bytes only."""
+"""Where a cluster keeps the records of its nodes, as its memberships see it: names and bytes.
+
+A store is a service outside of the nodes that can be away, stopped, emptied and restarted. So each
+call has an end of its own, :data:`CALL_S` after its beginning at the latest.
+"""
 
 from collections.abc import AsyncGenerator, Mapping
-from typing import Literal, Protocol
+from typing import Final, Protocol
 
-import msgspec
-
-StoreKind = Literal["etcd", "redis"]
-
-
-class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a store is, and how to be let in. Files are read by whoever opens the store.
-
-    Attributes:
-        kind: ``etcd`` or ``redis``.
-        cluster: name of the cluster whose records these are.
-        endpoints: ``host:port`` of each server; tried in turns.
-        login: file with one line ``user:password``; empty = none.
-        authority: PEM file of the servers' authority; empty = no TLS.
-        certificate: PEM file with the certificate to show; empty = none.
-        key: PEM file with its private key.
-    """
-
-    kind: StoreKind
-    cluster: str
-    endpoints: tuple[str, ...]
-    login: str = ""
-    authority: str = ""
-    certificate: str = ""
-    key: str = ""
+LEASE_S: Final = 10.0
+"""A record is gone so long after its node has renewed its lease for the last time."""
+CALL_S: Final = 2.0
+"""Limit of each call."""
 
 
 class RecordStore(Protocol):
-    """The records of one cluster.
+    """The records of one cluster, for one node. Belongs to one event loop.
 
-    Every call ends within two seconds. Every method but :meth:`close` raises ``PeerUnreachable`` if
-    the store does not answer, or not as it should; the call may have taken effect then.
+    Every call raises :class:`~kvstore.errors.TransferError` when the store is away or does not
+    answer in time, and :class:`~kvstore.errors.InvalidArgument` when it does not take what this
+    node shows: ``field`` is then ``login``, ``authority``, ``certificate`` or ``key``. After an
+    error the store is closed and opened again. No error contains what is in those files.
+
+    Attributes:
+        lease_s: seconds after the last renewal in which a record is gone.
     """
 
+    lease_s: float
+
     async def open(self) -> None:
-        """Connect, and begin a lease; what was claimed under an earlier one is another's now."""
-        ...
+        """Connect; of several endpoints with the next one each time. Reads the files."""
 
     async def close(self) -> None:
-        """End the connection, and the lease if that can be said at once; nothing if not open."""
-        ...
+        """Disconnect. The lease and the record stay; may be called at any time."""
 
     async def settings(self, offered: bytes) -> bytes:
-        """Write the settings of the cluster unless there are some.
-
-        Args:
-            offered: those of this node.
-
-        Returns:
-            The settings that are there now.
-        """
-        ...
+        """The settings record of the cluster: what is there, else what is offered from now on."""
 
     async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
-        """Write a record, if what is there is what is expected. It ends with this lease.
+        """Put a record under this process's lease, if what is there is what is expected.
 
         Args:
-            name: of the node.
-            value: the record.
-            expected: what is there; None = nothing.
+            name: of a node.
+            value: its record.
+            expected: the present record; None = there is none.
 
         Returns:
-            None if it is written, else what is there instead; empty if nothing is.
+            None when done; else what is there instead, empty if nothing is.
         """
-        ...
 
     async def renew(self) -> bool:
-        """Prolong the lease.
-
-        Returns:
-            Whether there was one; if not, everything must be claimed again, after :meth:`open`.
-        """
-        ...
+        """Renew the lease; False = it has run out, so the record that was claimed may be gone."""
 
     async def withdraw(self, name: str, value: bytes) -> None:
-        """Remove a record, if this is what is there."""
-        ...
+        """Delete a record if it is still this one."""
 
     def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
-        """All records by name: at once, and again after every change.
+        """All records by name: at once, and again after every change. Ends with an error only.
 
-        Changes that follow each other closely may be told together.
+        What has changed before it is iterated is in the first answer.
         """
-        ...

@@ -1,51 +1,35 @@
-"""etcd and Redis as a node's configuration names them."""
+"""Which store a membership is kept in."""
 
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Final
+from typing import Literal
 
-from kvstore.cluster.store import StoreKind, StoreSettings
-from kvstore.config import ServerConfig
-from kvstore.config.stores import StoreConfig
-from kvstore.errors import ConfigError, reason
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.store import RecordStore
+from kvstore.errors import ConfigError
 
-PACKAGES: Final[dict[str, str]] = {"etcd": "aetcd", "redis": "redis"}
-"""The package of each client; the extra that installs it has the name of the store."""
-_FILES: Final = ("login", "authority", "certificate", "key")
+StoreKind = Literal["etcd", "redis"]
 
 
-def store_settings(config: ServerConfig, kind: StoreKind) -> StoreSettings:
-    """Where a store of the configuration is, and how to be let in."""
-    section: StoreConfig = getattr(config, kind)
-    return StoreSettings(
-        kind=kind, cluster=config.cluster.name, endpoints=section.endpoints, login=section.login,
-        authority=section.authority, certificate=section.certificate, key=section.key,
-    )  # fmt: skip
+def open_store(kind: StoreKind, servers: StoreServers, cluster: str) -> RecordStore:
+    """The store of a cluster, not connected.
 
-
-def check_stores(config: ServerConfig) -> None:
-    """Check that the stores which the configuration uses can be used by this process.
+    Args:
+        kind: what the servers are.
+        servers: where they are.
+        cluster: name of the cluster.
 
     Raises:
-        ConfigError: a package is missing, or a file cannot be read; says what to do.
+        ConfigError: the client's package is not installed; names the extra.
     """
-    for section, user in config.cluster.stores.items():
-        if find_spec(PACKAGES[section]) is None:
-            raise ConfigError(
-                f"{user} needs the package {PACKAGES[section]}:"
-                f" pip install 'kvstore-server[{section}]'"
-            )
-        for field in _FILES:
-            path = getattr(getattr(config, section), field)
-            if path:
-                _check_readable(f"{section}.{field}", path, is_login=field == "login")
-
-
-def _check_readable(key: str, path: str, *, is_login: bool) -> None:
     try:
-        text = Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={path}: {reason(error)}") from None
-    user, colon, _ = text.strip().partition(":")
-    if is_login and (not user or not colon or "\n" in text.strip()):
-        raise ConfigError(f"{key}={path}: it must have one line, user:password")
+        if kind == "etcd":
+            from kvstore.cluster.etcd import EtcdStore
+
+            return EtcdStore(servers, cluster)
+        from kvstore.cluster.redis_records import RedisStore
+
+        return RedisStore(servers, cluster)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cluster.membership={kind} needs a package that is not installed ({error.name}):"
+            f" pip install 'kvstore-server[{kind}]'"
+        ) from error

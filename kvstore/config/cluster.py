@@ -115,9 +115,9 @@ class ClusterConfig(Section, frozen=True):
                 )
 
     @property
-    def stores(self) -> dict[str, str]:
+    def stores(self) -> dict[Literal["etcd", "redis"], str]:
         """Which sections this one needs: ``etcd`` or ``redis`` → the setting that says so."""
-        needed: dict[str, str] = {}
+        needed: dict[Literal["etcd", "redis"], str] = {}
         if self.name and self.directory != "peers":
             needed[self.directory] = f"cluster.directory={self.directory}"
         if self.name and self.membership != "local":

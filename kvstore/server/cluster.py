@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore.cluster.asked import AskedDirectory
+from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
-from kvstore.cluster.messages import ChildSettings, DirectorySettings
+from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
-from kvstore.cluster.stores import check_stores, store_settings
 from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
@@ -171,15 +171,15 @@ class ClusterSide:
     def _child_settings(self) -> ChildSettings:
         """What the index process needs to know; called once the node listens."""
         config, cluster = self._config, self._config.cluster
-        store = directory = None
+        place = directory = None
         if cluster.membership != "local":
-            store = store_settings(config, cluster.membership)
+            place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
         if cluster.directory != "peers":
             directory = DirectorySettings(
-                store=store_settings(config, cluster.directory), boot=self._local.boot,
+                servers=store_servers(config, cluster.directory), boot=self._local.boot,
                 endpoint=self._record().endpoint,
             )  # fmt: skip
-        return ChildSettings(credentials=self._credentials, store=store, directory=directory)
+        return ChildSettings(credentials=self._credentials, membership=place, directory=directory)
 
     def close(self) -> None:
         """End everything; nothing reads or writes the node's memory afterwards."""

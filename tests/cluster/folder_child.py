@@ -5,70 +5,80 @@ import sys
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
-from kvstore.cluster.child import Alive, ClusterCompanion
-from kvstore.cluster.records import (
-    MemberStanding,
-    NodeRecord,
-    decode_record,
-    decode_records,
-    encode_record,
-)
-from kvstore.cluster.store import StoreSettings
+from kvstore.cluster.child import ClusterCompanion
+from kvstore.cluster.messages import StorePlace
+from kvstore.errors import PeerUnreachable
 from kvstore.index.child import serve
 
 PAUSE_S = 0.01
-AWAY = ".away"
-"""While the folder has this file, the store does not answer."""
+AWAY = "away"
+"""While there is this file beside the folder, the store does not answer."""
+SETTINGS = "settings"
 
 
-class FolderMembership:
-    """The record of one node in a folder. It looks at it again and again."""
+class FolderStore:
+    """Records as files. Only one process at a time may change a record; no lease runs out."""
 
-    def __init__(self, settings: StoreSettings, record: NodeRecord, alive: Alive) -> None:
-        self.standing = MemberStanding()
-        self.unreadable = 0
-        self._folder = Path(settings.endpoints[0])
-        self._own = self._folder / record.name
-        self._record = record
-        self._alive = alive
-        self._nodes: dict[str, NodeRecord] = {}
+    def __init__(self, place: StorePlace, cluster: str) -> None:
+        self.lease_s = 1.0
+        self._folder = Path(place.servers.endpoints[0])
+        self._beside = self._folder.parent
+        self._cluster = cluster
 
-    async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
-        told = None
-        while True:
-            if told != self._nodes:
-                told = self._nodes
-                yield told
-            await asyncio.sleep(PAUSE_S)
+    async def open(self) -> None:
+        self._answer()
 
-    async def run(self) -> None:
-        while True:
-            if (self._folder / AWAY).exists():
-                self.standing = MemberStanding("away", "", "it does not answer")
-            elif await self._may():
-                values = {one.name: one.read_bytes() for one in self._folder.iterdir()}
-                self._nodes, unreadable = decode_records(values)
-                self.unreadable = len(unreadable)
-                self.standing = MemberStanding("joined")
-            await asyncio.sleep(PAUSE_S)
+    async def close(self) -> None:
+        pass
 
-    async def leave(self) -> None:
-        if self._own.exists() and self._own.read_bytes() == encode_record(self._record):
-            self._own.unlink()
+    async def settings(self, offered: bytes) -> bytes:
+        self._answer()
+        there = self._beside / SETTINGS
+        if not there.exists():
+            there.write_bytes(offered)
+        return there.read_bytes()
 
-    async def _may(self) -> bool:
-        if self._own.exists():
-            there = decode_record(self._own.name, self._own.read_bytes())
-            ours = there.boot == self._record.boot or there.endpoint == self._record.endpoint
-            if not ours and await self._alive(there) is not False:
-                self.standing = MemberStanding("refused", "name", f"{there.endpoint} has it")
-                return False
-        part = self._folder.parent / f"{self._own.name}.{self._record.boot.hex()}"
-        part.write_bytes(encode_record(self._record))
-        part.rename(self._own)
+    async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        self._answer()
+        present = self._read(name)
+        if present != expected:
+            return present or b""
+        part = self._beside / f"part.{name}"
+        part.write_bytes(value)
+        part.rename(self._folder / name)
+        return None
+
+    async def renew(self) -> bool:
+        self._answer()
         return True
+
+    async def withdraw(self, name: str, value: bytes) -> None:
+        self._answer()
+        if self._read(name) == value:
+            (self._folder / name).unlink()
+
+    async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
+        told: Mapping[str, bytes] | None = None
+        while True:
+            self._answer()
+            names = [one.name for one in self._folder.iterdir()]
+            now = {name: value for name in names if (value := self._read(name)) is not None}
+            if now != told:
+                told = now
+                yield now
+            await asyncio.sleep(PAUSE_S)
+
+    def _answer(self) -> None:
+        if (self._beside / AWAY).exists():
+            raise PeerUnreachable("it does not answer")
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
 
 
 if __name__ == "__main__":
     memory, control = (int(argument) for argument in sys.argv[1:])
-    serve(memory, control, ClusterCompanion(FolderMembership))
+    serve(memory, control, ClusterCompanion(FolderStore))

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.access import StoreServers
 from kvstore.cluster.membership import ToldMembership
-from kvstore.cluster.messages import Join, Leave, NodesTold
-from kvstore.cluster.probe import is_alive
-from kvstore.cluster.records import MemberStanding, NodeRecord, encode_record
-from kvstore.cluster.store import StoreSettings
+from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesTold, StorePlace
+from kvstore.cluster.records import JoinStanding, NodeRecord, write_record
+from kvstore.cluster.talk import ChildTalk
 from kvstore.errors import PeerUnreachable
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from tests.cluster.fake_transport import Network
 from tests.cluster.folder_child import AWAY
-from tests.cluster.whole_node import KEYS, SCHEME, WholeNode, local, reading, serving, whole_node
+from tests.cluster.whole_node import KEYS, SCHEME, WholeNode, reading, serving, whole_node
 from tests.loops import eventually, in_loop
 
 A = NodeRecord(name="a", boot=b"a" * 16, endpoint="127.0.0.1:7001")
 B = NodeRecord(name="b", boot=b"b" * 16, endpoint="127.0.0.1:7002")
-JOINED = MemberStanding("joined")
+JOINED = JoinStanding("joined")
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,9 +48,11 @@ class Kept:
     def __init__(self, name: str, folder: Path) -> None:
         bounds = SourceBounds(replay_s=5.0, verify_s=5.0, foreign_blocks=1)
         self.index = IndexProcess(IndexSettings(4096, bounds), "tests.cluster.folder_child")
-        store = StoreSettings(kind="etcd", cluster="blue", endpoints=(str(folder),))
+        store = StorePlace("etcd", StoreServers((str(folder),)))
         shown = PeerCredentials("blue", name, SCHEME)
-        self.membership = ToldMembership.over(self.index, store, shown)
+        talk = ChildTalk(self.index, lambda: ChildSettings(credentials=shown, membership=store))
+        self.membership = ToldMembership(store.kind, talk.tell)
+        talk.told_nodes(self.membership)
         self.nodes: Mapping[str, NodeRecord] = {}
 
     @property
@@ -119,7 +121,7 @@ async def test_a_killed_process_is_told_everything_again_and_no_session_ends(fol
         b = await undo.enter_async_context(whole_node("b", network))
         service = await undo.enter_async_context(serving(a))
         there = NodeRecord(name="a", boot=a.local.boot, endpoint=service.endpoint)
-        (folder / "a").write_bytes(encode_record(there))
+        (folder / "a").write_bytes(write_record(there))
         made = await undo.enter_async_context(kept(B, folder))
         await undo.enter_async_context(reading(b, made.membership))
         await eventually(lambda: "a" in b.peers.stats()["peers"] and b.up())
@@ -138,27 +140,27 @@ async def test_a_killed_process_is_told_everything_again_and_no_session_ends(fol
 
 @in_loop
 async def test_a_store_that_is_away_takes_no_node_away(folder: Path):
-    (folder / "a").write_bytes(encode_record(A))
+    (folder / "a").write_bytes(write_record(A))
     async with kept(B, folder) as b:
         await eventually(lambda: set(b.nodes) == {"a", "b"})
-        (folder / AWAY).touch()
+        (folder.parent / AWAY).touch()
         await eventually(lambda: b.state == "away")
         b.kill()
         await eventually(lambda: b.index.restarts == 1 and b.state == "away")
         assert b.nodes == {"a": A, "b": B}
         assert b.membership.stats()["why"] == "it does not answer"
         (folder / "a").unlink()
-        (folder / AWAY).unlink()
+        (folder.parent / AWAY).unlink()
         await eventually(lambda: b.nodes == {"b": B})
 
 
 @in_loop
 async def test_a_store_that_is_away_at_the_start_is_joined_later(folder: Path):
-    (folder / AWAY).touch()
+    (folder.parent / AWAY).touch()
     async with kept(A, folder) as a:
         await eventually(lambda: a.state == "away")
         assert a.nodes == {}
-        (folder / AWAY).unlink()
+        (folder.parent / AWAY).unlink()
         await eventually(lambda: a.nodes == {"a": A})
 
 
@@ -176,33 +178,13 @@ async def test_the_name_of_a_live_node_is_refused_and_that_of_a_dead_one_taken(f
         node = await undo.enter_async_context(whole_node("a", Network()))
         async with serving(node) as service:
             there = NodeRecord(name="a", boot=node.local.boot, endpoint=service.endpoint)
-            (folder / "a").write_bytes(encode_record(there))
+            (folder / "a").write_bytes(write_record(there))
             again = NodeRecord(name="a", boot=b"x" * 16, endpoint="127.0.0.1:7009")
             a = await undo.enter_async_context(kept(again, folder))
             await eventually(lambda: a.state == "refused")
             assert (a.membership.standing.field, a.nodes) == ("name", {})
-            assert (folder / "a").read_bytes() == encode_record(there)
+            assert (folder / "a").read_bytes() == write_record(there)
         await eventually(lambda: a.nodes == {"a": again}, "nobody listens there any more")
-
-
-@in_loop
-async def test_what_answers_at_an_address_says_whether_that_node_lives():
-    async with AsyncExitStack() as undo:
-        a = await undo.enter_async_context(whole_node("a", Network()))
-        service = await undo.enter_async_context(serving(a))
-
-        def at(name: str) -> NodeRecord:
-            return NodeRecord(name=name, boot=b"?" * 16, endpoint=service.endpoint)
-
-        assert await is_alive(at("a"), local("a"), None) is True
-        assert await is_alive(at("b"), local("b"), None) is False, "a answers there"
-        silent = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-        port = silent.sockets[0].getsockname()[1]
-        record = NodeRecord(name="a", boot=b"?" * 16, endpoint=f"127.0.0.1:{port}")
-        assert await is_alive(record, local("a"), None) is None
-        silent.close()
-        await silent.wait_closed()
-        assert await is_alive(record, local("a"), None) is False
 
 
 PARENT = """
@@ -225,7 +207,7 @@ def test_the_record_of_a_killed_node_is_withdrawn_at_once(folder: Path):
         assert parent.stdout is not None
         try:
             assert parent.stdout.readline() == "joined\n"
-            assert (folder / "a").read_bytes() == encode_record(A)
+            assert (folder / "a").read_bytes() == write_record(A)
         finally:
             parent.kill()
         deadline = time.monotonic() + 10
@@ -256,7 +238,7 @@ async def test_what_was_told_counts_only_if_the_node_is_in_it():
     assert await it.nodes() == {}, "it is none yet"
     await it.membership.join(A)
     for state in ("joining", "away"):
-        it.membership.heard(NodesTold({"a": A, "b": B}, MemberStanding(state)))
+        it.membership.heard(NodesTold({"a": A, "b": B}, JoinStanding(state)))
         assert await it.nodes() == {}
     it.membership.heard(NodesTold({"a": A, "b": B}, JOINED))
     assert await it.nodes() == {"a": A, "b": B}
@@ -280,11 +262,11 @@ async def test_a_refused_node_is_alone_and_each_change_is_one_line(
     it.membership.began()
     await it.membership.join(A)
     it.membership.heard(NodesTold({"a": A, "b": B}, JOINED))
-    refused = MemberStanding("refused", "scheme", "not\nours")
+    refused = JoinStanding("refused", "scheme", "not\nours")
     for _ in range(3):
         it.membership.heard(NodesTold({"b": B}, refused))
     assert await it.nodes() == {}
-    it.membership.heard(NodesTold({"a": A}, MemberStanding("refused", "name", "another")))
+    it.membership.heard(NodesTold({"a": A}, JoinStanding("refused", "name", "another")))
     it.membership.began()
     assert it.said == [Join(A), Join(A)]
     said = [record.getMessage().partition(" store=")[0] for record in caplog.records]
