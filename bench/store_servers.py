@@ -297,10 +297,10 @@ class ForgetfulRedisServer(RedisServer):
     keeps = False
 
     def info(self, name: str) -> int:
-        """A number of ``INFO``."""
+        """A number of ``INFO``; of ``db0`` how many keys it has."""
         lines = self._send(b"INFO").decode().split("\r\n")
-        [found] = [line for line in lines if line.startswith(f"{name}:")]
-        return int(found.partition(":")[2])
+        found = [line.partition(":")[2] for line in lines if line.startswith(f"{name}:")]
+        return int(found[0].removeprefix("keys=").partition(",")[0]) if found else 0
 
 
 def _free_ports(count: int) -> list[int]:

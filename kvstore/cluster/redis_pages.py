@@ -88,6 +88,13 @@ return 1
 """
 
 _LIVE: Final = """
+local function texts_of(names)
+  local keys = {}
+  for start = 1, #names, size do
+    keys[#keys + 1] = 'k' .. string.sub(names, start, start + size - 1)
+  end
+  return keys, #keys > 0 and redis.call('MGET', unpack(keys)) or {}
+end
 local live = {}
 local function is_live(number)
   if live[number] == nil then
@@ -119,9 +126,9 @@ local function others(text, member)
 end
 for at = 6, #ARGV, 3 do
   local is_stored, member, names = ARGV[at] == '+', ARGV[at + 1] .. number, ARGV[at + 2]
-  for start = 1, #names, size do
-    local key = 'k' .. string.sub(names, start, start + size - 1)
-    local text = redis.call('GET', key)
+  local keys, texts = texts_of(names)
+  for at, key in ipairs(keys) do
+    local text = texts[at]
     if is_stored then
       if text and text ~= member then
         local kept = others(text, member)
@@ -155,8 +162,9 @@ local holder, size = KEYS[1], tonumber(ARGV[1])
 local seen, known, holders, shards = {}, {}, {}, {}
 for shard = 2, #ARGV do
   local names, runs, last = ARGV[shard], {}, nil
-  for start = 1, #names, size do
-    local text = redis.call('GET', 'k' .. string.sub(names, start, start + size - 1)) or ''
+  local _, texts = texts_of(names)
+  for at = 1, #texts do
+    local text = texts[at] or ''
     if text == last then
       runs[#runs - 1] = runs[#runs - 1] + 1
     else
