@@ -126,7 +126,7 @@ async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None
 
     async def finds(expected: int, *shards: tuple[str, int]) -> None:
         def answered() -> bool:
-            if told and told[-1].holdings == ([("a", BOOT_A, expected)] if expected else []):
+            if told and told[-1].holdings == ([("a", boot, expected)] if expected else []):
                 return True
             if len(told) == asked[0]:
                 asked[0] += 1
@@ -138,7 +138,7 @@ async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None
         told.clear()
 
     async with nodes("a") as (a,):
-        BOOT_A = bytes.fromhex(a.boot)
+        boot = bytes.fromhex(a.boot)
         a.store(KEYS[:4], *ONE)  # before anybody follows: it comes by the snapshot
         its = announcer(a, pages)
         async with asyncio.TaskGroup() as tasks:

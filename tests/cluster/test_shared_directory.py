@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.entries import FoundEntries, NumberHolder, usable_prefixes
 from kvstore.cluster.page_store import PageStore
 from kvstore.testing.directory import NUMBER_MS, DirectoryContract, MemoryPages
-from tests.cluster.redis_server import needs_redis, opened_redis
 from tests.loops import in_loop
 
 
@@ -50,19 +49,9 @@ def test_the_directory_in_memory_keeps_the_contract(check: str) -> None:
     in_loop(getattr(DirectoryContract(opened_memory), check))()
 
 
-@needs_redis()
-@pytest.mark.parametrize("check", DirectoryContract.CHECKS)
-def test_redis_keeps_the_contract(
-    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.cluster.announcing.RENEW_NS", 100_000_000)
-    in_loop(getattr(DirectoryContract(lambda: opened_redis(tmp_path)), check))()
+def test_an_entry_that_lies_or_cannot_be_read_names_nobody_else() -> None:
+    holder = NumberHolder("b", b"boot")
+    runs = [[(2, "7"), (1, "7,nonsense,-,,--7,-9999999999999"), (1, "8"), (3, "")]]
 
-
-@needs_redis()
-def test_a_redis_that_was_killed_and_started_again_empty_keeps_the_contract(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.cluster.announcing.RENEW_NS", 100_000_000)
-    contract = DirectoryContract(lambda: opened_redis(tmp_path, kill=True))
-    in_loop(contract.while_it_is_away_calls_fail_in_time_and_changes_are_made_good)()
+    assert usable_prefixes(FoundEntries(runs, {7: holder}), [0]) == [(holder, 3)]
+    assert usable_prefixes(FoundEntries(runs, {}), [0]) == []
