@@ -79,6 +79,20 @@ def _unpack(packages: tuple[str, ...], target: Path) -> None:
             subprocess.run(["dpkg", "-x", package, target], check=True)
 
 
+def main() -> int:
+    """Get both.
+
+    Returns:
+        Exit status.
+    """
+    try:
+        for program in _PACKAGES:
+            sys.stdout.write(f"{find(program).path}\n")
+    except NoProgramError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    for program in _PACKAGES:
-        sys.stdout.write(f"{find(program).path}\n")
+    sys.exit(main())

@@ -15,7 +15,7 @@ from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.messages import (
     Ask,
-    Begin,
+    BeginCluster,
     ChildSettings,
     Join,
     Leave,
@@ -115,7 +115,7 @@ class ClusterCompanion:
         """See :class:`kvstore.index.child.Companion`."""
         message = message_to_child(body)
         match message:
-            case Begin(settings):
+            case BeginCluster(settings):
                 if self._settings is not None:
                     raise UnreadableError("it has begun already")
                 self._settings = settings

@@ -3,8 +3,8 @@
 ``/kvstore/CLUSTER/settings`` and ``/kvstore/CLUSTER/nodes/NAME`` are JSON; the latter are attached
 to the lease of their node.
 
-The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, no deadline
-of a watch, and one connection for good.
+The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, and keeps
+one connection and one token for good.
 """
 
 import asyncio

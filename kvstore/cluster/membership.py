@@ -202,5 +202,6 @@ class ToldMembership:
             return
         self._changes[standing.state] += 1
         level = logging.INFO if standing.state in ("joined", "joining") else logging.WARNING
+        known = {"field": standing.field, "why": self.standing.why}
         event(log, level, f"membership {standing.state}", store=self._kind,
-              field=self.standing.field, why=self.standing.why)  # fmt: skip
+              **{name: text for name, text in known.items() if text})  # fmt: skip

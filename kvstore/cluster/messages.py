@@ -1,7 +1,7 @@
 """What a node and its index process tell each other about the cluster.
 
 Each message is one :class:`kvstore.index.control.Aside`, as msgpack. A new process knows nothing:
-it is told :class:`Begin` first, then :class:`Join` if the node has joined.
+it is told :class:`BeginCluster` first, then :class:`Join` if the node has joined.
 """
 
 from typing import Final
@@ -55,7 +55,7 @@ class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
     directory: DirectorySettings | None = None
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class BeginCluster(msgspec.Struct, frozen=True, tag="begin"):
     """The first message to the process."""
 
     settings: ChildSettings
@@ -134,7 +134,7 @@ class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
     why: str = ""
 
 
-ToChild = Begin | Join | Leave | Ask
+ToChild = BeginCluster | Join | Leave | Ask
 FromChild = NodesTold | Told | DirectoryReport
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-from typing import Final
 
 from kvstore import wire
 from kvstore.cluster.claiming import Presence
@@ -11,9 +10,9 @@ from kvstore.cluster.records import NodeRecord
 from kvstore.config.addresses import read_address
 from kvstore.errors import ProtocolError
 
-ASK_S: Final = 2.0
+ASK_S = 2.0
 """Limit of one question."""
-_READ_BYTES: Final = 64 << 10
+_READ_BYTES = 64 << 10
 
 
 class PresenceCheck:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.membership import ToldMembership
 from kvstore.cluster.messages import (
-    Begin,
+    BeginCluster,
     ChildSettings,
     NodesTold,
     ToChild,
@@ -45,7 +45,7 @@ class ChildTalk:
         self._index.aside(encode_message(message))
 
     def _began(self) -> None:
-        self.tell(Begin(self._settings()))
+        self.tell(BeginCluster(self._settings()))
         if self._membership is not None:
             self._membership.began()
         if self._directory is not None:

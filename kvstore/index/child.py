@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import uvloop
@@ -65,15 +66,10 @@ async def _serve(memory: int, control: socket.socket, companion: Companion | Non
                 await writer.drain()
                 await asyncio.sleep(_REPORT_S)
 
-    def tell(body: bytes) -> None:
-        if writer.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
-            writer.transport.abort()
-        writer.write(framed(Aside(body)))
-
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(service.run()), tasks.create_task(report())]
         if companion is not None:
-            background.append(tasks.create_task(companion.run(tell)))
+            background.append(tasks.create_task(companion.run(partial(_tell, writer))))
         try:
             while True:
                 command = await next_command(reader)
@@ -84,6 +80,16 @@ async def _serve(memory: int, control: socket.socket, companion: Companion | Non
         except (OSError, EOFError, UnreadableError):
             for task in background:
                 task.cancel()
+
+
+def _tell(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Send an aside; whoever does not read any more is left."""
+    if writer.transport.is_closing():  # the end is seen by the reader
+        return
+    if writer.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
+        writer.transport.abort()
+    else:
+        writer.write(framed(Aside(body)))
 
 
 def serve(memory: int, control: int, companion: Companion | None = None) -> None:

@@ -11,7 +11,7 @@ Each check opens a new store. It keeps to :data:`WAIT_S`, and none of its calls 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import ClassVar, Final, Protocol
@@ -147,6 +147,10 @@ class ScenePlace:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
+
+    async def has_called(self) -> bool:
+        """Whether its store was called since its longest call was set to 0."""
+        return self.store.longest_s > 0.0
 
     async def stands(self, state: str, field: str = "", within_s: float = WAIT_S) -> str:
         """Wait for a standing; returns why it is so."""
@@ -334,7 +338,7 @@ class LeasedContract:
             await again.stands("joined")
             await a.stands("refused", "name")
             a.store.longest_s = 0.0
-            await _until(lambda: a.store.longest_s > 0.0)  # it has tried again
+            await _until(a.has_called)  # it has tried again
             await a.stands("refused", "name")
             assert await scene.records() == {"a": write_record(A_AGAIN)}
 
@@ -481,8 +485,11 @@ class LeasedContract:
     async def _return(self, scene: Scene, places: list[ScenePlace]) -> None:
         """All are joined again, with their records in the store."""
         expected = {"a": write_record(A), "b": write_record(B)}
-        while await scene.records() != expected:  # within the limit of the scene
-            await asyncio.sleep(PAUSE_S)
+
+        async def look() -> bool:
+            return await scene.records() == expected
+
+        await _until(look)
         for place in places:
             await place.stands("joined")
             await place.sees(A, B)
@@ -495,7 +502,7 @@ class LeasedContract:
             yield scene
 
 
-async def _until(condition: Callable[[], bool]) -> None:
+async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait until a condition is met, within the limit of the scene."""
-    while not condition():
+    while not await condition():  # noqa: ASYNC110 - it asks a server
         await asyncio.sleep(PAUSE_S)

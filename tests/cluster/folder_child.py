@@ -1,6 +1,7 @@
 """The index process of a node, whose membership is kept in a folder: a file for each record."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
@@ -66,7 +67,8 @@ class FolderStore:
             if now != told:
                 told = now
                 yield now
-            await asyncio.sleep(PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), PAUSE_S)
 
     def _answer(self) -> None:
         if (self._beside / AWAY).exists():
