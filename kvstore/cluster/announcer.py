@@ -12,10 +12,10 @@ from time import monotonic_ns
 from typing import Final
 
 from kvstore.cluster.announcing import (
-    Announcement,
     Announcing,
-    Change,
+    ChangeEntries,
     Claim,
+    PageAnnouncement,
     Pause,
     Renew,
     Step,
@@ -62,11 +62,11 @@ class PageAnnouncer:
         self._announcing = Announcing(self._begin)
         self._faults = Faults(_log, "the directory in Redis")
         self._following: dict[
-            str, tuple[Follower[Announcement], asyncio.Task[None]]
+            str, tuple[Follower[PageAnnouncement], asyncio.Task[None]]
         ] = {}  # by token
 
-    def _begin(self) -> Announcement:
-        return Announcement(secrets.token_hex(8), self._names, self._space)
+    def _begin(self) -> PageAnnouncement:
+        return PageAnnouncement(secrets.token_hex(8), self._names, self._space)
 
     async def run(self) -> None:
         """Announce until cancelled; then the node's pages are not believed any more."""
@@ -105,10 +105,10 @@ class PageAnnouncer:
         """
         state = self._announcing
         match step:
-            case Claim(one):
+            case Claim(announcement=one):
                 number = await self._store.claim(self._source.worker, self._boot, one.token)
                 state.claimed(one, number)
-            case Change(one):
+            case ChangeEntries(one):
                 paced, batch = one.is_paced, one.batch
                 changes = one.next_changes()
                 done = await self._store.change(one.number, one.token, batch, changes)
@@ -119,7 +119,7 @@ class PageAnnouncer:
             case Withdraw(number, token):
                 await self._store.withdraw(number, token)
                 state.withdrawn()
-            case Pause(until_ns):
+            case Pause(until_ns=until_ns):
                 await asyncio.sleep(min(LOOK_S, max(0, until_ns - monotonic_ns()) / 1e9))
 
     def _follow(self, tasks: asyncio.TaskGroup) -> None:

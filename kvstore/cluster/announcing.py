@@ -1,7 +1,7 @@
 """What a node has to say about its pages to a directory that nodes share. Pure.
 
-An :class:`Announcement` is one telling of all pages under one number: first those of a snapshot,
-then every change. Whenever something may have been missed (the number was lost, the store was
+A :class:`PageAnnouncement` is one telling of all pages under one number: first those of a
+snapshot, then every change. Whenever something may have been missed (the number was lost, the store was
 emptied, events have a gap), a new one begins under a new number, and what was said under the old
 one means nothing any more. As entries expire, a new one also begins from time to time; the present
 one goes on until the new one is complete.
@@ -52,7 +52,7 @@ class _Run:
         self.start = 0
 
 
-class Announcement:
+class PageAnnouncement:
     """One telling of all pages; a feed for the follower of the node's own events.
 
     Attributes:
@@ -200,14 +200,14 @@ class Announcement:
 class Claim:
     """Get a number for an announcement, then :meth:`Announcing.claimed`."""
 
-    announcement: Announcement
+    announcement: PageAnnouncement
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangeEntries:
     """Send the next batch of an announcement, then :meth:`Announcing.changed`."""
 
-    announcement: Announcement
+    announcement: PageAnnouncement
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Pause:
     until_ns: int
 
 
-Step = Claim | Change | Renew | Withdraw | Pause
+Step = Claim | ChangeEntries | Renew | Withdraw | Pause
 
 
 class Announcing:
@@ -250,14 +250,14 @@ class Announcing:
         completed: announcements that became complete.
     """
 
-    def __init__(self, begin: Callable[[], Announcement]) -> None:
+    def __init__(self, begin: Callable[[], PageAnnouncement]) -> None:
         """Announce nothing yet.
 
         Args:
             begin: makes an announcement without pages, with a new token.
         """
-        self.present: Announcement | None = None
-        self.coming: Announcement | None = None
+        self.present: PageAnnouncement | None = None
+        self.coming: PageAnnouncement | None = None
         self.faults: Counter[str] = Counter()
         self.pages = 0
         self.completed = 0
@@ -273,7 +273,7 @@ class Announcing:
         self._claim_pause_ns = _PAUSE_NS_MIN
 
     @property
-    def announcements(self) -> list[Announcement]:
+    def announcements(self) -> list[PageAnnouncement]:
         """Those that have a number and go on."""
         both = (self.present, self.coming)
         return [one for one in both if one is not None and one.number and not one.over]
@@ -297,7 +297,7 @@ class Announcing:
         for one in live:
             if one.has_more:
                 if not one.is_paced or now_ns >= self._paced_ns:
-                    return Change(one)
+                    return ChangeEntries(one)
                 until_ns = min(until_ns, self._paced_ns)
         return Pause(until_ns)
 
@@ -329,18 +329,18 @@ class Announcing:
         self._claim_ns = now_ns + self._claim_pause_ns
         self._claim_pause_ns = min(2 * self._claim_pause_ns, _PAUSE_NS_MAX)
 
-    def _drop(self, one: Announcement) -> None:
+    def _drop(self, one: PageAnnouncement) -> None:
         if one.number:
             self._withdrawn.append(Withdraw(one.number, one.token))
 
     # ---- what became of a step --------------------------------------------------------------
 
-    def claimed(self, one: Announcement, number: int) -> None:
+    def claimed(self, one: PageAnnouncement, number: int) -> None:
         """An announcement has got a number."""
         self._went_well()
         one.number = number
 
-    def changed(self, one: Announcement, now_ns: int, *, done: bool, paced: bool) -> None:
+    def changed(self, one: PageAnnouncement, now_ns: int, *, done: bool, paced: bool) -> None:
         """A batch was carried out, or its announcement is lost.
 
         Args:
@@ -384,7 +384,7 @@ class Announcing:
     def _went_well(self) -> None:
         self._pause_ns = _PAUSE_NS_MIN
 
-    def _lost(self, one: Announcement, now_ns: int) -> None:
+    def _lost(self, one: PageAnnouncement, now_ns: int) -> None:
         """The store does not know the number of an announcement any more."""
         self._fell("lost", now_ns)
         one.over = True

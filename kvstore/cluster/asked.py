@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.cluster.membership import Membership
-from kvstore.cluster.messages import Ask, DirectoryReport, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, Told
 from kvstore.cluster.records import NodeRecord
 from kvstore.index.face import PrefixIndex
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
@@ -39,9 +39,9 @@ class AskedDirectory:
     """
 
     def __init__(
-        self, index: PrefixIndex, membership: Membership, own: str, tell: Callable[[Ask], None]
+        self, index: PrefixIndex, membership: Membership, own: str, tell: Callable[[AskPages], None]
     ) -> None:
-        """Ask nothing yet; see :meth:`run`."""
+        """AskPages nothing yet; see :meth:`run`."""
         self.refused: list[str] = []
         self._index = index
         self._membership = membership
@@ -63,7 +63,7 @@ class AskedDirectory:
                     self._nodes = nodes
 
     def locate(self, asked: Locate, found: Callable[[int, Sequence[Holding]], None]) -> None:
-        """Ask for pages; never blocks.
+        """AskPages for pages; never blocks.
 
         Args:
             asked: which ones.
@@ -76,7 +76,7 @@ class AskedDirectory:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
         found: Callable[[dict[str, list[int]]], None],
     ) -> None:  # fmt: skip
-        """Ask which nodes have one page.
+        """AskPages which nodes have one page.
 
         Args:
             identity: its space.
@@ -149,7 +149,7 @@ class AskedDirectory:
         timer = asyncio.get_running_loop().call_later(ANSWER_S, self._give_up, number)
         self._waiting[number] = (found, timer)
         named = [(one.digest.hex(), one.window_pages) for one in shards]
-        self._tell(Ask(number, identity.digest.hex(), named, keys))
+        self._tell(AskPages(number, identity.digest.hex(), named, keys))
 
     def _give_up(self, number: int) -> None:
         found, _ = self._waiting.pop(number)

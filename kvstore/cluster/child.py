@@ -14,7 +14,7 @@ from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.messages import (
-    Ask,
+    AskPages,
     BeginCluster,
     ChildSettings,
     Join,
@@ -56,7 +56,7 @@ class ClusterCompanion:
         self._record: NodeRecord | None = None
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
-        self._ask: Callable[[Ask], None] | None = None
+        self._ask: Callable[[AskPages], None] | None = None
 
     async def run(self, tell: Tell) -> None:
         """Be the node that is asked for; leave when cancelled, which takes a second at most.
@@ -120,7 +120,7 @@ class ClusterCompanion:
                     raise UnreadableError("it has begun already")
                 self._settings = settings
                 self._begun.set()
-            case Ask():
+            case AskPages():
                 if self._ask is not None:  # else whoever asks does not wait for long
                     self._ask(message)
                 return

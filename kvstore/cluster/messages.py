@@ -83,7 +83,7 @@ class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
     standing: JoinStanding
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class AskPages(msgspec.Struct, frozen=True, tag="ask"):
     """Which nodes have these pages?
 
     Attributes:
@@ -100,7 +100,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """The answer to an :class:`Ask`.
+    """The answer to an :class:`AskPages`.
 
     Attributes:
         number: of the question.
@@ -134,7 +134,7 @@ class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
     why: str = ""
 
 
-ToChild = BeginCluster | Join | Leave | Ask
+ToChild = BeginCluster | Join | Leave | AskPages
 FromChild = NodesTold | Told | DirectoryReport
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -10,7 +10,7 @@ import msgspec
 
 from kvstore.cluster.announcer import PageAnnouncer
 from kvstore.cluster.entries import EntryNames, usable_prefixes
-from kvstore.cluster.messages import Ask, DirectoryReport, DirectorySettings, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, DirectorySettings, Told
 from kvstore.cluster.page_store import DirectoryFault, PageStore
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
@@ -53,7 +53,7 @@ class SharedDirectory:
         self._questions = PageQuestions(self._stores[1], shown.cluster, tell)
         self._tell = tell
 
-    def ask(self, question: Ask) -> None:
+    def ask(self, question: AskPages) -> None:
         """Answer a question; at the latest after :data:`ASK_S`."""
         self._questions.ask(question)
 
@@ -95,7 +95,7 @@ class PageQuestions:
         self._store = store
         self._names = EntryNames(cluster)
         self._tell = tell
-        self._waiting: asyncio.Queue[tuple[float, Ask]] = asyncio.Queue(ASKS_MAX)
+        self._waiting: asyncio.Queue[tuple[float, AskPages]] = asyncio.Queue(ASKS_MAX)
         self._log = Faults(_log, "questions to the directory in Redis")
 
     @property
@@ -103,7 +103,7 @@ class PageQuestions:
         """Questions without a real answer, by cause."""
         return dict(self._log.counts)
 
-    def ask(self, question: Ask) -> None:
+    def ask(self, question: AskPages) -> None:
         """Answer a question soon; one too many is answered at once, with nobody."""
         try:
             self._waiting.put_nowait((monotonic(), question))
@@ -132,7 +132,7 @@ class PageQuestions:
                 self.asked += 1
             self._tell(told)
 
-    async def _answer(self, question: Ask) -> Told:
+    async def _answer(self, question: AskPages) -> Told:
         """Look for pages.
 
         Raises:

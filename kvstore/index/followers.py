@@ -14,13 +14,13 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import wall_clock
-from kvstore.index.blocks import Workspace
 from kvstore.index.channel import CONNECT_S, EventConnection, EventListener
 from kvstore.index.control import Source, SourceBounds
+from kvstore.index.event_feed import EventFeed
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.replay import TOPIC_BYTES_MAX, NoReplayError, read_replay
@@ -52,50 +52,6 @@ _AGAIN_S_MAX: Final = 1.0
 
 _FULL_S: Final = 0.01
 """Pause before it is looked again whether a feed takes more."""
-
-
-class EventFeed(Protocol):
-    """What a follower does with the events of its worker."""
-
-    @property
-    def workspace(self) -> Workspace:
-        """What decoding events needs."""
-        ...
-
-    @property
-    def published(self) -> float:
-        """Publication time of the newest batch, seconds since the epoch."""
-        ...
-
-    @property
-    def left_out(self) -> int:
-        """Pages that were left out, of whatever worker; it only grows."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether no more is to be read at the moment."""
-        ...
-
-    def add(self, space: str, shard: str, medium: str, keys: bytes) -> None:
-        """Add pages of a snapshot; see :meth:`kvstore.index.feed.WorkerFeed.add`."""
-        ...
-
-    def apply(self, payload: bytes) -> Iterator[None]:
-        """Apply one batch in steps.
-
-        Raises:
-            UnreadableError: the payload cannot be read; some of its events may have been applied.
-        """
-        ...
-
-    def clear(self) -> None:
-        """The worker has no page, as far as is known."""
-        ...
-
-    def live(self, *, counts: bool) -> None:
-        """Whether everything earlier was applied, so that its pages count."""
-        ...
 
 
 FeedT = TypeVar("FeedT", bound=EventFeed)

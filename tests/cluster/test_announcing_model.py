@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvstore.cluster import announcing
 from kvstore.cluster.entries import FoundEntries
 from kvstore.cluster.page_store import ChangedPages, DirectoryFault
-from kvstore.testing.directory import AnnouncingNode, MemoryPages, located, pages_of
+from kvstore.testing.directory import AnnouncingNode, located, pages_of
+from kvstore.testing.memory_pages import MemoryPages
 
 SHARE = 0.3
 

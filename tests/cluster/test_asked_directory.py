@@ -9,14 +9,14 @@ import pytest
 from kvstore.cluster.announcer import PageAnnouncer
 from kvstore.cluster.asked import OUTSTANDING_MAX, AskedDirectory
 from kvstore.cluster.membership import LocalMembership
-from kvstore.cluster.messages import Ask, DirectoryReport, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, Told
 from kvstore.cluster.page_store import PageStore
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.sharing import PageQuestions
 from kvstore.index.control import Source
 from kvstore.index.credentials import PeerCredentials
 from kvstore.state.remote.jobs import Holding, Locate
-from kvstore.testing.directory import MemoryPages
+from kvstore.testing.memory_pages import MemoryPages
 from tests.cluster.nodes import SPACE, PeerNode, nodes, shard
 from tests.cluster.test_peers_directory import KEYS, ONE, SETTINGS
 from tests.local_index import LocalIndex
@@ -29,7 +29,7 @@ class Asked:
     """A node ``self``, its directory, and what its index process would be told."""
 
     def __init__(self, membership: LocalMembership) -> None:
-        self.sent: list[Ask] = []
+        self.sent: list[AskPages] = []
         self.answers: dict[int, list[Holding]] = {}
         self.directory = AskedDirectory(LocalIndex(SETTINGS), membership, "self", self.sent.append)
 
@@ -130,7 +130,7 @@ async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None
                 return True
             if len(told) == asked[0]:
                 asked[0] += 1
-                questions.ask(Ask(asked[0], SPACE.digest.hex(), list(shards), KEYS.packed))
+                questions.ask(AskPages(asked[0], SPACE.digest.hex(), list(shards), KEYS.packed))
             return False
 
         asked = [len(told)]

@@ -1,20 +1,28 @@
 """Goal: a directory that nodes share says at last what live nodes have, whatever happens to it."""
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
 
 from kvstore.cluster.entries import FoundEntries, NumberHolder, usable_prefixes
 from kvstore.cluster.page_store import PageStore
-from kvstore.testing.directory import NUMBER_MS, DirectoryContract, MemoryPages
-from tests.loops import in_loop
+from kvstore.testing.directory import DirectoryContract
+from kvstore.testing.memory_pages import NUMBER_MS, MemoryPages
+from tests.loops import eventually, in_loop
+
+
+class CountedPages(MemoryPages):
+    renewals = 0
+
+    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+        self.renewals += 1
+        return await super().renew(tokens)
 
 
 class OpenedMemory:
     def __init__(self) -> None:
-        self.pages = MemoryPages()
+        self.pages = CountedPages()
 
     def store(self) -> PageStore:
         return self.pages
@@ -29,9 +37,10 @@ class OpenedMemory:
         self.pages.away = False
 
     async def expire(self) -> None:
-        for _ in range(40):  # others renew theirs meanwhile
-            self.pages.now_ms += NUMBER_MS // 20
-            await asyncio.sleep(0.005)
+        for _ in range(4):  # others renew theirs meanwhile
+            self.pages.now_ms += NUMBER_MS // 2
+            renewed = self.pages.renewals + 2
+            await eventually(lambda at=renewed: self.pages.renewals > at)
 
 
 @asynccontextmanager
