@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bench import measure
+from bench import measure, remote_announce
 from bench.measure import Progress, Report
 from bench.remote_owner import ASKED, TICKET, pages_of
 from kvstore import mover
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
     names = [name for name in CASES if options.cases.search(name)]
-    if not names:
+    announced = [name for name in remote_announce.CASES if options.cases.search(name)]
+    if not names and not announced:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
     with Report(json=options.json) as report, Progress("remote", len(names)) as progress:
@@ -57,6 +58,10 @@ def run(options: argparse.Namespace) -> int:
                 )
             call_bytes = PAGES * CASES[name]
             report.add(measure.throughput(name, call_bytes, measured, "bare socket, no digests"))
+        if announced:
+            why_not = remote_announce.measured(announced, report, options.seconds)
+            if why_not:
+                sys.stderr.write(f"skipped {', '.join(announced)}: {why_not}\n")
     return 0
 
 

@@ -1,10 +1,10 @@
 """What a node has to say about its pages to a directory that nodes share. Pure.
 
 A :class:`PageAnnouncement` is one telling of all pages under one number: first those of a
-snapshot, then every change. Whenever something may have been missed (the number was lost, the store was
-emptied, events have a gap), a new one begins under a new number, and what was said under the old
-one means nothing any more. As entries expire, a new one also begins from time to time; the present
-one goes on until the new one is complete.
+snapshot, then every change. Whenever something may have been missed (the number was lost, the
+store was emptied, events have a gap), a new one begins under a new number, and what was said under
+the old one means nothing any more. As entries expire, a new one also begins from time to time; the
+present one goes on until the new one is complete.
 
 :class:`Announcing` says what to do next. A call that fails is made again: a store carries out a
 batch once, however often it is sent.
