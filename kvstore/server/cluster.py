@@ -81,8 +81,6 @@ class ClusterSide:
         cluster, node = config.cluster, desk.node
         assert cluster.name
         check_stores(config)
-        if cluster.directory != "peers":
-            raise ConfigError(f"cluster.directory={cluster.directory} is not there yet: use peers")
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
