@@ -69,13 +69,16 @@ class DiskChecks:
         log: which record lies where.
         queue: gets jobs for the tier; :meth:`completed` is told of its end.
         counts: what is counted.
+
+    Attributes:
+        runs: of which pages wait, or waited a moment ago.
     """
 
     def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:
         self._log = log
         self._queue = queue
         self._counts = counts
-        self._runs: deque[CheckRun] = deque()
+        self.runs: deque[CheckRun] = deque()
         #: Job number → whose it is; all and only those under way.
         self._jobs: dict[int, CheckRun] = {}
         self._bytes = 0
@@ -85,16 +88,16 @@ class DiskChecks:
 
     def begin(self, run: CheckRun) -> None:
         """Take a run on; :meth:`go_on` begins to read."""
-        self._runs.append(run)
+        self.runs.append(run)
 
     def go_on(self, loads: int) -> None:
         """Read as much as may be read now, while so many loads are under way."""
         most = 1 if loads else CHECKS_MAX
-        while self._runs and len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX:
-            run = self._runs.popleft()
+        while self.runs and len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX:
+            run = self.runs.popleft()
             if run.waiting:
                 self._begin(run, *run.waiting.popleft())
-                self._runs.append(run)
+                self.runs.append(run)
 
     def _begin(self, run: CheckRun, space: PrefixTree, shard: int, key: PrefixKey) -> None:
         node = space.index.get(key)

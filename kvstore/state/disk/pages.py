@@ -373,8 +373,8 @@ class DiskPages:
                 self._syncs.completed(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.moment.tick)
-        self._lose_reclaimed()
-        self._end_durables()
+        if self._reclaimer.lost:
+            self._lose_reclaimed()
         settled = error is not None or len(self.writes) != writes
         self.go_on()
         return settled or not isinstance(ended, DiskWrite)
@@ -392,12 +392,16 @@ class DiskPages:
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
+        if self._syncs.ended:
+            self._end_durables()
         if not self.degraded:
             self.graves.write()
         self._pump()
-        self._checks.go_on(len(self.loads))
+        if self._checks.runs:
+            self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
-        self._end_durables()
+        if self._syncs.ended:
+            self._end_durables()
 
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""

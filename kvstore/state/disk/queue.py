@@ -19,34 +19,30 @@ class DiskQueue:
 
     Attributes:
         pending: to be carried out, in order; the tier takes jobs out of the list.
+        number: gives the number of the next job.
     """
 
     def __init__(self, story: Story) -> None:
         self.pending: Final[list[DiskJob]] = []
         self._story = story
-        self._numbers = count(1)
+        self.number: Final = count(1).__next__
         #: Job number → job; all and only those under way.
         self._under_way: dict[int, DiskJob] = {}
-
-    def number(self) -> int:
-        """The number of the next job."""
-        return next(self._numbers)
 
     def submit(self, job: DiskJob) -> None:
         """Add a job; :meth:`end` is called when the tier has ended it."""
         self._under_way[job.job] = job
         self.pending.append(job)
-        self._tell("begun", job)
+        if isinstance(job, _TOLD):
+            self._tell("begun", job)
 
     def end(self, number: int, error: KVStoreError | None) -> DiskJob:
         """The tier has ended the job of that number."""
         job = self._under_way.pop(number)
-        self._tell("ended" if error is None else error.code, job)
+        if isinstance(job, _TOLD):
+            self._tell("ended" if error is None else error.code, job)
         return job
 
-    def _tell(self, what: str, job: DiskJob) -> None:
-        if isinstance(job, _TOLD):
-            page = job.page
-            self._story.tell_page(
-                f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
-            )
+    def _tell(self, what: str, job: DiskRead | DiskCheck | DiskCopy) -> None:
+        page, what = job.page, f"{type(job).__name__} {what}"
+        self._story.tell_page(what, page.space.number, page.key, page.shard)
