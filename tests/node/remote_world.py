@@ -213,6 +213,14 @@ class RemoteWorld:
     def store(self, connection: int, path: str, start: int = 0) -> None:
         self.commit(connection, path, self.begin(connection, path, start), start)
 
+    def report(self, connection: int, page: str) -> None:
+        """Report the first page of a chain as corrupt; it leaves the node."""
+        (key,) = chain(page)
+        node = self.space.nodes[key]
+        _, generation, _ = self.table.slots.address(node.slot(0))
+        self.ask(connection, wire.Corrupt(0, 0, key, generation))
+        assert not self.ready(page)
+
     def locate(self, connection: int, path: str, *holdings: tuple[str, int]) -> wire.Found:
         """Look up, let the directory answer, look up again."""
         every = tuple(range(len(self.shards)))

@@ -139,6 +139,26 @@ def test_pages_that_a_peer_lacks_are_asked_of_another_holder_in_the_same_slots(w
     assert world.table.counts["peer_retried_pages"] == 3
 
 
+def test_pages_that_lost_their_head_are_not_asked_of_another_holder(world, engine):
+    """Others may have asked for them anew: then a page would be on its way here twice."""
+    other = world.engine()
+    world.store(engine, "a")
+    world.locate(engine, "abc", ("p", 3), ("q", 3))
+    assert world.acquire(engine, "abc") is None
+    first = world.read()
+    world.report(engine, "a")
+    world.locate(other, "abc", ("q", 3))
+    assert world.acquire(other, "abc") is None
+
+    world.end(first, 0)
+
+    again = world.read()
+    assert (again.peer, again.keys) == ("q", b"".join(chain("abc")))
+    assert world.table.counts["peer_retried_pages"] == 0
+    world.end(again)
+    assert (leased(world.answer(engine)), leased(world.answer(other))) == (3, 3)
+
+
 def test_as_long_a_prefix_as_came_is_leased_when_no_holder_is_left(world, engine):
     world.locate(engine, "abcd", ("p", 4))
     assert world.acquire(engine, "abcd") is None
