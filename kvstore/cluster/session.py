@@ -17,6 +17,8 @@ from enum import Enum
 from itertools import count
 from typing import Final
 
+import numpy as np
+
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.errors import (
@@ -31,6 +33,7 @@ from kvstore.errors import (
 )
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
+from kvstore.state.tree.node import Retention
 from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
@@ -125,13 +128,17 @@ class _Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One fetch; ``connection``: the number of the connection that has its lease."""
+    """One fetch; ``connection``: the number of the connection that has its lease.
+
+    ``asked_ns``: when its lease was asked for.
+    """
 
     job: PeerFetch
     stage: _Stage = _Stage.OPENING
     connection: int = 0
     request: int = 0
     lease: int = 0
+    asked_ns: int = 0
     lent: wire.Lent | None = None
 
 
@@ -302,7 +309,9 @@ class PeerSession:
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
+        kept = _retentions(fetch.lent.kept, fetch.asked_ns)[:right]
+        digests = fetch.lent.digests[: right * DIGEST_BYTES]
+        self._end(fetch, error, digests, settled=end.settled, kept=kept)
 
     def transfer_settled(self, job: int) -> None:
         """Nothing writes into the slots of a fetch any more."""
@@ -359,7 +368,7 @@ class PeerSession:
         job = fetch.job
         left_ms = (job.deadline_ns - now_ns) // MS
         fetch.stage = _Stage.LEASING
-        fetch.connection = self._connection
+        fetch.connection, fetch.asked_ns = self._connection, now_ns
         fetch.request, fetch.lease = next(self._numbers), next(self._numbers)
         self._leasing[fetch.request] = fetch
         # Half of the time for loads from the owner's SSDs, the rest for the bytes.
@@ -380,6 +389,7 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+            or len(answer.kept) not in (0, pages * wire.KEPT.itemsize)
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")
             return
@@ -438,7 +448,7 @@ class PeerSession:
 
     def _end(
         self, fetch: _Fetch, error: KVStoreError | None, digests: bytes = b"", *,
-        settled: bool = True,
+        settled: bool = True, kept: Sequence[Retention] = (),
     ) -> None:  # fmt: skip
         """Tell the end of a fetch; what may still be written over is not delivered."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
@@ -448,8 +458,8 @@ class PeerSession:
             del self._fetches[fetch.job.job]
         else:
             fetch.stage = _Stage.UNSETTLED
-            digests = b""
-        self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled)))
+            digests, kept = b"", ()
+        self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled, kept)))
 
     def _close(self, cause: str, why: str, field: str = "") -> None:
         """Give the connection up; its loss is told by :meth:`closed`."""
@@ -461,3 +471,13 @@ class PeerSession:
 
     def _timeout(self) -> TransferTimeout:
         return TransferTimeout(f"node {self.peer} did not deliver the pages in time")
+
+
+def _retentions(kept: bytes, asked_ns: int) -> list[Retention]:
+    """How long pages may stay here; their time runs from the request on, so not too long."""
+    found: list[Retention] = []
+    for left_ms, read_once, memory_only in np.frombuffer(kept, dtype=wire.KEPT).tolist():
+        left_ns = min(left_ms, wire.TTL_MS_MAX) * MS
+        expires_ns = asked_ns + left_ns if left_ns else 0
+        found.append(Retention(expires_ns, bool(read_once), bool(memory_only)))
+    return found

@@ -21,7 +21,7 @@ from kvstore.state.tree.actions import Action
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing.cluster_directory import SimulatedDirectory, SimulatedPublication, held_pages
 from kvstore.testing.cluster_links import SimulatedLink
-from kvstore.testing.cluster_serving import SimulatedLoans, SimulatedService
+from kvstore.testing.cluster_serving import LentRetentions, SimulatedLoans, SimulatedService
 from kvstore.testing.cluster_wires import Circuit, CircuitEnd, Wires
 from kvstore.testing.followers import KnownPages
 from kvstore.testing.slowtier import SimulatedTier
@@ -158,6 +158,7 @@ class ClusterNode:
         alive: it is not between two lives.
         stalled_ns: until then it was stopped, or has not been alive.
         followers: checks its own events.
+        lent: how long pages stay here that others have read.
     """
 
     node: Node
@@ -181,6 +182,7 @@ class ClusterNode:
         self.memory = ClusterMemory(time, late=rules is None)
         self.followers = KnownPages()
         self.links: dict[str, SimulatedLink] = {}
+        self.lent = LentRetentions()
         self.rules = rules
         self.in_flight_bytes_max = extents.in_flight_pages * PAGE_BYTES
         self.disk: SimulatedTier | None = None
@@ -190,6 +192,7 @@ class ClusterNode:
         self._extents = extents
         self._names = names
         self._waiting: list[tuple[int, Callable[[], object]]] = []
+        self._others: dict[str, ClusterNode] = {}
         #: Keys on their way here, by job.
         self._coming: dict[int, PeerFetch] = {}
 
@@ -220,6 +223,7 @@ class ClusterNode:
         """Begin a life, with another boot id and empty memory."""
         self.life += 1
         self.alive = True
+        self._others = {other.name: other for other in others}
         time, random = self._time, self._time.random
         count, in_flight = self._extents.count, self.in_flight_bytes_max
         boot = b"%s %13d" % (self.name.encode(), self.life)
@@ -239,7 +243,9 @@ class ClusterNode:
         local = LocalNode("simulated", self.name, boot, SCHEME)
         place = f"{self.name}/{self.life}"
         self.transport = transport = self._network.open(place, 4 * in_flight)
-        self.loans = SimulatedLoans(time, self.later, transport, self.memory.address)
+        self.loans = SimulatedLoans(
+            time, self.later, transport, self.memory.address, self.lent, node.pages
+        )
         self.service = SimulatedService(local, desk, self.loans, self.later, place, self._names)
         names = [other.name for other in others]
         self.directory = SimulatedDirectory(time, self.turns(), names)
@@ -300,6 +306,8 @@ class ClusterNode:
         self._time.outcome.pages_fetched += pages
         self._time.outcome.fetches_failed += pages * KEY_BYTES < len(job.keys)
         self._time.outcome.fetches_unsettled += not end.settled
+        if end.digests:
+            self._others[job.peer].lent.check(end, job)
         self.desk.peer_fetched(end)
 
     def peer_settled(self, job: int) -> None:

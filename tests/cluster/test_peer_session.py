@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore import wire
@@ -28,6 +29,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.state.remote.jobs import PeerFetch
+from kvstore.state.tree.node import ORDINARY
 from kvstore.transport.base import TransferEnd
 from tests.cluster.session_parts import (
     KEYS,
@@ -58,7 +60,7 @@ class Talk:
     def sent(self) -> list[Any]:
         return [one.message for one in self.effects() if isinstance(one, Send)]
 
-    def lend(self, made: PeerFetch, now_ns: int = 2) -> wire.Lent:
+    def lend(self, made: PeerFetch, now_ns: int = 2, kept: bytes = b"") -> wire.Lent:
         """Bring a fetch to where its pages are read."""
         self.session.fetch(made, now_ns)
         (request,) = self.sent()
@@ -66,7 +68,8 @@ class Talk:
             self.session.received(wire.SpaceOpened(request.id, 5, [3]), now_ns)
             (request,) = self.sent()
         pages = len(made.slots)
-        lent = wire.Lent(request.id, addresses(pages), b"d" * 16 * pages, 0, 0, 1_000, b"t" * 16)
+        digests, ticket = b"d" * 16 * pages, b"t" * 16
+        lent = wire.Lent(request.id, addresses(pages), digests, 0, 0, 1_000, ticket, kept)
         self.session.received(lent, now_ns)
         (started,) = self.effects()
         assert isinstance(started, StartTransfer)
@@ -107,6 +110,18 @@ def test_wrong_pages_are_reported_before_their_lease_is_released():
     end = only(effects, Ended).end
     assert end.digests == b"d" * 16
     assert isinstance(end.error, PageCorrupt)
+
+
+def test_the_time_of_a_page_with_a_ttl_runs_from_the_request_for_it():
+    talk = Talk()
+    kept = np.array([(0, 0, 0), (200, 0, 1), (1 << 63, 1, 1), (0, 0, 0)], dtype=wire.KEPT)
+    talk.lend(job(1, 1_000 * MS), 7, kept.tobytes())
+
+    talk.session.transfer_ended(TransferEnd(1, b"\1\1\1\0", None, settled=True))
+
+    end = only(talk.effects(), Ended).end
+    far_ns = 7 + wire.TTL_MS_MAX * MS
+    assert end.kept == [ORDINARY, (7 + 200 * MS, False, True), (far_ns, True, True)]
 
 
 def test_a_lease_that_comes_after_the_deadline_is_released():
