@@ -35,8 +35,9 @@ SHORT_BYTES_MAX: Final = 2 << 20
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 """Address of a slot: extent number, generation of the extent's allocation, byte offset."""
 KEPT: Final = np.dtype([("left_ms", "<u8"), ("read_once", "u1"), ("memory_only", "u1")])
-"""How long a page stays that is lent to another node: milliseconds from the answer on, 0 = until
-its room is needed; whether its first read is its last; whether it may not go to disk."""
+"""How long a page stays that is lent to another node: milliseconds from the answer on, or
+:data:`NO_TTL`; whether its first read is its last; whether it may not go to disk."""
+NO_TTL: Final = (1 << 64) - 1
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 """Maximum lifetime of a page with a TTL."""
 _ADDRESS: Final = struct.Struct("<IIQ")

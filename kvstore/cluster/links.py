@@ -13,6 +13,7 @@ from kvstore.cluster.session import (
     Effect,
     Ended,
     PeerSession,
+    PeerStanding,
     Send,
     SlotsSettled,
     StartTransfer,
@@ -33,7 +34,9 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 """More requests than this are not sent to a node that does not read them."""
 _READ_BYTES: Final = 64 << 10
 
-Carry = Callable[["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled], None]
+Carry = Callable[
+    ["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding], None
+]
 
 
 class PeerLink:

@@ -115,7 +115,18 @@ class CloseLink:
     field: str = ""
 
 
-Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
+@dataclass(frozen=True, slots=True)
+class PeerStanding:
+    """Tell the node that a session with this boot of the other node is up.
+
+    ``boot`` empty = none is any more.
+    """
+
+    peer: str
+    boot: bytes
+
+
+Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink | PeerStanding
 _Pair = tuple[SpaceIdentity, ShardSpec]
 
 
@@ -210,6 +221,8 @@ class PeerSession:
 
     def closed(self) -> None:
         """The connection was closed: leases are gone, transfers end by themselves."""
+        if self.up:
+            self.effects.append(PeerStanding(self.peer, b""))
         self._connected = self.up = False
         self._places.clear()
         self._opening.clear()
@@ -338,6 +351,7 @@ class PeerSession:
         offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
         self.boot = answer.boot
+        self.effects.append(PeerStanding(self.peer, self.boot))
         self.transport = next((name for name in self._transports if name in offered), "")
         endpoint = offered.get(self.transport, "")
         self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
@@ -478,6 +492,6 @@ def _retentions(kept: bytes, asked_ns: int) -> list[Retention]:
     found: list[Retention] = []
     for left_ms, read_once, memory_only in np.frombuffer(kept, dtype=wire.KEPT).tolist():
         left_ns = min(left_ms, wire.TTL_MS_MAX) * MS
-        expires_ns = asked_ns + left_ns if left_ns else 0
+        expires_ns = asked_ns + left_ns if left_ms != wire.NO_TTL else 0
         found.append(Retention(expires_ns, bool(read_once), bool(memory_only)))
     return found

@@ -352,7 +352,7 @@ def _pack_kept(kept: list[Retention], now_ns: int) -> bytes:
     if all(one == ORDINARY for one in kept):
         return b""
     rows = [
-        (max(1, (one.expires_ns - now_ns) // _NS_PER_MS) if one.expires_ns else 0, *one[1:])
+        (max(0, one.expires_ns - now_ns) // _NS_PER_MS if one.expires_ns else wire.NO_TTL, *one[1:])
         for one in kept
     ]
     return np.array(rows, dtype=wire.KEPT).tobytes()

@@ -314,6 +314,10 @@ class ClusterNode:
         """See :class:`kvstore.cluster.side.PeerDesk`."""
         self.desk.peer_settled(job)
 
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        """See :class:`kvstore.cluster.side.PeerDesk`."""
+        self.desk.peer_standing(peer, boot)
+
     # ---- checks -------------------------------------------------------------------------------
 
     def check(self) -> None:

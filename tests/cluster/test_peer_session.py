@@ -17,6 +17,7 @@ from kvstore.cluster.session import (
     CloseLink,
     Ended,
     PeerSession,
+    PeerStanding,
     Send,
     StartTransfer,
 )
@@ -114,14 +115,16 @@ def test_wrong_pages_are_reported_before_their_lease_is_released():
 
 def test_the_time_of_a_page_with_a_ttl_runs_from_the_request_for_it():
     talk = Talk()
-    kept = np.array([(0, 0, 0), (200, 0, 1), (1 << 63, 1, 1), (0, 0, 0)], dtype=wire.KEPT)
-    talk.lend(job(1, 1_000 * MS), 7, kept.tobytes())
+    rows = [(wire.NO_TTL, 0, 0), (200, 0, 1), (1 << 63, 1, 1), (0, 0, 1)]
+    talk.lend(job(1, 1_000 * MS), 7, np.array(rows, dtype=wire.KEPT).tobytes())
 
-    talk.session.transfer_ended(TransferEnd(1, b"\1\1\1\0", None, settled=True))
+    talk.session.transfer_ended(TransferEnd(1, b"\1\1\1\1", None, settled=True))
 
     end = only(talk.effects(), Ended).end
     far_ns = 7 + wire.TTL_MS_MAX * MS
-    assert end.kept == [ORDINARY, (7 + 200 * MS, False, True), (far_ns, True, True)]
+    assert end.kept == [
+        ORDINARY, (7 + 200 * MS, False, True), (far_ns, True, True), (7, False, True),
+    ]  # fmt: skip
 
 
 def test_a_lease_that_comes_after_the_deadline_is_released():
@@ -143,7 +146,7 @@ def test_what_arrived_counts_although_the_session_broke_meanwhile():
     talk = Talk()
     talk.lend(job(1, 1_000 * MS))
     talk.session.closed()
-    assert talk.effects() == []
+    assert talk.effects() == [PeerStanding("a", b"")]
 
     talk.session.transfer_ended(TransferEnd(1, b"\1\1\0\0", PeerUnreachable("x"), settled=True))
 
@@ -205,8 +208,9 @@ def test_silence_is_asked_about_and_then_ends_the_connection():
     talk.session.advance(2 + 2 * PING_NS)
     assert len(talk.sent()) == 1
     talk.session.advance(2 + 2 * PING_NS + SILENT_NS)
-    (closing,) = talk.effects()
+    closing, standing = talk.effects()
     assert closing.cause == "silent"
+    assert standing == PeerStanding("a", b"")
 
     greeting = PeerSession("a", LOCAL, ["tcp"], PLACE)
     greeting.opened(7)

@@ -111,6 +111,7 @@ class WholeNode:
         self.jobs: list[Locate | PeerFetch] = []
         self.ends: list[FetchEnd] = []
         self.settled: list[int] = []
+        self.standing: dict[str, bytes] = {}
         self.holdings: dict[int, Sequence[Holding]] = {}
         self.peers = Peers(
             self,
@@ -140,6 +141,9 @@ class WholeNode:
 
     def peer_settled(self, job: int) -> None:
         self.settled.append(job)
+
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        self.standing[peer] = boot
 
     # what tests do
 

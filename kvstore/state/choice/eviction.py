@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, new_policy
 from kvstore.state.choice.quotas import Quotas
+from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -20,7 +21,7 @@ just stored is read by a decode engine in a moment, whatever its chances are lat
 GRACE_LOOKS: Final = 32
 """Leaves within their grace that are passed over before one of them goes."""
 REPLICA_LOOKS: Final = 8
-"""Leaves that no peer is known to have and that are passed over for a replica among the next ones:
+"""Leaves that may be the last copy and that are passed over for a replica among the next ones:
 so near to each other their worth counts as equal."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
@@ -43,6 +44,8 @@ class Eviction:
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
+        #: Where replicas came from.
+        self.sources = Sources()
         #: A replica was stored: only then leaves are passed over for one.
         self.has_replicas = False
         self._slots = slots
@@ -88,11 +91,12 @@ class Eviction:
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
-    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, *, copied: bool) -> None:
-        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
-        self.has_replicas |= copied
+    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
+        """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
+        source = self.sources.of(peer) if peer else 0
+        self.has_replicas |= source > 0
         for node in stored:
-            node.replica = copied and (node.replica or node.ready == 1 << shard)
+            node.replica = source if node.replica or node.ready == 1 << shard else 0
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
@@ -192,7 +196,7 @@ class Eviction:
         if queue in self._graceless:
             return False
         if self.has_replicas:
-            if node.replica:
+            if node.replica in self.sources.reachable:
                 return False
             if queue not in self._no_replica:
                 passed = self._passed.setdefault(queue, [])
