@@ -307,7 +307,7 @@ class ClusterNode:
         self._time.outcome.fetches_failed += pages * KEY_BYTES < len(job.keys)
         self._time.outcome.fetches_unsettled += not end.settled
         if end.digests:
-            self._others[job.peer].lent.check(end, job)
+            self._others[job.peer].lent.check(end, job, self._time.now_ns)
         self.desk.peer_fetched(end)
 
     def peer_settled(self, job: int) -> None:

@@ -54,13 +54,13 @@ class LentRetentions:
             )  # fmt: skip
             self._known[pages.identity.digest, pages.shard.digest, key].add(stays)
 
-    def check(self, end: FetchEnd, job: PeerFetch) -> None:
-        """Assert that no page stays longer where it has come to."""
+    def check(self, end: FetchEnd, job: PeerFetch, now_ns: int) -> None:
+        """Assert that no page stays longer where it has come to, unless its time is over anyway."""
         kept = end.kept or [ORDINARY] * (len(end.digests) // DIGEST_BYTES)
         for at, stays in enumerate(kept):
             key = job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
             for there in self._known[job.identity.digest, job.shard.digest, key]:
-                sooner = 0 < stays.expires_ns <= there.expires_ns
+                sooner = 0 < stays.expires_ns <= max(there.expires_ns, now_ns)
                 if stays[1:] == there[1:] and (sooner or not there.expires_ns):
                     break
             else:

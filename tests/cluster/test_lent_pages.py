@@ -23,12 +23,14 @@ async def test_pages_to_be_read_once_stay_until_a_reader_has_got_all_of_them():
         assert a.stored() == 6, "its reader has left"
 
         b.transport.held = None
+        await eventually(lambda: not b.standing["a"])
         await undo.enter_async_context(reading(b, {"a": service.endpoint}))
-        await eventually(b.up)
+        await eventually(lambda: b.standing["a"])
         for damaged, left in ({4}, 6), (set(), 0):
             b.transport.damaged = damaged
             number = b.fetch(b.room(KEYS, f"t{left}"))
             await eventually(lambda number=number: b.end(number) and not a.pinned_bytes())
+            assert len(b.ends[-1].digests) == (4 if damaged else 6) * DIGEST_BYTES
             assert a.stored() == left
 
 
