@@ -116,7 +116,7 @@ class PeerLink:
         except ssl.SSLError as error:
             self._standing.failed("tls", reason(error))
             return
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, ValueError) as error:  # a name that no host can have
             self._standing.failed("unreachable", reason(error))
             return
         self._writer = writer

@@ -253,6 +253,15 @@ async def test_a_fetch_waits_for_the_memory_of_its_slots_until_its_deadline(monk
 
 
 @in_loop
+async def test_a_name_that_no_host_can_have_is_a_node_that_is_not_there():
+    async with AsyncExitStack() as undo:
+        _, b = await two_nodes(undo)
+        await undo.enter_async_context(reading(b, {"a": "a..b:1"}))
+        faults = lambda: b.peers.stats()["peers"].get("a", {}).get("faults", {})  # noqa: E731
+        await eventually(lambda: faults().get("unreachable", 0) > 1, "it is tried again")
+
+
+@in_loop
 async def test_what_the_directory_says_reaches_the_desk_in_a_later_turn():
     async with AsyncExitStack() as undo:
         _, b = await linked(undo)
