@@ -150,7 +150,7 @@ class ClusterNode:
         network: carries pages.
         extents: how much memory it has.
         names: of all nodes.
-        rules: rules of its SSD tier; None = it has none.
+        rules: rules of its SSD tier, which is empty in each life; None = it has none.
 
     Attributes:
         in_flight_bytes_max: limit of the bytes on their way from peers.
@@ -304,6 +304,7 @@ class ClusterNode:
         pages = len(end.digests) // 16
         assert self._time.now_ns <= max(job.deadline_ns, self.stalled_ns) + TICK_NS, "a late end"
         self._time.outcome.pages_fetched += pages
+        self._time.outcome.window_pages_fetched += pages * (job.shard.window_pages > 0)
         self._time.outcome.fetches_failed += pages * KEY_BYTES < len(job.keys)
         self._time.outcome.fetches_unsettled += not end.settled
         if end.digests:
@@ -358,10 +359,11 @@ class ClusterNode:
         pages = self.node.pages
         for space in pages.spaces:
             for key, page in space.nodes.items():
-                for slot in page.slots.values():
+                for shard, slot in page.slots.items():
                     number, _, offset = pages.slots.address(slot)
                     stored = self.memory.extents[number][offset : offset + PAGE_BYTES]
-                    assert stored == page_content(key), "a late write landed in a READY page"
+                    content = page_content(key, space.shards[shard].spec)
+                    assert stored == content, "a late write landed in a READY page"
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -142,7 +142,9 @@ class SimulatedLoans:
         if not check.cancelled():
             extent, _, offset = loan.pages.addresses[position]
             key = loan.pages.keys[position * 32 : (position + 1) * 32]
-            wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(key)
+            wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(
+                key, loan.pages.shard
+            )
             true = wrong and confirmed()
             self.counts["reports_true" if true else "reports_false"] += 1
         self._release(loan)
