@@ -270,6 +270,8 @@ class ClusterNode:
         """End this life at once."""
         self.alive = self.stopped = False
         self._waiting.clear()
+        if self.disk is not None:
+            self.disk.lost = True
         self.transport.close()
         self._wires.ended(self.name)
 

@@ -32,12 +32,14 @@ class SimulatedTier:
 
     Attributes:
         records: place → bytes of the record.
+        lost: its node has ended; what was under way touches no memory any more.
     """
 
     def __init__(
         self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
     ) -> None:
         self.records: dict[Place, bytes] = {}
+        self.lost = False
         self._tokens: dict[Place, bytes] = {}
         self._time = time
         self._random = time.random
@@ -113,6 +115,8 @@ class SimulatedTier:
         self._sizes = {one.number: one.disk_bytes for one in self._node.pages.spaces}
 
     def _end(self, job: DiskJob) -> None:
+        if self.lost:
+            return
         error: KVStoreError | None = None
         if self._random.random() < self._time.faults.disk:
             error = TierUnavailable("simulated")
