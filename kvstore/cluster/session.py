@@ -17,10 +17,9 @@ from enum import Enum
 from itertools import count
 from typing import Final
 
-import numpy as np
-
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
+from kvstore.cluster.kept import retentions
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -232,6 +231,13 @@ class PeerSession:
             if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
                 self._end(fetch, self._unreachable())
 
+    def left(self) -> None:
+        """The other node is none of the cluster any more: all fetches end now."""
+        for fetch in list(self._fetches.values()):
+            if fetch.stage is _Stage.READING:
+                self._cancel(fetch, self._unreachable())
+        self.closed()
+
     def received(self, answer: wire.Answer, now_ns: int) -> None:
         """An answer has come."""
         if not self._connected:
@@ -322,7 +328,7 @@ class PeerSession:
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        kept = _retentions(fetch.lent.kept, fetch.asked_ns)[:right]
+        kept = retentions(fetch.lent.kept, fetch.asked_ns)[:right]
         digests = fetch.lent.digests[: right * DIGEST_BYTES]
         self._end(fetch, error, digests, settled=end.settled, kept=kept)
 
@@ -433,15 +439,19 @@ class PeerSession:
 
     def _overdue(self, fetch: _Fetch) -> None:
         if fetch.stage is _Stage.READING:
-            self.effects.append(CancelTransfer(fetch.job.job))
-            self._release(fetch)
-            self._end(fetch, self._timeout(), settled=False)
+            self._cancel(fetch, self._timeout())
             return
         if self._leasing.pop(fetch.request, None) is not None:
             self._late[fetch.request] = fetch.lease
         self._end(fetch, self._timeout())
         if len(self._late) > LATE_MAX:
             self._close("silent", f"{LATE_MAX} leases were not answered in time")
+
+    def _cancel(self, fetch: _Fetch, error: KVStoreError) -> None:
+        """End a fetch whose transfer is under way."""
+        self.effects.append(CancelTransfer(fetch.job.job))
+        self._release(fetch)
+        self._end(fetch, error, settled=False)
 
     def _report(self, fetch: _Fetch, lent: wire.Lent, at: int) -> None:
         """Tell the owner of a page that it came with wrong bytes."""
@@ -485,13 +495,3 @@ class PeerSession:
 
     def _timeout(self) -> TransferTimeout:
         return TransferTimeout(f"node {self.peer} did not deliver the pages in time")
-
-
-def _retentions(kept: bytes, asked_ns: int) -> list[Retention]:
-    """How long pages may stay here; their time runs from the request on, so not too long."""
-    found: list[Retention] = []
-    for left_ms, read_once, memory_only in np.frombuffer(kept, dtype=wire.KEPT).tolist():
-        left_ns = min(left_ms, wire.TTL_MS_MAX) * MS
-        expires_ns = asked_ns + left_ns if left_ms != wire.NO_TTL else 0
-        found.append(Retention(expires_ns, bool(read_once), bool(memory_only)))
-    return found

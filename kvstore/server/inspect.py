@@ -88,9 +88,12 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
+        nodes = self._status.nodes()
+        member = nodes["membership"] or {"kind": "off"}
         return answers.Readiness(
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
-            cluster=self._status.nodes()["joined"],
+            cluster=nodes["joined"],
+            membership=member["kind"] if member["kind"] in ("off", "local") else member["state"],
         )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:

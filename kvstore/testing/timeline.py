@@ -59,6 +59,7 @@ class SimulationOutcome:
     nodes_killed: int = 0
     disks_lost: int = 0
     nodes_stopped: int = 0
+    nodes_left: int = 0
     partitions: int = 0
 
 
