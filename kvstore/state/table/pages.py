@@ -261,7 +261,7 @@ class PageTable(Residents):
             self.counts["stored_pages"] += ready
             self.counts["stored_bytes"] += ready * page_bytes
         if peer or self.eviction.has_replicas:
-            self.eviction.mark_replicas(stored, put.shard, copied=bool(peer))
+            self.eviction.mark_replicas(stored, put.shard, peer)
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
             self.add_candidate(node)
