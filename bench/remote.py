@@ -43,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
     if not wanted and not announced:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
-    with Report(json=options.json) as report, Progress("remote", len(wanted) + bool(announced)) as progress:
+    with (
+        Report(json=options.json) as report,
+        Progress("remote", len(wanted) + bool(announced)) as progress,
+    ):
         for part, name in wanted:
             progress.step(name)
             for result in part.results(name, options.seconds):

@@ -209,5 +209,5 @@ class ServedPeer:
             ticket = loan.ticket
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,
-            open_ms, ticket,
+            open_ms, ticket, answer.kept,
         )  # fmt: skip

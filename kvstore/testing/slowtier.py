@@ -32,12 +32,14 @@ class SimulatedTier:
 
     Attributes:
         records: place → bytes of the record.
+        lost: its node has ended; what was under way touches no memory any more.
     """
 
     def __init__(
         self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
     ) -> None:
         self.records: dict[Place, bytes] = {}
+        self.lost = False
         self._tokens: dict[Place, bytes] = {}
         self._time = time
         self._random = time.random
@@ -114,6 +116,8 @@ class SimulatedTier:
         self._sizes = {one.number: one.disk_bytes for one in self._node.pages.spaces}
 
     def _end(self, job: DiskJob) -> None:
+        if self.lost:
+            return
         error: KVStoreError | None = None
         if self._random.random() < self._time.faults.disk:
             error = TierUnavailable("simulated")
@@ -130,20 +134,20 @@ class SimulatedTier:
         match job:
             case diskjobs.DiskWrite(place=place, page=page, slot=slot):
                 content = bytes(self._memory(slot))
-                if content != page_content(page.key):
+                if content != _content(page):
                     return PageCorrupt("simulated")
                 self.records[place] = content
                 self._tokens[place] = page.tokens
             case diskjobs.DiskRead(place=place, page=page, slot=slot):
-                error = self._read(place, self._memory(slot), page_content(page.key))
+                error = self._read(place, self._memory(slot), _content(page))
                 self._outcome.pages_from_disk += error is None
                 return error
             case diskjobs.DiskCheck(place=place, page=page):
                 self._outcome.pages_checked += 1
-                return self._read(place, memoryview(bytearray(PAGE_BYTES)), page_content(page.key))
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(page))
             case diskjobs.DiskCopy(source=source, place=place, page=page):
                 content = self.records[source]
-                if content != page_content(page.key):
+                if content != _content(page):
                     return PageCorrupt("simulated")
                 self.records[place] = content
                 self._tokens[place] = self._tokens[source]
@@ -165,3 +169,7 @@ class SimulatedTier:
     def _memory(self, slot: Slot) -> memoryview:
         number, _, offset = self._node.pages.slots.address(slot)
         return memoryview(self._extents[number])[offset : offset + PAGE_BYTES]
+
+
+def _content(page: diskjobs.PageName) -> bytes:
+    return page_content(page.key, page.space.shards[page.shard].spec)

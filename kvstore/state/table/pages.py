@@ -274,7 +274,7 @@ class PageTable:
             self.counts["stored_pages"] += ready
             self.counts["stored_bytes"] += ready * page_bytes
         if peer or self.eviction.has_replicas:
-            self.eviction.mark_replicas(stored, put.shard, copied=bool(peer))
+            self.eviction.mark_replicas(stored, put.shard, peer)
         for node in stored:
             self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
