@@ -432,7 +432,7 @@ class RemotePages:
             or now_ns >= arrival.deadline_ns
             or not any(not fetch.ended for fetch in arrival.waiters)
             # What lost its head meanwhile may be on its way again, by another job.
-            or any(self._table.owner(slot) is None for slot in put.slots)
+            or any(self._table.residents.owner(slot) is None for slot in put.slots)
         ):
             return False
         del self._arrivals[arrival.job]
