@@ -372,7 +372,9 @@ class FollowEvents(msgspec.Struct, array_like=True, tag=29):
 class Lent(msgspec.Struct, array_like=True, tag=30):
     """Answer to Acquire of another node: as Acquired, and the 16 bytes that open the pages.
 
-    The pages can be read through a transport with ``ticket`` until the lease ends.
+    The pages can be read through a transport with ``ticket`` until the lease ends. ``places``: name
+    of each transport that reads these pages by their addresses → its endpoint, and the address of
+    each page, 8 bytes each, little-endian. (Nodes before this field read over ``tcp``.)
     """
 
     id: int
@@ -382,6 +384,7 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lasting: int
     lease_ms: int
     ticket: bytes
+    places: dict[str, tuple[str, bytes]] = {}
 
 
 Request = (

@@ -31,7 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
-from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
+from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
@@ -58,20 +58,33 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """A transport through which leased pages can be read.
+
+    Attributes:
+        transport: its name.
+        endpoint: of the other node's transport.
+        addresses: of the pages there, 8 bytes each; empty = it has told none.
+    """
+
+    transport: str
+    endpoint: str
+    addresses: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StartTransfer:
     """Read leased pages; its number is that of the fetch.
 
     Attributes:
         fetch: whose leading slots get the pages.
-        transport: name of the transport.
-        endpoint: of the other node's transport.
+        ways: the transports of both nodes, the preferred one first; at least one.
         lent: the lease.
         deadline_ns: end of the transfer.
     """
 
     fetch: PeerFetch
-    transport: str
-    endpoint: str
+    ways: tuple[Way, ...]
     lent: wire.Lent
     deadline_ns: int
 
@@ -156,7 +169,7 @@ class PeerSession:
         effects: what is to be done, in order; the caller empties it after each call.
         up: the other node has welcomed this one.
         boot: boot id of the other node; empty before the first welcome.
-        transport: name of the transport in use; empty = none that both have.
+        transport: name of the preferred transport of both; empty = there is none.
     """
 
     def __init__(
@@ -170,7 +183,7 @@ class PeerSession:
         self._local = local
         self._transports = transports
         self._host = place.rpartition(":")[0]
-        self._endpoint = ""
+        self._endpoints: dict[str, str] = {}
         self._connection = 0
         self._connected = False
         self._numbers = count(1)
@@ -326,12 +339,25 @@ class PeerSession:
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return
-        offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
         self.boot = answer.boot
-        self.transport = next((name for name in self._transports if name in offered), "")
-        endpoint = offered.get(self.transport, "")
-        self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
+        self._endpoints = {
+            name: self._reached(answer.transports[name])
+            for name in self._transports
+            if answer.transports.get(name)
+        }
+        self.transport = next(iter(self._endpoints), "")
+
+    def _reached(self, endpoint: str) -> str:
+        """An endpoint as the other node tells it, with its host."""
+        return f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
+
+    def _ways(self, lent: wire.Lent) -> tuple[Way, ...]:
+        found = []
+        for name, known in self._endpoints.items():
+            endpoint, addresses = lent.places.get(name, (known, b""))
+            found.append(Way(name, self._reached(endpoint), addresses))
+        return tuple(found)
 
     def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
         if not self.up:
@@ -380,6 +406,7 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+            or any(len(told) != pages * PLACE_BYTES for _, told in answer.places.values())
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")
             return
@@ -389,9 +416,7 @@ class PeerSession:
             return
         fetch.stage, fetch.lent = _Stage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
-        self.effects.append(
-            StartTransfer(fetch.job, self.transport, self._endpoint, answer, deadline_ns)
-        )
+        self.effects.append(StartTransfer(fetch.job, self._ways(answer), answer, deadline_ns))
 
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)
