@@ -43,10 +43,12 @@ from kvstore.transport.regions import Regions
 
 ITEM_BYTES_MAX: Final = 8 << 20
 """Pages that touch are read together up to so many bytes."""
-WINDOW_ITEMS: Final = 8
-"""Items of one read that are under way."""
+WINDOW_ITEMS: Final = 128
+WINDOW_BYTES: Final = 32 << 20
+"""Of one read, under way."""
 ITEMS_MAX: Final = 512
 """Items under way to one peer: from 1,024 and 1,024 that wait the engine may fail for good."""
+_INSTALL: Final = "install kvstore-server[mooncake] and libibverbs1"
 _PAUSE_S: Final = 50e-6
 _RECEIVE_BYTES: Final = 1 << 20
 _DESCRIPTORS_MAX: Final = 64
@@ -91,6 +93,7 @@ class _Read:
         self.good = bytearray(len(remote))
         self.waiting = deque(_items(self.local, remote, asked.page_bytes))
         self.moving: list[tuple[int, int, int]] = []
+        self.moving_bytes = 0
         self.touched = False
 
 
@@ -200,6 +203,7 @@ class EngineServer:
         while (
             read.waiting
             and len(read.moving) < WINDOW_ITEMS
+            and read.moving_bytes < WINDOW_BYTES
             and self._items[read.endpoint] < ITEMS_MAX
         ):
             if not self._submit(read, *read.waiting.popleft()):
@@ -211,6 +215,7 @@ class EngineServer:
             if not status:
                 continue
             read.moving.remove(item)
+            read.moving_bytes -= (item[2] - item[1]) * read.transfer.page_bytes
             self._items[read.endpoint] -= 1
             if status != 1:
                 self._end(read, "the peer broke off, or refused the pages")
@@ -237,6 +242,7 @@ class EngineServer:
         self._contacted.add(read.endpoint)
         read.touched = True
         read.moving.append((batch, first, stop))
+        read.moving_bytes += size
         self._items[read.endpoint] += 1
         return True
 
@@ -289,7 +295,7 @@ def main() -> int:
     try:
         from mooncake.engine import TransferEngine as Engine
     except ImportError as error:
-        control.sendall(framed(EngineRefused(f"Mooncake cannot be used: {error}")))
+        control.sendall(framed(EngineRefused(f"{error}: {_INSTALL}")))
         return 1
     receiver = threading.Thread(
         target=_receive, args=(control, messages), name="kvstore-engine-messages", daemon=True

@@ -56,6 +56,9 @@ RESTART_S: Final = 0.5
 _TURN_S: Final = 1.0
 _KILL_S: Final = 0.05
 """For how long the end of a killed process is waited for at a time."""
+_COUNTED: Final = (
+    "transfers_done", "transfers_failed", "read_pages", "wrong_pages", "processes_lost",
+)  # fmt: skip
 _log: Final = logging.getLogger(__name__)
 
 
@@ -145,7 +148,7 @@ class MooncakeTransport:
         start = StartEngine(host, protocol)
         self._attempts = Attempts(in_flight_bytes_max)
         self._tickets = Tickets(lambda _ticket: None)
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         #: Registered memory: address → length and descriptor.
         self._registered: dict[int, tuple[int, int]] = {}
         self._known = Regions()
