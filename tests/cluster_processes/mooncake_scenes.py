@@ -25,10 +25,10 @@ class Alone:
 
     def __init__(self, spawn: Spawn) -> None:
         self._variables = [f"{name}={value}" for name, value in variables().items()]
-        holder = [sys.executable, "-m", "tests.cluster_processes.namespace", "hold"]
+        holder = [sys.executable, "-m", "bench.namespace", "hold"]
         self._pid = spawn(holder, ready=r"holding (\d+)").ready.group(1)
 
     def program(self, arguments: Sequence[str]) -> list[str]:
         """A program that runs there."""
-        joined = [sys.executable, "-m", "tests.cluster_processes.namespace", "join", self._pid]
+        joined = [sys.executable, "-m", "bench.namespace", "join", self._pid]
         return [*joined, *self._variables, "--", *arguments]

@@ -1,6 +1,6 @@
 """A network of its own for programs, in which there is only loopback.
 
-``python -m tests.cluster_processes.namespace hold`` makes it and keeps it until it is ended;
+``python -m bench.namespace hold`` makes it and keeps it until it is ended;
 ``... join PID [NAME=VALUE]... -- PROGRAM`` runs a program in the one that process PID holds.
 """
 
