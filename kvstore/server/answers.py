@@ -40,13 +40,17 @@ class Readiness(Answer, frozen=True):
     ``withheld_bytes``: memory that clients of the previous run still map. ``ssd``: ``off``,
     ``ready`` or ``degraded``. ``unwatched_processes``: engine processes whose exit the node cannot
     detect. ``cluster``: ``off``, ``joined`` = it has sessions with all other nodes, ``partly`` =
-    with some, ``alone`` = with none; it serves its own pages in any case.
+    with some, ``alone`` = with none; it serves its own pages in any case. ``registered_bytes``:
+    memory that other nodes can read through ``mooncake``, ``registered_huge_bytes`` of it in huge
+    pages.
     """
 
     withheld_bytes: int
     ssd: str
     unwatched_processes: int
     cluster: Joined
+    registered_bytes: int = 0
+    registered_huge_bytes: int = 0
     status: Literal["ready"] = "ready"
 
 

@@ -88,9 +88,12 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
+        registered = self._status.registered()
         return answers.Readiness(
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
             cluster=self._status.nodes()["joined"],
+            registered_bytes=registered.get("registered_bytes", 0),
+            registered_huge_bytes=registered.get("registered_huge_bytes", 0),
         )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:

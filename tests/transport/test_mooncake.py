@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.testing.mooncake import CHECKS, MooncakePair
-from kvstore.testing.transport import TransportContract
+from kvstore.testing.transport import TransferPages, TransportContract
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
 
@@ -58,3 +58,11 @@ def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvstore-server\[mooncake\]"):
         MooncakeTransport("127.0.0.1", 1 << 20)
+
+
+def test_writing_is_refused():
+    transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
+    pages = TransferPages(4096, 1)
+    with pytest.raises(InvalidArgument):
+        transport.write(pages.transfer(1, "127.0.0.1:1", bytes(16), 1))
+    transport.close()
