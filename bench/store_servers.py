@@ -21,6 +21,11 @@ START_WAIT_S: Final = 20.0
 _ATTEMPTS: Final = 3
 _ANSWER_S: Final = 5.0
 _LOG_BYTES: Final = 4_096
+_RIGHTS: Final = (
+    "~kvstore:{blue}:* +ping +eval +get +set +del +pexpire +zadd +zrem +zrangebyscore"
+    " +zremrangebyscore +time"
+)
+"""What a user of Redis needs (docs/internals/membership.md), and PING."""
 
 
 class ServerTls(NamedTuple):
@@ -253,7 +258,7 @@ class RedisServer(_StoreServer):
             lines.append(f"port {self._ports[0]}")
         if self._login is not None:
             user, password = self._login
-            lines += [f"user {user} on >{password} ~* &* +@all", "user default off"]
+            lines += [f"user {user} on >{password} {_RIGHTS}", "user default off"]
         settings = self._folder / "redis.conf"
         settings.write_text("\n".join(lines) + "\n")
         return [self._program.path, settings]

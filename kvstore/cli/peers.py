@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore import wire
+from kvstore.cli.stores import store_checks
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.tls import client_context, server_context
@@ -55,6 +56,10 @@ def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) ->
     yield from _listeners(cluster)
     if "mooncake" in cluster.transports:
         yield _mooncake(cluster)
+    yield from store_checks(config)
+    if cluster.membership != "local":
+        yield from (_seen(name, row) for name, row in told.items())
+        return
     others = cluster.others(config.node.name)
     if len(others) >= NODES_MAX:
         yield Check("cluster", "fail", f"{len(others) + 1} nodes", f"at most {NODES_MAX} work")

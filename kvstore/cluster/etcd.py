@@ -3,14 +3,14 @@
 ``/kvstore/CLUSTER/settings`` and ``/kvstore/CLUSTER/nodes/NAME`` are JSON; the latter are attached
 to the lease of their node.
 
-The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, no deadline
-of a watch, and one connection for good.
+The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, and keeps
+one connection and one token for good.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 from aetcd import rpc
@@ -27,6 +27,9 @@ _OPTIONS: Final = [
 ]
 _LOGIN_TEXTS: Final = ("authentication", "user name is empty", "permission denied")
 """What etcd's answers say when it does not take a login; codes do not tell that from mistakes."""
+
+
+_T = TypeVar("_T")
 
 
 class EtcdStore:
@@ -79,6 +82,10 @@ class EtcdStore:
 
     async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
         """See :meth:`kvstore.cluster.store.RecordStore.claim`."""
+        return await self._bounded(self._leased(name, value, expected))
+
+    async def _leased(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        """Put a record under the lease; begins one if there is none."""
         if not await self.renew():
             asked = rpc.LeaseGrantRequest(TTL=int(self.lease_s))
             granted = await self._call(lambda: rpc.LeaseStub(self._open()).LeaseGrant, asked)
@@ -170,23 +177,20 @@ class EtcdStore:
 
     async def _call(self, method: Callable[[], Callable[..., Awaitable[Any]]], request: Any) -> Any:
         """Call a method of the open channel; logs in again when the token has become invalid."""
-        try:
-            return await self._once(method(), request)
-        except rpc.AioRpcError as error:
-            if error.code() is not rpc.StatusCode.UNAUTHENTICATED:
-                raise _translated(error) from error
-        await self._login()
-        return await self._bounded(self._once(method(), request))
 
-    async def _once(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
-        try:
-            async with asyncio.timeout(CALL_S):
-                return await method(request, timeout=CALL_S, metadata=self._metadata)
-        except TimeoutError as error:
-            raise TransferTimeout(_late()) from error
+        async def attempts() -> Any:
+            try:
+                return await method()(request, timeout=CALL_S, metadata=self._metadata)
+            except rpc.AioRpcError as error:
+                if error.code() is not rpc.StatusCode.UNAUTHENTICATED:
+                    raise
+            await self._login()
+            return await method()(request, timeout=CALL_S, metadata=self._metadata)
 
-    async def _bounded(self, call: Awaitable[Any]) -> Any:
-        """Wait for a call."""
+        return await self._bounded(attempts())
+
+    async def _bounded(self, call: Awaitable[_T]) -> _T:
+        """Wait for a call, or several that are one to the caller."""
         try:
             async with asyncio.timeout(CALL_S):
                 return await call

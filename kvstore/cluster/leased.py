@@ -36,7 +36,7 @@ STEADY_S: Final = 5.0
 """After a membership of so long, the pause is the first one again."""
 REFUSED_S: Final = 5.0
 """Pause after a refusal, which an operator may have mended."""
-LATER_S: Final = 0.5
+LATER_S = 0.5
 """Pause before a name is tried again whose node does not answer."""
 LEAVE_S: Final = 1.0
 """Limit of leaving."""
@@ -198,7 +198,9 @@ class LeasedMembership:
     async def _take(self, claim: NameClaim) -> None:
         """Put the own record under its name."""
         expected: bytes | None = None
-        for _ in range(_ROUNDS_MAX):
+        rounds = 0
+        while rounds < _ROUNDS_MAX:
+            rounds += 1
             found = await self._store.claim(claim.record.name, claim.value, expected)
             if found is None:
                 return
@@ -214,6 +216,7 @@ class LeasedMembership:
                 case TryLater(why=why):
                     self._stand("joining", "name", why)
                     await asyncio.sleep(LATER_S)
+                    rounds = 0  # it is looked at until its lease has run out
         raise PeerUnreachable("the record of this node's name is changed by others all the time")
 
     async def _renew(self) -> None:

@@ -1,10 +1,13 @@
 """What is known of the nodes of a cluster, and how it is written down in a store. Pure."""
 
+import re
 from typing import Final, Literal
 
 import msgspec
 
 from kvstore import wire
+from kvstore.config.addresses import is_wildcard, read_address
+from kvstore.index.reading import UnreadableError, read
 
 SCHEME: Final = "sha256/xxh3_128 1"
 """How keys and digests of pages are computed: see :mod:`kvstore.page`. Nodes that compute them in
@@ -12,7 +15,9 @@ different ways would take the pages of each other for damaged ones."""
 PROTOCOL: Final = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
 RECORD_BYTES_MAX: Final = 16 << 10
 """A longer record is unreadable."""
+TRANSPORTS_MAX: Final = 16
 _BOOT_BYTES: Final = 16
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 StandingState = Literal["joining", "joined", "away", "refused"]
 
@@ -82,6 +87,10 @@ class _WrittenRecord(msgspec.Struct):
     state: Literal["up", "draining"] = "up"
 
 
+_SETTINGS: Final = msgspec.json.Decoder(ClusterSettings)
+_DECODER: Final = msgspec.json.Decoder(_WrittenRecord)
+
+
 def write_record(record: NodeRecord) -> bytes:
     """The JSON of a record, always the same for the same record."""
     return msgspec.json.encode(
@@ -104,13 +113,21 @@ def read_record(name: str, value: bytes) -> NodeRecord:
     """
     if len(value) > RECORD_BYTES_MAX:
         raise ValueError(f"the record has {len(value)} bytes")
-    read = msgspec.json.decode(value, type=_WrittenRecord)
-    boot = bytes.fromhex(read.boot)
-    if read.name != name or len(boot) != _BOOT_BYTES or not read.endpoint:
-        raise ValueError("the record lacks an endpoint or a boot id, or has another name")
+    try:
+        written = read(_DECODER.decode, value)
+    except UnreadableError as error:
+        raise ValueError(str(error)) from error
+    boot = bytes.fromhex(written.boot)
+    if written.name != name or not _NAME.fullmatch(name) or len(boot) != _BOOT_BYTES:
+        raise ValueError("the record has another name, or no boot id")
+    host, port = read_address(written.endpoint)
+    if not port or is_wildcard(host):
+        raise ValueError(f"nobody can connect to {written.endpoint!r}")
+    if len(written.transports) > TRANSPORTS_MAX:
+        raise ValueError(f"the record has {len(written.transports)} transports")
     return NodeRecord(
-        name=name, boot=boot, endpoint=read.endpoint, transports=read.transports,
-        protocol=read.protocol, scheme=read.scheme, state=read.state,
+        name=name, boot=boot, endpoint=written.endpoint, transports=written.transports,
+        protocol=written.protocol, scheme=written.scheme, state=written.state,
     )  # fmt: skip
 
 
@@ -130,8 +147,8 @@ def differing_field(own: ClusterSettings, there: bytes) -> tuple[str, str] | Non
         the field that differs, and a description; None = nothing differs.
     """
     try:
-        settings = msgspec.json.decode(there, type=ClusterSettings)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        settings = read(_SETTINGS.decode, there)
+    except UnreadableError:
         return "settings", "the settings record of the cluster cannot be read"
     for field in ("scheme", "protocol"):
         one, other = getattr(own, field), getattr(settings, field)

@@ -3,7 +3,8 @@
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
@@ -14,6 +15,7 @@ import numpy as np
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.links import PeerLink
+from kvstore.cluster.membership import Membership
 from kvstore.cluster.session import (
     CancelTransfer,
     Ended,
@@ -80,6 +82,9 @@ class FetchLink(Protocol):
     def transfer_settled(self, job: int) -> None:
         """A transfer that had ended before does not write any more."""
 
+    def end(self) -> None:
+        """End all fetches now, and the connection for good; transfers may settle later."""
+
     def stats(self) -> dict[str, Any]:
         """State and counts, as plain values."""
 
@@ -135,36 +140,50 @@ class Peers:
         self._completions: deque[Callable[[], None]] = deque()
 
     async def run(
-        self, local: LocalNode, places: Mapping[str, str], tls: ssl.SSLContext | None
+        self, local: LocalNode, membership: Membership, tls: ssl.SSLContext | None
     ) -> None:
-        """Keep sessions with other nodes until cancelled.
+        """Keep sessions with the other nodes of a membership until cancelled.
 
         Args:
             local: this node.
-            places: name and ``host:port`` of each other node.
+            membership: who the others are.
             tls: this node's certificate, and the authority of its peers; None = plain TCP.
         """
         loop = asyncio.get_running_loop()
-        names = list(self._transports)
-        links: list[PeerLink] = []
-        for peer, place in places.items():
-            session = PeerSession(peer, local, names, place)
-            links.append(PeerLink(session, place, tls, self.carry))
-            self.add(peer, links[-1])
         for transport in self._transports.values():
             loop.add_reader(transport.fileno(), self.poll, transport)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for link in links:
-                    tasks.create_task(link.run())
-                await loop.create_future()  # without links, others may still read here
+            async with asyncio.TaskGroup() as tasks, aclosing(membership.watch()) as changes:
+                links: dict[str, tuple[str, asyncio.Task[None]]] = {}
+                async for nodes in changes:
+                    places = {name: one.endpoint for name, one in nodes.items()}
+                    places.pop(local.name, None)
+                    for peer, (place, task) in list(links.items()):
+                        if places.get(peer) != place:
+                            del links[peer]
+                            self.remove(peer)
+                            task.cancel()
+                    for peer in places.keys() - links.keys():
+                        link = self._link(peer, places[peer], local, tls)
+                        self.add(peer, link)
+                        links[peer] = places[peer], tasks.create_task(link.run())
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
 
+    def _link(
+        self, peer: str, place: str, local: LocalNode, tls: ssl.SSLContext | None
+    ) -> PeerLink:
+        session = PeerSession(peer, local, list(self._transports), place)
+        return PeerLink(session, place, tls, self.carry)
+
     def add(self, peer: str, link: FetchLink) -> None:
         """Fetches from this node go over this link from now on."""
         self._links[peer] = link
+
+    def remove(self, peer: str) -> None:
+        """This is no node of the cluster any more, or not there: fetches from it end now."""
+        self._links.pop(peer).end()
 
     def flush(self) -> None:
         """Start the node's jobs; never blocks, and completes none of them at once."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.index.audit import Auditor
 from kvstore.index.control import (
+    Aside,
     Command,
     Expect,
     Follow,
@@ -59,8 +60,8 @@ class IndexService:
             case Expect(worker, chains, from_ns, until_ns):
                 blocks = np.frombuffer(chains, dtype="<u8")
                 self._expected.add(worker, blocks, from_ns, until_ns)
-            case StartIndex():
-                raise AssertionError("an index begins once")
+            case StartIndex() | Aside():
+                raise AssertionError(f"{type(command).__name__} is not for the index")
 
     async def run(self) -> None:
         """Follow until cancelled."""

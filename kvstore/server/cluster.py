@@ -10,21 +10,25 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.membership import LocalMembership
+from kvstore.cluster.membership import LocalMembership, ToldMembership
+from kvstore.cluster.messages import StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
+from kvstore.config.addresses import Address, read_address
+from kvstore.errors import ConfigError
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService
+from kvstore.server.peers import PeerService, told_endpoint
 from kvstore.server.publish import Publication
 from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
@@ -74,18 +78,19 @@ class ClusterSide:
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
         assert cluster.name
-        self._places = {name: str(at) for name, at in cluster.others(node.name).items()}
+        check_stores(config)
+        if cluster.directory != "peers":
+            raise ConfigError(f"cluster.directory={cluster.directory} is not there yet: use peers")
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
         credentials = PeerCredentials(
             cluster.name, node.name, SCHEME, certificate_files(cluster)
         )  # fmt: skip
-        self._membership = LocalMembership(self._places)
-        self._directory = PeersDirectory(
-            IndexProcess(index_settings(cluster.index_pages_max)), self._membership, credentials
-        )
+        self._membership, index = _members(config, credentials)
+        self._directory = PeersDirectory(index, self._membership, credentials)
         self._tunnels = EventTunnels(publication)
+        self._advertise = cluster.advertise
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
         self._transports = open_transports(cluster, server, self._client)
@@ -94,7 +99,7 @@ class ClusterSide:
         )
         self._loans = Loans(memory, self._transports)
         self.service = PeerService(
-            cluster.listen, self._local, self._places.__contains__, desk, self._loans,
+            cluster.listen, self._local, self._membership.knows, desk, self._loans,
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
@@ -114,20 +119,28 @@ class ClusterSide:
 
     async def run(self) -> None:
         """Serve the other nodes, and keep sessions with them, until cancelled."""
-        own = NodeRecord(
-            name=self._local.name, boot=self._local.boot, endpoint=self.service.endpoint
-        )
-        await self._membership.join(own)
+        await self._membership.join(self._record())
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
                 tasks.create_task(self._registration.run(), name="registration")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
-                    self.peers.run(self._local, self._places, self._client), name="sessions"
+                    self.peers.run(self._local, self._membership, self._client), name="sessions"
                 )
         finally:
             await self._membership.leave()
+
+    def _record(self) -> NodeRecord:
+        """This node, as others reach it."""
+        listening = self.service.endpoint
+        endpoint = read_address(self._advertise or listening)
+        if not endpoint.port:
+            endpoint = Address(endpoint.host, read_address(listening).port)
+        return NodeRecord(
+            name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
+            transports={one.name: told_endpoint(one.endpoint) for one in self._transports},
+        )  # fmt: skip
 
     def close(self) -> None:
         """End everything; nothing reads or writes the node's memory afterwards."""
@@ -147,6 +160,7 @@ class ClusterSide:
         return {
             "name": self._local.cluster,
             "endpoint": self.service.endpoint,
+            "membership": self._membership.stats(),
             "service": self.service.stats(),
             "events": self._tunnels.stats(),
             "directory": self._directory.stats(),
@@ -159,3 +173,17 @@ class ClusterSide:
         taken = list(remote.jobs)
         remote.jobs.clear()
         return taken
+
+
+def _members(
+    config: ServerConfig, credentials: PeerCredentials
+) -> tuple[LocalMembership | ToldMembership, IndexProcess]:
+    """The membership of a node, and its index process, which keeps one that is not a list."""
+    cluster = config.cluster
+    settings = index_settings(cluster.index_pages_max)
+    if cluster.membership == "local":
+        places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
+        return LocalMembership(places), IndexProcess(settings)
+    index = IndexProcess(settings, "kvstore.cluster.child")
+    place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+    return ToldMembership.over(index, place, credentials), index

@@ -1,7 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
-from kvstore.server.nodes import NodeIndex, SessionFault
+from kvstore.server.nodes import MembershipState, NodeIndex, SessionFault
 
 
 class HostSizes(Answer, frozen=True):
@@ -204,6 +204,7 @@ class ClusterCounts(Answer, frozen=True):
 
     name: str
     endpoint: str
+    membership: MembershipState
     service: PeerServiceCounts
     events: EventTunnelCounts
     directory: PeerDirectoryCounts

@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from kvstore.cluster import leased
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.membership import Membership
-from kvstore.cluster.records import NodeRecord
-from kvstore.testing.leased import HarmedStore, LeasedContract
+from kvstore.cluster.records import NodeRecord, write_record
+from kvstore.testing.leased import A_ELSEWHERE, A, B, HarmedStore, LeasedContract
 from kvstore.testing.membership import MembershipContract
 from kvstore.testing.stores import MemoryRecords, MemoryStore
+from tests.loops import eventually, in_loop
 
 LEASE_S = 1.0
 
@@ -60,17 +62,83 @@ async def nobody(record: NodeRecord) -> Presence:
 
 @asynccontextmanager
 async def two_members() -> AsyncIterator[tuple[Membership, Membership]]:
-    shared = MemoryRecords(LEASE_S)
-    made = [LeasedMembership(MemoryStore(shared), nobody) for _ in "ab"]
-    running = [asyncio.create_task(one.run()) for one in made]
-    try:
-        yield made[0], made[1]
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+    async with members(MemoryRecords(LEASE_S), None, None) as (a, b):
+        yield a, b
 
 
 @pytest.mark.parametrize("check", MembershipContract.CHECKS)
 def test_a_membership_in_a_store_keeps_the_contract_of_all_memberships(check: str) -> None:
     asyncio.run(getattr(MembershipContract(two_members), check)())
+
+
+@in_loop
+async def test_a_silent_node_is_waited_for_however_long_its_lease_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leased, "LATER_S", 0.0)
+    shared = MemoryRecords(lease_s=1e9)
+    shared.put("a", write_record(A))
+    asked = 0
+
+    async def silent(record: NodeRecord) -> Presence:
+        nonlocal asked
+        asked += 1
+        if asked == 50:
+            shared.delete("a")
+        return Presence.SILENT
+
+    membership = LeasedMembership(MemoryStore(shared), silent)
+    running = asyncio.create_task(membership.run())
+    seen: set[str] = set()
+    try:
+        await membership.join(A_ELSEWHERE)
+        async with aclosing(membership.told()) as changes:
+            async for _, standing in changes:
+                seen.add(standing.state)
+                if standing.state == "joined":
+                    break
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert (seen, asked) == ({"joining", "joined"}, 50)
+    assert shared.records() == {"a": write_record(A_ELSEWHERE)}
+
+
+@in_loop
+async def test_a_store_that_lies_about_a_record_costs_its_node_only() -> None:
+    shared = MemoryRecords(LEASE_S)
+    shared.lies = {"b": write_record(B), "c": b"?"}
+    async with members(shared, A) as (a,):
+        await eventually(lambda: a.standing.state == "joined")
+        assert a.standing.unreadable == 1
+        shared.lies = {"a": write_record(A_ELSEWHERE)}  # another one has our name, it says
+        await eventually(lambda: (a.standing.state, a.standing.field) == ("refused", "name"))
+    assert shared.records() == {"a": write_record(A)}, "it took no revenge on the record"
+
+
+@in_loop
+async def test_a_store_whose_watchers_lag_is_joined_at_last() -> None:
+    shared = MemoryRecords(LEASE_S)
+    shared.lag = 1
+    async with members(shared, A, B) as (a, b):
+        await eventually(lambda: shared.records().keys() == {"a", "b"})
+        shared.lag = 0
+        for one in (a, b):
+            await eventually(lambda: one.standing.state == "joined")  # noqa: B023
+
+
+@asynccontextmanager
+async def members(
+    shared: MemoryRecords, *records: NodeRecord | None
+) -> AsyncIterator[list[LeasedMembership]]:
+    made = [LeasedMembership(MemoryStore(shared), nobody) for _ in records]
+    running = [asyncio.create_task(one.run()) for one in made]
+    try:
+        for one, record in zip(made, records, strict=True):
+            if record is not None:
+                await one.join(record)
+        yield made
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -1,11 +1,11 @@
 """Programs with Mooncake in a network of their own; skipped where it cannot be had, never in CI."""
 
 import os
-import sys
 from collections.abc import Sequence
 
 import pytest
 
+from bench import namespace
 from bench.mooncake_wheel import NoMooncakeError, environment
 from tests.conftest import Spawn
 
@@ -24,11 +24,9 @@ class Alone:
     """A network in which there is only loopback."""
 
     def __init__(self, spawn: Spawn) -> None:
-        self._variables = [f"{name}={value}" for name, value in variables().items()]
-        holder = [sys.executable, "-m", "bench.namespace", "hold"]
-        self._pid = spawn(holder, ready=r"holding (\d+)").ready.group(1)
+        self._variables = variables()
+        self._holder = int(spawn(namespace.holder(), ready=r"holding (\d+)").ready.group(1))
 
     def program(self, arguments: Sequence[str]) -> list[str]:
         """A program that runs there."""
-        joined = [sys.executable, "-m", "bench.namespace", "join", self._pid]
-        return [*joined, *self._variables, "--", *arguments]
+        return namespace.joined(self._holder, arguments, self._variables)
