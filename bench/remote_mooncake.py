@@ -38,6 +38,7 @@ BARE: Final = "bare TransferEngine, no digests"
 BESIDE: Final = "transport mooncake"
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 30.0
+_QUIET: Final = {"MC_LOG_LEVEL": "ERROR"}
 _RESULTS: Final = msgspec.json.Decoder(list[Result])
 
 
@@ -56,7 +57,7 @@ def results(name: str, seconds: float) -> Iterator[Result]:
         return
     program = [sys.executable, "-m", "bench.remote_mooncake", name, str(seconds)]
     done = subprocess.run(
-        namespace.alone(program, variables), stdout=subprocess.PIPE, check=True,
+        namespace.alone(program, _QUIET | variables), stdout=subprocess.PIPE, check=True,
         timeout=10 * seconds + 60,
     )  # fmt: skip
     yield from _RESULTS.decode(done.stdout)

@@ -12,7 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.testing.transport import IN_FLIGHT_BYTES, WAIT_S, Bytes, TransportContract
+from kvstore.testing.transfer_pages import Bytes
+from kvstore.testing.transport import IN_FLIGHT_BYTES, WAIT_S, TransportContract
 from kvstore.tier import kernel
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import Transport

@@ -18,15 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Final, Protocol, TypeVar
 
-import numpy as np
-
-from kvstore import mover
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, NotFound, TransferTimeout
-from kvstore.page import DIGEST_BYTES
+from kvstore.testing.transfer_pages import Bytes, TransferPages, any_memory
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageTransfer,
-    Range,
     TransferEnd,
     TransferSettled,
     Transport,
@@ -42,8 +38,6 @@ SHORT_S: Final = 0.3
 """Deadline of transfers that are meant to miss it."""
 SILENT: Final = "silent"
 _STEP_NS: Final = 1_000_000
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 class TransportPair(Protocol):
@@ -62,7 +56,7 @@ class TransportPair(Protocol):
     def now_ns(self) -> int:
         """The time that deadlines are compared with."""
 
-    def memory(self, size: int) -> "Bytes":
+    def memory(self, size: int) -> Bytes:
         """Zeroed memory, shape (size,), that both transports have registered."""
 
     def wait(self) -> None:
@@ -93,9 +87,9 @@ class TcpPair:
         """See :class:`TransportPair`."""
         return time.monotonic_ns()
 
-    def memory(self, size: int) -> "Bytes":
+    def memory(self, size: int) -> Bytes:
         """See :class:`TransportPair`; this transport needs none."""
-        return _any_memory(size)
+        return any_memory(size)
 
     def wait(self) -> None:
         """See :class:`TransportPair`."""
@@ -132,9 +126,9 @@ class MemoryPair:
         """See :class:`TransportPair`."""
         return self.network.now_ns
 
-    def memory(self, size: int) -> "Bytes":
+    def memory(self, size: int) -> Bytes:
         """See :class:`TransportPair`; this transport needs none."""
-        return _any_memory(size)
+        return any_memory(size)
 
     def wait(self) -> None:
         """See :class:`TransportPair`."""
@@ -166,7 +160,7 @@ class TransportDriver:
         self.silent = self._pair.silent
         self.left: list[TransportEvent] = []
 
-    def pages(self, page_bytes: int, count: int, *, gap: int = 0) -> "TransferPages":
+    def pages(self, page_bytes: int, count: int, *, gap: int = 0) -> TransferPages:
         """Pages in memory that both transports know."""
         pages = TransferPages(page_bytes, count, gap=gap, memory=self._pair.memory)
         told = self.owner.addresses(pages.granted())
@@ -214,71 +208,6 @@ class TransportDriver:
             found = self.reader.poll()
             assert readable or not found, "the descriptor was not readable"
             self.left += found
-
-
-class TransferPages:
-    """Pages of one size in memory, at their owner and at their reader.
-
-    Args:
-        page_bytes: size of each.
-        count: number of pages.
-        gap: pages of the reader do not touch, so many bytes are between them.
-        memory: makes zeroed memory, shape (n,); None = any will do.
-
-    Attributes:
-        addresses: of the owner's pages, as its transport tells peers.
-        owned: what the owner has, shape (count, page_bytes).
-        ranges: where each page is in the owner's memory.
-        seeds: seed of each digest.
-        digests: of the pages that the owner has.
-    """
-
-    def __init__(
-        self, page_bytes: int, count: int, *, gap: int = 0,
-        memory: "Callable[[int], Bytes] | None" = None,
-    ) -> None:  # fmt: skip
-        """Make random pages."""
-        random = np.random.default_rng(page_bytes + count)
-        made = memory or _any_memory
-        self.addresses = b""
-        self.owned: Rows = made(count * page_bytes).reshape(count, page_bytes)
-        self.owned[:] = random.integers(0, 256, (count, page_bytes), dtype=np.uint8)
-        self._room: Rows = made(count * (page_bytes + gap)).reshape(count, page_bytes + gap)
-        self.ranges = [Range(1, 2, at * page_bytes, page_bytes) for at in range(count)]
-        self.seeds = np.arange(count, dtype=np.uint64)
-        self.digests = mover.digest(_rows(self.owned), page_bytes, self.seeds).tobytes()
-
-    @property
-    def arrived(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """The reader's pages."""
-        return self._room[:, : self.owned.shape[1]]
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing was written at the reader."""
-        return not self._room.any()
-
-    def granted(self) -> list[tuple[Range, int]]:
-        """The ranges with their addresses."""
-        return list(zip(self.ranges, _rows(self.owned).tolist(), strict=True))
-
-    def transfer(
-        self,
-        number: int,
-        endpoint: str,
-        ticket: bytes,
-        deadline_ns: int,
-        pages: slice = slice(None),
-    ) -> PageTransfer:
-        """A transfer of these pages, or some of them, into the reader's memory."""
-        digests = np.frombuffer(self.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        return PageTransfer(
-            number, endpoint, ticket, self.ranges[pages], _rows(self._room)[pages],
-            self.seeds[pages], digests[pages].tobytes(), deadline_ns, self._told(pages),
-        )  # fmt: skip
-
-    def _told(self, pages: slice) -> bytes:
-        return np.frombuffer(self.addresses, dtype=np.uint64)[pages].tobytes()
 
 
 class TransportContract:
@@ -548,16 +477,6 @@ class TransportContract:
         assert (pages.arrived == kept).all(), "bytes arrived after the end"
         assert set(threading.enumerate()) <= threads, "threads are left"
         assert _descriptors() <= descriptors, "descriptors are left"
-
-
-def _any_memory(size: int) -> Bytes:
-    return np.zeros(size, dtype=np.uint8)
-
-
-def _rows(pages: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> mover.Addresses:
-    """Address of each row."""
-    start, step = pages.ctypes.data, pages.strides[0]
-    return np.arange(len(pages), dtype=np.uint64) * np.uint64(step) + np.uint64(start)
 
 
 def _ticket(number: int) -> bytes:

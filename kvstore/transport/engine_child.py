@@ -290,6 +290,7 @@ def main() -> int:
     Returns:
         Exit status.
     """
+    os.putenv("MC_LOG_LEVEL", "ERROR")  # it says much at each start
     control = socket.socket(fileno=int(sys.argv[1]))
     messages: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
     try:

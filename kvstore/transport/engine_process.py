@@ -6,7 +6,6 @@ cannot be destroyed at all. When a process has been killed and has ended, nothin
 """
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from kvstore.transport.engine_messages import (
 SEND_S: Final = 1.0
 """Its thread for messages takes them at once; one that does not is stopped."""
 _RECEIVE_BYTES: Final = 1 << 20
-_DEFAULTS: Final = {"MC_LOG_LEVEL": "ERROR"}
 
 
 class EngineProcess:
@@ -49,7 +47,6 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvstore.transport.engine_child", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-                env=_DEFAULTS | os.environ,
             )  # fmt: skip
         except BaseException:
             self._socket.close()

@@ -30,6 +30,7 @@ from kvstore.transport.base import (
     TransferEnd,
     TransportEvent,
 )
+from kvstore.transport.engine import START_S, MooncakeEngine
 from kvstore.transport.engine_messages import (
     Contacted,
     Contacting,
@@ -44,15 +45,10 @@ from kvstore.transport.engine_messages import (
     ToEngine,
     UnmapMemory,
 )
-from kvstore.transport.engine_process import EngineProcess
 from kvstore.transport.grants import Tickets
 from kvstore.transport.regions import Regions
 
-START_S: Final = 20.0
-"""From the start of a process to its first message."""
 END_S: Final = 5.0
-RESTART_S: Final = 0.5
-"""Between two attempts to start a process that ended before it was ready."""
 _TURN_S: Final = 1.0
 _KILL_S: Final = 0.05
 """For how long the end of a killed process is waited for at a time."""
@@ -60,64 +56,6 @@ _COUNTED: Final = (
     "transfers_done", "transfers_failed", "read_pages", "wrong_pages", "processes_lost",
 )  # fmt: skip
 _log: Final = logging.getLogger(__name__)
-
-
-class _Engine:
-    """One of the two engines, over any number of processes.
-
-    Attributes:
-        process: the present one; None = it could not be started, or has ended.
-        endpoint: of the engine, once it is ready; empty before.
-        memory: registered memory, at the node and there.
-        huge: where it begins at the node → its bytes in huge pages.
-        start_ns: when another process may be started, or the present one must be ready.
-        ending: the present process is being killed.
-    """
-
-    def __init__(self, start: StartEngine) -> None:
-        self._start = start
-        self.process: EngineProcess | None = None
-        self.endpoint = ""
-        self.memory = Regions()
-        self.huge: dict[int, int] = {}
-        self.start_ns = 0
-        self.ending = False
-
-    def begin(self, now_ns: int) -> None:
-        """Start a process."""
-        try:
-            self.process = EngineProcess(self._start)
-        except OSError as error:
-            _log.warning("a Mooncake process cannot be started: %s", error)
-            self.start_ns = now_ns + int(RESTART_S * 1e9)
-            return
-        self.start_ns = now_ns + int(START_S * 1e9)
-
-    def ready(self, port: int) -> None:
-        """It listens."""
-        host = self._start.host
-        self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    def mapped(self, message: MemoryMapped, length: int) -> None:
-        """It has registered memory, or not."""
-        if message.address:
-            self.memory.add(message.start, length, message.address)
-            self.huge[message.start] = message.huge_bytes
-        else:
-            _log.warning("Mooncake did not register memory: pages there go over tcp")
-
-    def forget(self, start: int) -> None:
-        """Memory goes."""
-        self.memory.remove(start)
-        self.huge.pop(start, None)
-
-    def end(self, until_s: float) -> bool:
-        """Kill the process; returns whether it has ended for certain."""
-        if self.process is not None and not self.process.close(until_s):
-            return False
-        self.process, self.endpoint, self.ending = None, "", False
-        self.memory, self.huge = Regions(), {}
-        return True
 
 
 class MooncakeTransport:
@@ -153,8 +91,8 @@ class MooncakeTransport:
         self._registered: dict[int, tuple[int, int]] = {}
         self._known = Regions()
         self._events: deque[TransportEvent] = deque()
-        self._reader = _Engine(start)
-        self._owner = _Engine(start) if serves else None
+        self._reader = MooncakeEngine(start)
+        self._owner = MooncakeEngine(start) if serves else None
         #: What registration asks of the processes, in order with the transfers.
         self._asked: deque[tuple[ToEngine, int]] = deque()
         self._lock = threading.Lock()
@@ -321,7 +259,7 @@ class MooncakeTransport:
                 "tickets": len(self._tickets),
             }
 
-    def _engines(self) -> list[_Engine]:
+    def _engines(self) -> list[MooncakeEngine]:
         return [self._reader] if self._owner is None else [self._reader, self._owner]
 
     def _all_up(self) -> bool:
@@ -355,7 +293,7 @@ class MooncakeTransport:
             self._carry(now_ns)
             self._wait(now_ns)
 
-    def _keep(self, engine: _Engine, now_ns: int) -> None:
+    def _keep(self, engine: MooncakeEngine, now_ns: int) -> None:
         """Start a process where there is none, and end one that is to be replaced."""
         if engine.process is not None and not engine.endpoint and now_ns > engine.start_ns:
             engine.ending = True  # it is never ready
@@ -390,7 +328,7 @@ class MooncakeTransport:
             else:
                 self._reader.ending = True
 
-    def _send(self, engine: _Engine, message: ToEngine, descriptor: int = -1) -> None:
+    def _send(self, engine: MooncakeEngine, message: ToEngine, descriptor: int = -1) -> None:
         if engine.process is not None and not engine.process.send(message, descriptor):
             engine.ending = True
 
@@ -412,7 +350,7 @@ class MooncakeTransport:
             else:
                 self._hear(fds[fd])
 
-    def _hear(self, engine: _Engine) -> None:
+    def _hear(self, engine: MooncakeEngine) -> None:
         assert engine.process is not None
         messages = engine.process.receive()
         if messages is None:
@@ -433,7 +371,7 @@ class MooncakeTransport:
                 case _:
                     self._told(message)
 
-    def _began(self, engine: _Engine, port: int) -> None:
+    def _began(self, engine: MooncakeEngine, port: int) -> None:
         """A process is ready: it gets all memory, and what is to be read."""
         with self._lock:
             registered = list(self._registered.items())

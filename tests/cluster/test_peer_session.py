@@ -119,6 +119,20 @@ def test_the_ways_of_a_lease_are_in_the_readers_order_with_what_the_owner_told_o
     )  # fmt: skip
 
 
+def test_places_that_are_not_one_for_each_page_end_the_session():
+    talk = Talk()
+    talk.session.fetch(job(1, 1_000 * MS), 2)
+    (opening,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 3)
+    (asked,) = talk.sent()
+    told = {"fast": ("a:1", b"p" * 7)}
+    lent = wire.Lent(asked.id, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, told)
+
+    talk.session.received(lent, 4)
+
+    assert only(talk.effects(), CloseLink).cause == "protocol"
+
+
 def test_wrong_pages_are_reported_before_their_lease_is_released():
     talk = Talk()
     talk.lend(job(1, 1_000 * MS))

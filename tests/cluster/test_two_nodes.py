@@ -398,17 +398,9 @@ async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
         wire.Lent(0, b"a" * 16, b"d" * 15, 0, 0, 1000, b"t" * 16),
         wire.Lent(0, b"a" * 16, b"d" * 16, 0, 0, 1000, b"t"),
         wire.Lent(0, b"a" * 16 * 99, b"d" * 16 * 99, 0, 0, 1000, b"t" * 16),
-        wire.Lent(0, b"a" * 16, b"d" * 16, 0, 0, 1000, b"t" * 16, {"fast": ("a:1", b"p" * 7)}),
         wire.Found(0, 1, 0),
     ],
-    ids=[
-        "fewer addresses",
-        "part of a digest",
-        "a short ticket",
-        "too many",
-        "part of a place",
-        "no lease",
-    ],
+    ids=["fewer addresses", "part of a digest", "a short ticket", "too many", "no lease"],
 )
 @in_loop
 async def test_a_lease_that_does_not_fit_ends_the_session_and_the_fetch(lent):

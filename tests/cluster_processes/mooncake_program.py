@@ -7,7 +7,6 @@ functions below.
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
-from kvstore.testing.transport import TransferPages, TransportContract, TransportDriver
+from kvstore.testing.transfer_pages import TransferPages
+from kvstore.testing.transport import TransportContract, TransportDriver
 from kvstore.transport.base import PageArrival
 from kvstore.transport.mooncake import MooncakeTransport
 
@@ -72,7 +72,7 @@ def owner_is_stopped_during_a_read() -> None:
             break
         number += 1
         assert number < 500
-        time.sleep(0.05)
+        scene._pair.wait()
     assert (pages.arrived == kept).all(), "bytes came after it was settled"
     assert not pages.arrived.all(axis=1).all(), "the read was not under way"
     scene.close()

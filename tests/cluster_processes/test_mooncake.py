@@ -4,9 +4,10 @@ import sys
 
 import pytest
 
+from bench import remote_mooncake
 from kvstore.testing.mooncake import CHECKS
 from tests.cluster_processes import mooncake_program
-from tests.cluster_processes.mooncake_scenes import Alone
+from tests.cluster_processes.mooncake_scenes import Alone, variables
 from tests.conftest import Spawn
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -40,3 +41,10 @@ def test_it_keeps_what_it_can_of_the_contract(spawn: Spawn, check: str) -> None:
 )
 def test_it_keeps_its_own_rules(spawn: Spawn, check: object) -> None:
     run(spawn, check.__name__)
+
+
+def test_the_bench_measures_it_beside_its_bare_engine() -> None:
+    variables()  # skips where it cannot be had
+    (found,) = remote_mooncake.results("transport/mooncake/1MiB/x16", 0.1)
+    assert found.value > 0
+    assert found.bound == remote_mooncake.BARE
