@@ -5,7 +5,8 @@ client's get of pages that only another node has; both stand beside one bare TCP
 moves the same bytes and checks nothing, and ``bound/get/…`` is that with a digest and a copy.
 ``lookup/…`` is about lookups of 2,048 pages, ``capacity/two`` about hits of two nodes beside one
 with both memories, ``ttft/two-nodes`` about the first token when prefill and decode are at two
-nodes.
+nodes. ``announce``, ``directory/redis``, ``directory/locate`` and ``put/…/announced`` are about the
+directory in Redis (:mod:`bench.remote_announce`).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from typing import Final
 
 from bench import (
+    remote_announce,
     remote_capacity,
     remote_get,
     remote_lookup,
@@ -40,12 +42,21 @@ def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
     found = [(part, name) for part in PARTS for name in part.names()]
     wanted = [(part, name) for part, name in found if options.cases.search(name)]
-    if not wanted:
+    announced = [name for name in remote_announce.CASES if options.cases.search(name)]
+    if not wanted and not announced:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
-    with Report(json=options.json) as report, Progress("remote", len(wanted)) as progress:
+    with (
+        Report(json=options.json) as report,
+        Progress("remote", len(wanted) + bool(announced)) as progress,
+    ):
         for part, name in wanted:
             progress.step(name)
             for result in part.results(name, options.seconds):
                 report.add(result)
+        if announced:
+            progress.step(announced[0])
+            why_not = remote_announce.measured(announced, report, options.seconds)
+            if why_not:
+                sys.stderr.write(f"skipped {', '.join(announced)}: {why_not}\n")
     return 0

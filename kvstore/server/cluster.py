@@ -6,22 +6,23 @@ whether another node can be reached or not.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
-from kvstore.cluster.messages import StorePlace
+from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
+from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, read_address
-from kvstore.errors import ConfigError
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
@@ -79,16 +80,15 @@ class ClusterSide:
         cluster, node = config.cluster, desk.node
         assert cluster.name
         check_stores(config)
-        if cluster.directory != "peers":
-            raise ConfigError(f"cluster.directory={cluster.directory} is not there yet: use peers")
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
         credentials = PeerCredentials(
             cluster.name, node.name, SCHEME, certificate_files(cluster)
         )  # fmt: skip
-        self._membership, index = _members(config, credentials)
-        self._directory = PeersDirectory(index, self._membership, credentials)
+        self._config = config
+        self._credentials = credentials
+        self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
         self._desk = desk
@@ -142,6 +142,42 @@ class ClusterSide:
             transports={one.name: told_endpoint(one.endpoint) for one in self._transports},
         )  # fmt: skip
 
+    def _members(
+        self,
+    ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
+        """Membership and directory, and the index process that they use."""
+        config, cluster, shown = self._config, self._config.cluster, self._credentials
+        settings = index_settings(cluster.index_pages_max)
+        index = IndexProcess(
+            settings, "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
+        )
+        talk = ChildTalk(index, self._child_settings) if cluster.stores else None
+        membership: LocalMembership | ToldMembership
+        if cluster.membership == "local" or talk is None:
+            places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
+            membership = LocalMembership(places)
+        else:
+            membership = ToldMembership(cluster.membership, talk.tell)
+            talk.told_nodes(membership)
+        if cluster.directory == "peers" or talk is None:
+            return membership, PeersDirectory(index, membership, shown)
+        directory = AskedDirectory(index, membership, shown.node, talk.tell)
+        talk.told_pages(directory)
+        return membership, directory
+
+    def _child_settings(self) -> ChildSettings:
+        """What the index process needs to know; called once the node listens."""
+        config, cluster = self._config, self._config.cluster
+        place = directory = None
+        if cluster.membership != "local":
+            place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+        if cluster.directory != "peers":
+            directory = DirectorySettings(
+                servers=store_servers(config, cluster.directory), boot=self._local.boot,
+                endpoint=self._record().endpoint,
+            )  # fmt: skip
+        return ChildSettings(credentials=self._credentials, membership=place, directory=directory)
+
     def close(self) -> None:
         """End everything; nothing reads or writes the node's memory afterwards."""
         self.service.close()
@@ -150,10 +186,11 @@ class ClusterSide:
             transport.close()
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
-        return self._directory.holders(identity, shards, key)
+        self._directory.holders(identity, shards, key, found)
 
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
@@ -173,17 +210,3 @@ class ClusterSide:
         taken = list(remote.jobs)
         remote.jobs.clear()
         return taken
-
-
-def _members(
-    config: ServerConfig, credentials: PeerCredentials
-) -> tuple[LocalMembership | ToldMembership, IndexProcess]:
-    """The membership of a node, and its index process, which keeps one that is not a list."""
-    cluster = config.cluster
-    settings = index_settings(cluster.index_pages_max)
-    if cluster.membership == "local":
-        places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
-        return LocalMembership(places), IndexProcess(settings)
-    index = IndexProcess(settings, "kvstore.cluster.child")
-    place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
-    return ToldMembership.over(index, place, credentials), index

@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.testing.mooncake import CHECKS, MooncakePair
-from kvstore.testing.transport import TransferPages, TransportContract
+from kvstore.testing.transfer_pages import TransferPages
+from kvstore.testing.transport import TransportContract
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
 
