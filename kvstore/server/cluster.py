@@ -29,7 +29,7 @@ from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_endpoint
+from kvstore.server.peers import PeerService, told_transports
 from kvstore.server.publish import Publication
 from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
@@ -139,7 +139,7 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports={one.name: told_endpoint(one.endpoint) for one in self._transports},
+            transports=told_transports(self._transports),
         )  # fmt: skip
 
     def _members(

@@ -149,9 +149,9 @@ class Loans:
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
-                told = transport.addresses(ranges)
-                if told:
-                    loan.places[transport.name] = transport.endpoint, told
+                endpoint, told = transport.endpoint, transport.addresses(ranges)
+                if endpoint and told:
+                    loan.places[transport.name] = endpoint, told
         except KVStoreError:
             for transport in self.transports:
                 transport.revoke(loan.ticket)

@@ -133,6 +133,42 @@ def test_engines_of_an_owner_that_are_stopped_cost_one_fetch_its_deadline(
     assert is_chain(3, read(there, content.keys(3, 8)))
 
 
+def test_engines_end_with_a_node_that_is_killed_and_others_read_it_again_later(
+    scene: ClusterScene, spawn: Spawn, wait_until: WaitUntil
+) -> None:
+    a, b = two_nodes(scene, spawn)
+    registered(scene, a, wait_until)
+    there = registered(scene, b, wait_until)
+    left = engines(a)
+    a.signal(signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/maps").exists() for pid in left))
+
+    a.restart()
+    scene.meet(a, b)
+    here = registered(scene, a, wait_until)
+    assert here.put(content.keys(1, 4), content.pages(1, 4)).stored == 4
+    b.knows(a, 5)
+    before = counts(b)["read_pages"]
+    assert fetch(there, content.keys(1, 4)) == 4
+    assert is_chain(1, read(there, content.keys(1, 4)))
+    assert counts(b)["read_pages"] == before + 4
+
+
+def test_an_engine_that_peers_read_from_is_replaced_when_it_dies(
+    scene: ClusterScene, spawn: Spawn, wait_until: WaitUntil
+) -> None:
+    a, b = two_nodes(scene, spawn)
+    here, there = registered(scene, a, wait_until), registered(scene, b, wait_until)
+    assert here.put(content.keys(1, 4), content.pages(1, 4)).stored == 4
+    for pid in engines(a):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: counts(a)["processes_lost"] == 2)
+    wait_until(lambda: counts(a)["registered_bytes"] > 0)
+    b.knows(a, 5)
+    assert fetch(there, content.keys(1, 4)) == 4
+    assert counts(b)["read_pages"] == 4
+
+
 def test_a_node_without_a_device_refuses_rdma(scene: ClusterScene, spawn: Spawn) -> None:
     (a,) = scene.add("a")
     a.run_in = Alone(spawn).program
