@@ -160,18 +160,18 @@ class EngineServer:
         try:
             address = kernel.map_shared(descriptor, asked.length)
         except OSError:
-            self._tell(MemoryMapped(asked.start, 0))
+            self._tell(MemoryMapped(asked.start, asked.serial, 0))
             return
         finally:
             os.close(descriptor)
         kernel.prefer_huge_pages(address, asked.length)
         if self._engine.register_memory(address, asked.length):
             kernel.unmap(address, asked.length)
-            self._tell(MemoryMapped(asked.start, 0))
+            self._tell(MemoryMapped(asked.start, asked.serial, 0))
             return
         self._memory.add(asked.start, asked.length, address)
         self._mapped[asked.start] = address, asked.length
-        self._tell(MemoryMapped(asked.start, address, kernel.huge_bytes(address)))
+        self._tell(MemoryMapped(asked.start, asked.serial, address, kernel.huge_bytes(address)))
 
     def _unmap(self, start: int) -> None:
         known = self._mapped.pop(start, None)

@@ -24,10 +24,14 @@ class StartEngine(msgspec.Struct, array_like=True, tag=1):
 
 
 class MapMemory(msgspec.Struct, array_like=True, tag=2):
-    """Map and register memory whose descriptor comes along; ``start``: its address at the node."""
+    """Map and register memory whose descriptor comes along; ``start``: its address at the node.
+
+    ``serial``: of this registration, because an address may be used again.
+    """
 
     start: int
     length: int
+    serial: int
 
 
 class UnmapMemory(msgspec.Struct, array_like=True, tag=3):
@@ -68,6 +72,7 @@ class MemoryMapped(msgspec.Struct, array_like=True, tag=7):
     """Memory is registered at ``address`` of this process; 0 = it cannot be."""
 
     start: int
+    serial: int
     address: int
     huge_bytes: int = 0
     """In huge pages when it was registered."""

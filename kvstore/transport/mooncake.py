@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -87,8 +88,9 @@ class MooncakeTransport:
         self._attempts = Attempts(in_flight_bytes_max)
         self._tickets = Tickets(lambda _ticket: None)
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
-        #: Registered memory: address → length and descriptor.
-        self._registered: dict[int, tuple[int, int]] = {}
+        #: Registered memory: address → what is asked of processes, and the descriptor.
+        self._registered: dict[int, tuple[MapMemory, int]] = {}
+        self._serials = count(1)
         self._known = Regions()
         self._events: deque[TransportEvent] = deque()
         self._reader = MooncakeEngine(start)
@@ -122,9 +124,10 @@ class MooncakeTransport:
             if self._known.overlaps(address, length):
                 raise InvalidArgument("address", "memory there is registered already")
             own = os.dup(descriptor)
-            self._registered[address] = length, own
+            ask = MapMemory(address, length, next(self._serials))
+            self._registered[address] = ask, own
             self._known.add(address, length, address)
-            self._asked.append((MapMemory(address, length), own))
+            self._asked.append((ask, own))
         self._awake()
 
     def unregister(self, address: int) -> None:
@@ -366,20 +369,21 @@ class MooncakeTransport:
                     self._ready.set()
                 case MemoryMapped():
                     with self._lock:
-                        if message.start in self._registered:
-                            engine.mapped(message, self._registered[message.start][0])
+                        ask, _ = self._registered.get(message.start, (None, -1))
+                        if ask is not None and ask.serial == message.serial:
+                            engine.mapped(message, ask.length)
                 case _:
                     self._told(message)
 
     def _began(self, engine: MooncakeEngine, port: int) -> None:
         """A process is ready: it gets all memory, and what is to be read."""
         with self._lock:
-            registered = list(self._registered.items())
-            asked = {ask.start for ask, _ in self._asked if isinstance(ask, MapMemory)}
+            registered = list(self._registered.values())
+            asked = {ask.serial for ask, _ in self._asked if isinstance(ask, MapMemory)}
             engine.ready(port)
-        for start, (length, own) in registered:
-            if start not in asked:  # it gets that one in its turn
-                self._send(engine, MapMemory(start, length), own)
+        for ask, own in registered:
+            if ask.serial not in asked:  # it gets that one in its turn
+                self._send(engine, ask, own)
         if engine is self._reader:
             with self._lock:
                 self._attempts.started()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TransferTimeout
-from kvstore.testing.mooncake import CHECKS, MooncakePair
+from kvstore.testing.mooncake import CHECKS, MEMORY_BYTES, MooncakePair
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.testing.transport import TransportContract, TransportDriver
 from kvstore.transport.base import PageArrival
@@ -159,6 +159,26 @@ def memory_that_was_unregistered_cannot_be_read() -> None:
         end = scene.end(1)
     assert isinstance(end.error, KVStoreError)
     scene.settle(end)
+    scene.close()
+
+
+def memory_at_an_address_that_is_used_again_is_the_new_one() -> None:
+    scene = Scene()
+    pages = scene.pages(SIZE, 2)
+    start = int(scene.owner._known._starts[0])  # type: ignore[attr-defined]
+    for number in range(20):
+        descriptor = os.memfd_create("kvstore-test")
+        os.ftruncate(descriptor, MEMORY_BYTES)
+        os.pwrite(descriptor, bytes([number + 1]) * (2 * SIZE), pages.granted()[0][1] - start)
+        scene.owner.unregister(start)
+        scene.owner.register(start, MEMORY_BYTES, descriptor)
+        os.close(descriptor)
+    while (told := scene.owner.addresses(pages.granted())) is None:
+        scene._pair.wait()
+    pages.addresses = told
+    scene.begin(1, pages)
+    assert scene.end(1).good == b"\2\2", "other bytes than those that the digests are of"
+    assert (pages.arrived == 20).all()
     scene.close()
 
 

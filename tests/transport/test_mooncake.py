@@ -37,6 +37,7 @@ def test_it_keeps_what_it_can_of_the_contract(check):
         mooncake_program.owner_is_killed_during_a_read,
         mooncake_program.reading_process_is_killed_and_the_read_goes_on,
         mooncake_program.memory_that_was_unregistered_cannot_be_read,
+        mooncake_program.memory_at_an_address_that_is_used_again_is_the_new_one,
         mooncake_program.a_read_into_other_memory_ends_and_harms_nobody,
         mooncake_program.rdma_without_a_device_is_refused,
     ],
