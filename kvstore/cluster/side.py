@@ -20,6 +20,7 @@ from kvstore.cluster.session import (
     CancelTransfer,
     Ended,
     PeerSession,
+    PeerStanding,
     SlotsSettled,
     StartTransfer,
 )
@@ -58,6 +59,9 @@ class PeerDesk(Protocol):
 
     def peer_settled(self, job: int) -> None:
         """Nothing writes into the slots of an ended PeerFetch any more."""
+
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        """A session with this boot of a peer is up; empty = none is any more."""
 
 
 class SlotMemory(Protocol):
@@ -209,8 +213,9 @@ class Peers:
     # ---- what sessions decide ---------------------------------------------------------------
 
     def carry(
-        self, link: FetchLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
-    ) -> None:
+        self, link: FetchLink,
+        effect: StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding,
+    ) -> None:  # fmt: skip
         """Carry out what the session of a link has decided about a fetch."""
         match effect:
             case StartTransfer():
@@ -225,6 +230,8 @@ class Peers:
                 self._ended(end)
             case SlotsSettled(job):
                 self._complete(partial(self._desk.peer_settled, job))
+            case PeerStanding(peer, boot):
+                self._complete(partial(self._desk.peer_standing, peer, boot))
 
     def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job

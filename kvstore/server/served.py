@@ -209,5 +209,5 @@ class ServedPeer:
             ticket, places = loan.ticket, loan.places
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,
-            open_ms, ticket, places,
+            open_ms, ticket, answer.kept, places,
         )  # fmt: skip

@@ -18,8 +18,8 @@ from kvstore.cluster.session import (
     Send,
     SlotsSettled,
     StartTransfer,
-    Way,
 )
+from kvstore.cluster.ways import Way
 from kvstore.errors import (
     TransferError,
 )

@@ -57,7 +57,9 @@ def test_this_node_may_be_in_the_list_and_is_none_of_the_others():
     [("b", "NODE=host:port"), ("=h:1", "NODE=host:port"), ("a b=h:1", "1 to 64 of"),
      ("b=h", "'h' is not host:port"), ("b=:1", "host:port"), ("b=h:x", "host:port"),
      ("b=h:70000", "host:port"), ("b=fd00::2:1", "host:port"), ("b=[h]:1", "host:port"),
-     ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("a=h:2", "a is there twice"),
+     ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("b=a..b:1", "host:port"),
+     ("b=.h:1", "host:port"),
+     (f"b={64 * 'h'}:1", "host:port"), ("a=h:2", "a is there twice"),
      ("b=h:1", "another node has this address"), ("b\n=h:3", "NODE=host:port"),
      ("b=h:٣", "host:port"), ("b=u@h:3", "host:port")],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, new_policy
 from kvstore.state.choice.quotas import Quotas
+from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -44,6 +45,8 @@ class Eviction:
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
+        #: Where replicas came from.
+        self.sources = Sources()
         #: A replica was stored: only then one is looked for.
         self.has_replicas = False
         self._slots = slots
@@ -93,11 +96,12 @@ class Eviction:
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
-    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, *, copied: bool) -> None:
-        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
-        self.has_replicas |= copied
+    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
+        """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
+        source = self.sources.of(peer) if peer else 0
+        self.has_replicas |= source > 0
         for node in stored:
-            node.replica = copied and (node.replica or node.ready == 1 << shard)
+            node.replica = source if node.replica or node.ready == 1 << shard else 0
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
@@ -113,7 +117,7 @@ class Eviction:
         if self.evictable(node):
             name = self.quotas.queue_name(node.space)
             for slot_bytes in classes(node):
-                line = self._replica_line if node.replica else self._queue
+                line = self._replica_line if self._is_elsewhere(node) else self._queue
                 line(name, slot_bytes).add_candidate(node, self._tick)
 
     def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
@@ -204,9 +208,10 @@ class Eviction:
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
                 continue
-            if node.replica and self.quotas.queue_name(node.space) == name:
+            if self._is_elsewhere(node) and self.quotas.queue_name(node.space) == name:
                 return node
-            self.add_candidate(node)  # a client has stored it since, or its space has limits now
+            # A client has stored it since, its source is gone, or its space has limits now.
+            self.add_candidate(node)
             self._strays += 1
         return None
 
@@ -269,6 +274,10 @@ class Eviction:
             if is_live(node):
                 self.add_candidate(node)
         return bool(passed)
+
+    def _is_elsewhere(self, node: PrefixNode) -> bool:
+        """Whether the node is a replica, and the boot that gave it may be believed to have it."""
+        return node.replica in self.sources.reachable
 
     def _has_grace(self, node: PrefixNode) -> bool:
         young = 0 < self.now_ns - node.stored_ns < GRACE_NS
