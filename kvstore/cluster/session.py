@@ -417,11 +417,8 @@ class PeerSession:
             return
         fetch.stage, fetch.lent = _Stage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
-        self.effects.append(
-            StartTransfer(
-                fetch.job, ways_of(answer, self._endpoints, self._host), answer, deadline_ns
-            )
-        )
+        ways = ways_of(answer, self._endpoints, self._host)
+        self.effects.append(StartTransfer(fetch.job, ways, answer, deadline_ns))
 
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)
